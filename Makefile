@@ -1,0 +1,43 @@
+# make demo | test | lint | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# One tested set of versions; FBGEMM is built against one torch release and must match it.
+TORCH := torch==2.13.0
+TORCHREC := torchrec==1.9.2
+STACK ?= $(shell command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1 && echo cuda || echo cpu)
+FBGEMM_cpu := fbgemm-gpu-cpu==1.8.0
+FBGEMM_cuda := fbgemm-gpu==1.8.0
+
+.PHONY: demo test lint venv clean
+
+demo: venv
+	$(BIN)/python examples/train_hstu.py
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+venv: $(VENV)/.built
+
+$(VENV)/.stack: Makefile
+	@echo "installing $(TORCH), $(FBGEMM_$(STACK)) and $(TORCHREC) into $(VENV), which takes a minute or two"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) $(TORCH) $(FBGEMM_$(STACK)) setuptools pybind11
+	$(PIP) --no-deps $(TORCHREC)  # its metadata asks for a CUDA build of FBGEMM and an old torchmetrics
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/*)
+	$(PIP) --no-build-isolation --editable ".[$(STACK),dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build lightning_freescale.egg-info lightning_freescale/_C*.so

@@ -1,0 +1,46 @@
+"""Fixtures shared by all tests. Heavy imports happen here, once, before any rank is forked."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_freescale  # noqa: F401 - registers the strategies
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test runs in its own folder, with one thread, the environment and the seeds it found."""
+    monkeypatch.chdir(tmp_path)
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def movielens() -> Path:
+    path = SHARED_DATA / "ml-latest-small.ratings.csv"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not part of the package")
+    return path

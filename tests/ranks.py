@@ -1,0 +1,90 @@
+"""Run a function on several real ranks. Forked, so a fit costs a fraction of a second; a dead rank fails the test at once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died. ``errors`` maps each rank that had failed by then to its traceback."""
+
+    def __init__(self, errors: dict[int, str]):
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection) -> None:
+    torch.set_num_threads(1)
+    # With LOCAL_RANK set, Lightning takes the processes as given and launches none of its own.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(world),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+    )
+    try:
+        pipe.send(("ok", fn(rank, *args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    os._exit(0)  # skip the parent's atexit and pytest hooks
+
+
+def run_ranks(fn: Callable, world: int = 2, args: tuple = (), timeout: float = 60, every_error: bool = False) -> list[Any]:
+    """Run ``fn(rank, *args)`` in ``world`` forked processes and return the results in rank order.
+
+    The first failure ends the run with :class:`RankFailed`; with ``every_error`` all ranks are awaited first, so that a
+    test can see what each of them reported.
+    """
+    port = free_port()
+    context = mp.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_run, args=(rank, world, port, fn, args, theirs)))
+        processes[-1].start()
+        theirs.close()  # so that a dead child reads as EOF here
+        pipes.append(ours)
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) + len(errors) < world:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in errors]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"timeout after {timeout} s; done: {sorted(results)}, failed: {errors}")
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    status, value = pipe.recv()
+                except EOFError:
+                    processes[rank].join()
+                    status, value = "error", f"died with exit code {processes[rank].exitcode}"
+                (results if status == "ok" else errors)[rank] = value
+            if errors and not every_error:
+                raise RankFailed(errors)
+    finally:
+        for process in processes:  # one rank's failure must not leave the others in a collective
+            if len(results) < world:
+                process.kill()
+            process.join()
+    if errors:
+        raise RankFailed(errors)
+    return [results[rank] for rank in range(world)]
