@@ -1,0 +1,108 @@
+// The Python face of the C++ core: takes NumPy arrays apart, releases the GIL, puts NumPy arrays together.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "jagged.h"
+
+namespace py = pybind11;
+using namespace freescale;
+
+namespace {
+
+// `work` must touch no Python object: other threads run Python meanwhile.
+template <typename Work>
+auto without_gil(Work&& work) {
+  py::gil_scoped_release release;
+  return work();
+}
+
+// Converted by the Python layer; `py::arg().noconvert()` keeps a wrong dtype from being copied in silence.
+using IndexArray = py::array_t<std::int64_t, py::array::c_style>;
+
+Indices indices(const IndexArray& array, const char* name) {
+  if (array.ndim() != 1)
+    throw std::invalid_argument(std::string(name) + ": must be 1-D, not " + std::to_string(array.ndim()) + "-D");
+  return {array.data(), array.shape(0)};
+}
+
+IndexArray to_numpy(std::vector<std::int64_t>&& values) {
+  auto* owner = new std::vector<std::int64_t>(std::move(values));
+  py::capsule free(owner, [](void* pointer) { delete static_cast<std::vector<std::int64_t>*>(pointer); });
+  return IndexArray(static_cast<py::ssize_t>(owner->size()), owner->data(), free);
+}
+
+// Borrows the rows of an array, which may be read-only or a memory map: nothing is copied here.
+Rows rows(const py::array& values) {
+  if (values.ndim() == 0) throw std::invalid_argument("values: must have at least one dimension");
+  if (!(values.flags() & py::array::c_style))
+    throw std::invalid_argument("values: must be C-contiguous; pass numpy.ascontiguousarray(values)");
+  if (values.dtype().attr("hasobject").cast<bool>())
+    throw std::invalid_argument("values: dtype object holds references and cannot be moved as bytes");
+  std::int64_t bytes = values.itemsize();
+  for (py::ssize_t d = 1; d < values.ndim(); ++d) bytes *= values.shape(d);
+  return {static_cast<const std::byte*>(values.data()), values.shape(0), bytes};
+}
+
+py::array empty_rows(const py::array& like, std::int64_t count) {
+  std::vector<py::ssize_t> shape(like.shape(), like.shape() + like.ndim());
+  shape[0] = count;
+  return py::array(like.dtype(), shape);
+}
+
+py::array copy_slices(const py::array& values, Indices starts, Indices lengths, std::int64_t total) {
+  py::array out = empty_rows(values, total);
+  const Rows source = rows(values);
+  auto* target = static_cast<std::byte*>(out.mutable_data());
+  py::gil_scoped_release release;  // also while a memory map is paged in
+  gather(source, starts, lengths, target);
+  return out;
+}
+
+py::array py_gather(const py::array& values, const IndexArray& starts, const IndexArray& lengths) {
+  const Indices from = indices(starts, "starts"), counts = indices(lengths, "lengths");
+  const std::int64_t total = without_gil([&, count = rows(values).count] { return check_slices(count, from, counts); });
+  return copy_slices(values, from, counts, total);
+}
+
+py::tuple permute_by(const py::array& values, Indices lengths, Indices order) {
+  Slices slices = without_gil([&, count = rows(values).count] { return permuted(count, lengths, order); });
+  py::array moved = copy_slices(values, slices.starts, slices.lengths, slices.total);
+  return py::make_tuple(std::move(moved), to_numpy(std::move(slices.lengths)));
+}
+
+py::tuple py_permute(const py::array& values, const IndexArray& lengths, const IndexArray& order) {
+  return permute_by(values, indices(lengths, "lengths"), indices(order, "order"));
+}
+
+py::tuple py_combine(const py::array& values, const IndexArray& lengths, const IndexArray& order) {
+  const Indices positions = indices(order, "order");
+  return permute_by(values, indices(lengths, "lengths"), without_gil([&] { return invert(positions); }));
+}
+
+py::tuple py_dispatch(const py::array& values, const IndexArray& lengths, const IndexArray& ranks, std::int64_t world) {
+  if (world < 1) throw std::invalid_argument("world = " + std::to_string(world) + " must be at least 1");
+  const Indices counts = indices(lengths, "lengths"), destinations = indices(ranks, "ranks");
+  Groups groups = without_gil([&] { return group_by_rank(counts, destinations, world); });
+  py::tuple moved = permute_by(values, counts, groups.order);
+  return py::make_tuple(moved[0], moved[1], to_numpy(std::move(groups.order)), to_numpy(std::move(groups.samples)),
+                        to_numpy(std::move(groups.values)));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "C++ core of lightning_freescale; use it through the Python modules, which document it.";
+  module.def(
+      "lengths_to_offsets",
+      [](const IndexArray& lengths) { return to_numpy(lengths_to_offsets(indices(lengths, "lengths"))); },
+      py::arg("lengths").noconvert());
+  module.def("gather", &py_gather, py::arg("values"), py::arg("starts").noconvert(), py::arg("lengths").noconvert());
+  module.def("permute", &py_permute, py::arg("values"), py::arg("lengths").noconvert(), py::arg("order").noconvert());
+  module.def("combine", &py_combine, py::arg("values"), py::arg("lengths").noconvert(), py::arg("order").noconvert());
+  module.def("dispatch", &py_dispatch, py::arg("values"), py::arg("lengths").noconvert(), py::arg("ranks").noconvert(),
+             py::arg("world"));
+}
