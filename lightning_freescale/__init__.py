@@ -1,0 +1,29 @@
+"""FreeScale for PyTorch Lightning: distributed training of sequence recommenders with the bubbles removed.
+
+Importing this package registers the strategies ``"freescale"`` and ``"freescale_sync"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from lightning_freescale import _requirements as _requirements  # first: explains a missing dependency
+from lightning_freescale._lightning import FreeScaleStrategy
+from lightning_freescale.checkpoint import export
+from lightning_freescale.data import SeqBatch, SeqRecDataModule
+from lightning_freescale.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
+
+with contextlib.suppress(ModuleNotFoundError):  # pytorch_lightning comes with lightning, but users may have removed it
+    from lightning_freescale import pytorch_lightning as pytorch_lightning
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "FreeScaleError",
+    "FreeScaleStrategy",
+    "InputError",
+    "SeqBatch",
+    "SeqRecDataModule",
+    "export",
+]

@@ -46,7 +46,9 @@ def _run(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: conn
     os._exit(0)  # skip the parent's atexit and pytest hooks
 
 
-def run_ranks(fn: Callable, world: int = 2, args: tuple = (), timeout: float = 60, every_error: bool = False) -> list[Any]:
+def run_ranks(
+    fn: Callable, world: int = 2, args: tuple = (), timeout: float = 60, every_error: bool = False
+) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``world`` forked processes and return the results in rank order.
 
     The first failure ends the run with :class:`RankFailed`; with ``every_error`` all ranks are awaited first, so that a

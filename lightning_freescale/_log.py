@@ -1,0 +1,25 @@
+"""What was chosen and why, said once, by rank zero."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+logger = logging.getLogger("lightning_freescale")
+if not logging.root.handlers and not logger.handlers:  # as Lightning does: visible unless the user configured logging
+    logger.addHandler(logging.StreamHandler())
+    logger.propagate = False
+logger.setLevel(logging.INFO)
+
+
+@cache
+def _say(message: str, level: int) -> None:
+    logger.log(level, message)
+
+
+def say_once(message: str, level: int = logging.INFO) -> None:
+    """Log ``message`` on rank zero, the first time it is said in this process."""
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        _say(message, level)

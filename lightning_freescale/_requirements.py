@@ -1,0 +1,26 @@
+"""Says what to install when TorchRec or FBGEMM is missing, or was built for another torch."""
+
+from __future__ import annotations
+
+import torch
+
+# FBGEMM's binaries are built against one torch release each.
+FBGEMM_FOR_TORCH = {"2.11": "1.6.0", "2.12": "1.7.0", "2.13": "1.8.0"}
+
+
+def check() -> None:
+    """Raise an ImportError that names the commands to run, unless TorchRec and FBGEMM can be imported."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    fbgemm = FBGEMM_FOR_TORCH.get(release, "(the release made for your torch)")
+    package = "fbgemm-gpu" if torch.version.cuda else "fbgemm-gpu-cpu"
+    try:
+        import fbgemm_gpu  # noqa: F401
+        import torchrec  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise ImportError(
+            f"lightning_freescale needs TorchRec and the FBGEMM build for torch {release}: "
+            f"pip install {package}=={fbgemm} tensordict pyre-extensions && pip install --no-deps torchrec ({error})"
+        ) from error
+
+
+check()

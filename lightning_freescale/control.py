@@ -1,0 +1,162 @@
+"""A few words between all ranks for every batch, on the host, one or two batches ahead of their use.
+
+Ranks must agree before they act: on whether everybody still has data, whether a batch is sound, whether someone was asked
+to stop or met a loss that is not finite. Asking with a blocking collective in every step would cost a wait for the slowest
+rank each time. Here each rank posts its :class:`Header` when it *fetches* a batch and reads everybody's when it *uses* that
+batch, two steps later: the answer is there by then, and all ranks act on it at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale import errors
+from lightning_freescale.errors import FreeScaleError
+
+
+class Status(IntEnum):
+    BATCH = 0  # a sound batch
+    END = 1  # no batch: the data or the limit is at its end
+    ERROR = 2  # fetching or checking the batch failed
+
+
+class Header(NamedTuple):
+    """What one rank tells the others about one batch."""
+
+    status: Status
+    samples: int = 0
+    stop: bool = False  # SIGTERM was received
+    bad_step: int = -1  # first step whose loss was not finite, -1 if none
+
+
+class Posted:
+    """The headers of all ranks for one batch, under way."""
+
+    def __init__(self, control: Control, header: Header, sequence: int):
+        self._control, self._sequence = control, sequence
+        mine = torch.tensor(header, dtype=torch.int64)
+        self._received = [torch.empty_like(mine) for _ in range(control.world_size)]
+        self._mine = mine  # alive until the transfer is done
+        self._work = dist.all_gather(self._received, mine, group=control.group, async_op=True)
+
+    def wait(self) -> list[Header]:
+        """Headers in rank order."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._control.missing_ranks(f"the header of batch {self._sequence}", error) from error
+        return [
+            Header(Status(status), samples, bool(stop), bad_step)
+            for status, samples, stop, bad_step in (row.tolist() for row in self._received)
+        ]
+
+
+class Control:
+    """The ranks' side channel: a gloo group of its own, so that it never queues behind training traffic."""
+
+    def __init__(self, timeout: timedelta):
+        self.timeout = timeout
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self._posted = 0
+        self.stop_requested = False
+        self._losses: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._bad_loss: tuple[int, float] | None = None  # (step, value)
+
+    # ---- per batch ----------------------------------------------------------------------------------------------
+    def post(self, status: Status, samples: int = 0) -> Posted:
+        """Tell the other ranks about the batch just fetched. Returns at once."""
+        self._read_losses(wait=False)
+        self._posted += 1
+        bad_step = self._bad_loss[0] if self._bad_loss else -1
+        return Posted(self, Header(status, samples, self.stop_requested, bad_step), self._posted)
+
+    # ---- losses -------------------------------------------------------------------------------------------------
+    def watch_loss(self, step: int, loss: Tensor) -> None:
+        """Remember the loss of ``step`` and look at it later: no device sync here."""
+        value = loss.detach()
+        if value.device.type != "cuda":
+            self._losses.append((step, value.float().clone(), None))
+            return
+        host = torch.empty(value.shape, dtype=torch.float32, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._losses.append((step, host, event))
+
+    def _read_losses(self, wait: bool) -> None:
+        while self._losses:
+            step, value, event = self._losses[0]
+            if event is not None:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+            self._losses.popleft()
+            if self._bad_loss is None and not math.isfinite(number := value.sum().item()):
+                self._bad_loss = (step, number)
+
+    def check_losses(self) -> None:
+        """Raise on every rank if any rank has met a loss that is not finite. A collective."""
+        self._read_losses(wait=True)
+        bad, self._bad_loss = self._bad_loss, None
+        error = None
+        if bad is not None:
+            error = FreeScaleError(
+                f"loss is {bad[1]} at step {bad[0]}; weights are invalid from that step on, earlier checkpoints are not: "
+                "resume from the last one, with a lower learning rate or after looking at that batch"
+            )
+        self.agree(error)
+
+    # ---- agreement ----------------------------------------------------------------------------------------------
+    def agree(self, error: BaseException | None, where: str = "") -> None:
+        """Raise on every rank if ``error`` is given on any of them, naming the ranks. A collective."""
+        mine = None if error is None else (type(error).__name__, str(error))
+        failures: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(failures, mine, group=self.group)
+        except RuntimeError as failure:
+            raise self.missing_ranks(where or "agreement on errors", failure) from error or failure
+        found = [(rank, *failure) for rank, failure in enumerate(failures) if failure is not None]
+        if not found:
+            return
+        kind = getattr(errors, found[0][1], FreeScaleError)
+        prefix = f"{where}: " if where else ""
+        # Ranks that failed alike are named together; a library's own exceptions keep their type in the text.
+        texts: dict[str, list[int]] = {}
+        for rank, name, text in found:
+            texts.setdefault(text if hasattr(errors, name) else f"{name}: {text}", []).append(rank)
+        raise kind(
+            "\n".join(f"rank {', '.join(map(str, ranks))}: {prefix}{text}" for text, ranks in texts.items())
+        ) from error
+
+    def missing_ranks(self, what: str, error: Exception) -> FreeScaleError:
+        """The error to raise when ``what`` did not arrive: says which ranks are not waiting for it as well."""
+        present = []
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"freescale/waiting/{self._posted}/{self.rank}", "1")
+            keys = [f"freescale/waiting/{self._posted}/{rank}" for rank in range(self.world_size)]
+            for rank, key in enumerate(keys):
+                try:
+                    store.wait([key], timedelta(seconds=2))
+                    present.append(rank)
+                except Exception:  # not there within the wait: that rank is the missing one
+                    continue
+        except Exception:  # the store lives on rank 0
+            return FreeScaleError(
+                f"rank {self.rank}: waited for {what}; rank 0 has ended or cannot be reached ({error})"
+            )
+        missing = sorted(set(range(self.world_size)) - set(present))
+        return FreeScaleError(
+            f"rank {self.rank}: {what} did not arrive within {self.timeout.total_seconds():.0f} s or a peer closed the connection; "
+            f"missing ranks: {missing or 'none (the connection broke)'} ({error})"
+        )

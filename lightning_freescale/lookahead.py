@@ -1,0 +1,149 @@
+"""Keeps the batches N+1 and N+2 while N trains. Resumable, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from lightning_freescale.control import Control, Header, Posted, Status
+from lightning_freescale.errors import InputError
+
+
+class _Fetched(NamedTuple):
+    batch: Any  # None unless the fetch succeeded
+    inner_state: dict | None  # the wrapped loader's own state after this batch, if it has one
+    posted: Posted
+    error: Exception | None
+
+
+class LookaheadLoader:
+    """Iterates ``loader``, ``depth`` batches ahead of the training.
+
+    Every batch passes through ``stage`` (checks, copy to the device) as soon as it is fetched, and its header goes to the
+    other ranks. When the batch is due, all headers are there: if any rank failed to fetch or check its batch, or ran out of
+    data before the others, all ranks raise the same error at the same step, with the steps before it done.
+
+    Args:
+        loader: any iterable of batches; its attributes stay visible (``sampler``, ``dataset``, ...), as Lightning needs.
+        depth: batches held beyond the current one; at least 1, so that the end of the data is known one batch early.
+        stage: called on each batch when it is fetched, returns the staged batch and its number of samples.
+        control: the ranks' side channel.
+        limit: number of batches an epoch may have; ``inf`` if unknown.
+        on_stop: called when any rank was asked to stop; raises.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        depth: int,
+        stage: Callable[[Any], tuple[Any, int]],
+        control: Control,
+        limit: Callable[[], float],
+        on_stop: Callable[[], None],
+    ):
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self.loader, self.depth = loader, depth
+        self._stage, self._control, self._limit, self._on_stop = stage, control, limit, on_stop
+        self._queue: deque[_Fetched] = deque()
+        self._yielded = 0  # batches of this epoch handed out
+        self._inner_state: dict | None = None
+        self._resume: dict | None = None
+        self.headers: list[Header] = []  # of the batch handed out last, by rank
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: unpickling
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # TypeError when unsized, which is what Lightning probes for
+
+    def upcoming(self, k: int = 1) -> Any:
+        """The staged batch ``k`` steps ahead, ``None`` if the data end before it."""
+        return self._queue[k - 1].batch if len(self._queue) >= k else None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._queue.clear()
+        self._yielded = 0
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().
+        source, fetched = self._open()
+        limit = self._limit()
+        while True:
+            while len(self._queue) <= self.depth and not (self._queue and self._queue[-1].batch is None):
+                self._queue.append(self._fetch(source, past_limit=fetched >= limit))
+                fetched += 1
+            current = self._queue.popleft()
+            self.headers = current.posted.wait()
+            self._check(self.headers, current.error, number=self._yielded)
+            if current.batch is None:
+                return
+            if self._queue and self._queue[0].batch is None and self._queue[0].error is None:
+                # The last batch: Lightning may never ask for another, so see now that it is everybody's last.
+                self._check(self._queue[0].posted.wait(), None, number=self._yielded + 1)
+            self._yielded += 1
+            self._inner_state = current.inner_state
+            yield current.batch
+
+    def _fetch(self, source: Iterator[Any], past_limit: bool) -> _Fetched:
+        try:
+            if past_limit:
+                raise StopIteration
+            batch, samples = self._stage(next(source))
+        except StopIteration:
+            return _Fetched(None, None, self._control.post(Status.END), None)
+        except Exception as error:  # raised on every rank when this batch is due
+            return _Fetched(None, None, self._control.post(Status.ERROR), error)
+        inner_state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+        return _Fetched(batch, inner_state, self._control.post(Status.BATCH, samples), None)
+
+    def _check(self, headers: list[Header], error: Exception | None, number: int) -> None:
+        """Act on what the ranks said, on all of them alike."""
+        if any(header.bad_step >= 0 for header in headers):
+            self._control.check_losses()
+        if any(header.status == Status.ERROR for header in headers):
+            self._control.agree(error, where=f"batch {number}")
+        ended = [rank for rank, header in enumerate(headers) if header.status == Status.END]
+        if ended and len(ended) < len(headers):
+            others = [rank for rank in range(len(headers)) if rank not in ended]
+            raise InputError(
+                f"rank {', '.join(map(str, ended))}: the loader ended after {number} batches"
+                f"{' (no samples at all)' if number == 0 else ''}, while rank {', '.join(map(str, others))} has more; "
+                "every rank needs the same number of batches: pad or drop the last ones (drop_last=True)"
+            )
+        if any(header.stop for header in headers):
+            self._on_stop()
+
+    # ---- resume --------------------------------------------------------------------------------------------------
+    def _open(self) -> tuple[Iterator[Any], int]:
+        """An iterator over the wrapped loader, past the batches that were trained on before a resume."""
+        state, self._resume = self._resume or {"batches": 0, "inner": None}, None
+        done = state["batches"]
+        if done and state["inner"] is not None and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state["inner"])
+            self._yielded = done
+            return iter(self.loader), done
+        for owner in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
+            if hasattr(owner, "resume"):
+                owner.resume(done)
+                self._yielded = done
+                return iter(self.loader), done
+        source = iter(self.loader)
+        for _ in range(done):  # a loader that cannot skip: load and drop
+            next(source, None)
+        self._yielded = done
+        return source, done
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the epoch. Lightning saves rank 0's alone, so it must not differ between ranks."""
+        if self._queue and self._queue[0].batch is None and self._queue[0].error is None:
+            return {"batches": 0, "inner": None}  # saved on the last batch: resuming starts the next epoch
+        return {"batches": self._yielded, "inner": self._inner_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume = state

@@ -1,0 +1,31 @@
+"""The same classes for ``import pytorch_lightning``, whose base classes are not those of ``import lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.model_helpers import is_overridden
+
+from lightning_freescale.data.datamodule import SeqRecDataMixin
+from lightning_freescale.models.hstu import HSTUMixin
+from lightning_freescale.strategy import FreeScaleMixin
+
+__all__ = ["HSTU", "FreeScaleStrategy", "SeqRecDataModule"]
+
+
+class FreeScaleStrategy(FreeScaleMixin, DDPStrategy):
+    __doc__ = FreeScaleMixin.__doc__
+    _sigterm_exception = SIGTERMException
+    _is_overridden = staticmethod(is_overridden)
+
+
+class SeqRecDataModule(SeqRecDataMixin, LightningDataModule):
+    __doc__ = SeqRecDataMixin.__doc__
+
+
+class HSTU(HSTUMixin, LightningModule):
+    __doc__ = HSTUMixin.__doc__
+
+
+FreeScaleStrategy.register_strategies(StrategyRegistry)

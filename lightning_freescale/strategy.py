@@ -1,0 +1,346 @@
+"""``FreeScaleStrategy``: Lightning's hooks, in the order of a step. It conducts; the instruments are in the other modules."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+
+from lightning_freescale import checkpoint as checkpoints
+from lightning_freescale._log import say_once
+from lightning_freescale.control import Control
+from lightning_freescale.data import staging
+from lightning_freescale.embedding import sharding as tables
+from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.lookahead import LookaheadLoader
+
+if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespace
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+TRAIN_DEPTH = 2  # batches held beyond the current one
+EVAL_DEPTH = 1
+FITTING = "fit"  # TrainerFn.FITTING of either namespace
+PRECISIONS = ("32-true", "bf16-mixed")
+# DistributedModelParallel sets these itself when it wraps the dense part.
+_WRAPPER_ARGUMENTS = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
+
+
+class FreeScaleMixin(_Base):
+    """Trains models with sharded TorchRec embeddings; everything but the tables is data parallel.
+
+    The user's LightningModule stays as it is: an ordinary ``training_step(self, batch, batch_idx)`` and members of type
+    ``torchrec.EmbeddingCollection`` or ``torchrec.EmbeddingBagCollection``, on any device (``meta`` for tables larger than
+    one rank's memory).
+
+    Args:
+        sharding: ``"row_wise"``, ``"table_wise"`` or ``"column_wise"`` for all tables, or a mapping from table names to one
+            of them. Default: row-wise; tables with fewer than 16 rows a rank stay whole on one rank.
+        embedding_optimizer: optimizer of the tables, e.g. ``{"optimizer": "rowwise_adagrad", "lr": 0.02}``; one of ``sgd``,
+            ``adagrad``, ``rowwise_adagrad`` and, on CUDA, ``adam``. It runs inside backward. Its learning rate follows the
+            scheduler of the model's first optimizer: same relative change.
+        balance: ``"off"``; other values are accepted and said to be without effect in this version.
+        prioritize: ``False``; other values are accepted and said to be without effect in this version.
+        transport: ``"auto"``: NCCL on CUDA, gloo on CPU.
+        timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
+        ddp_kwargs: as for :class:`lightning.pytorch.strategies.DDPStrategy`.
+    """
+
+    strategy_name = "freescale"
+    # Each Lightning namespace has its own classes: the two thin modules that complete this mixin name theirs.
+    _sigterm_exception: type[BaseException]
+    _is_overridden: Callable[[str, object], bool]
+
+    def __init__(
+        self,
+        *,
+        sharding: Mapping[str, str] | str | None = None,
+        embedding_optimizer: Mapping[str, Any] | None = None,
+        balance: Literal["fixed", "variable", "zigzag", "off"] = "fixed",
+        prioritize: bool | Literal["auto"] = "auto",
+        transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
+        timeout: float | timedelta = 600.0,
+        **ddp_kwargs: Any,
+    ) -> None:
+        if ddp_kwargs.get("start_method", "popen") != "popen":
+            raise ConfigurationError(
+                f"start_method={ddp_kwargs['start_method']!r}: sharded tables cannot be handed back by spawned or forked "
+                "processes; use the default launcher (or torchrun)"
+            )
+        self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        super().__init__(timeout=self._wait, **ddp_kwargs)
+        self._sharding, self._embedding_optimizer = sharding, embedding_optimizer
+        self._balance, self._prioritize, self._transport = balance, prioritize, transport
+        self._sharded: DistributedModelParallel | None = None
+        self._rows: dict[str, int] = {}
+        self._base_lr: list[float] = []
+        self._copy_stream: torch.cuda.Stream | None = None
+        self.control: Control | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            "freescale", cls, description="FreeScale: sharded, balanced, overlapped", override=True
+        )
+        strategy_registry.register(
+            "freescale_sync",
+            cls,
+            description="The baseline of FreeScale: TorchRec's sharding alone",
+            override=True,
+            balance="off",
+            prioritize=False,
+        )
+
+    # ---- set-up: process groups, then the model ---------------------------------------------------------------------
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.control is None:
+            self.control = Control(self._wait)
+        if self.root_device.type == "cuda" and self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._refuse_inexact(trainer)
+        self._say_choices()
+        fitting = trainer.state.fn == FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self._shard()
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._take_over_sigterm(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse_inexact(self, trainer: Any) -> None:
+        precision = str(self.precision_plugin.precision)
+        if precision not in PRECISIONS:
+            reason = (
+                "its loss scaling cannot reach the tables, which are updated inside backward"
+                if precision == "16-mixed"
+                else "the tables and their optimizer state are kept in float32"
+            )
+            raise ConfigurationError(
+                f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
+            )
+        self._refuse_accumulation(trainer)
+        if trainer.gradient_clip_val and tables.embedding_modules(self.lightning_module):
+            say_once(
+                f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters; the tables are updated inside "
+                "backward, row by row, and are not part of the norm"
+            )
+
+    def _refuse_accumulation(self, trainer: Any) -> None:
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the tables are updated in every backward, so the "
+                "micro-batches would see different rows; use a larger batch_size instead"
+            )
+
+    def _say_choices(self) -> None:
+        if self._balance != "off":
+            say_once(
+                f"balance={self._balance!r} has no effect in this version: batches are trained as the loader gives them"
+            )
+        if self._prioritize:
+            say_once(
+                f"prioritize={self._prioritize!r} has no effect in this version: embeddings are exchanged synchronously"
+            )
+        backend = self._get_process_group_backend()
+        if self._transport not in ("auto", backend):
+            raise ConfigurationError(
+                f"transport={self._transport!r} is not available here; use 'auto' ({backend} on this device)"
+            )
+
+    def _shard(self) -> None:
+        module = self.lightning_module
+        done = getattr(module, "_freescale", None)
+        if done is None:
+            done = self._rows, self._sharded = tables.rows_by_feature(module), self._wrap(module)
+            # Kept on the module, out of reach of nn.Module's registration: another Trainer may use the same model later.
+            object.__setattr__(module, "_freescale", done)
+        self._rows, self._sharded = done
+        self._base_lr = [group["lr"] for group in self._sharded.fused_optimizer.param_groups]
+        self.model = self._sharded._dmp_wrapped_module
+
+    def _wrap(self, module: torch.nn.Module) -> DistributedModelParallel:
+        if not tables.embedding_modules(module):
+            say_once(
+                "the model has no EmbeddingCollection or EmbeddingBagCollection: nothing is sharded, it trains data parallel"
+            )
+        device = self.root_device
+        sharders = tables.make_sharders(module, self._embedding_optimizer, device)
+        plan = tables.make_plan(
+            module, sharders, self._sharding, device=device, world_size=self.world_size, local_size=self.num_processes
+        )
+        kwargs = dict(self._ddp_kwargs)
+        wrapper = {"static_graph": False} | {name: kwargs.pop(name) for name in _WRAPPER_ARGUMENTS if name in kwargs}
+        weights = tables.table_weights(module)
+        sharded = DistributedModelParallel(
+            module,
+            device=device,
+            plan=plan,
+            sharders=sharders,
+            data_parallel_wrapper=DefaultDataParallelWrapper(**wrapper, ddp_kwargs=kwargs),
+        )
+        tables.fill_shards(module, weights)
+        return sharded
+
+    def model_to_device(self) -> None:
+        """Nothing to do: sharding has placed the tables and moved the dense part."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        assert self._sharded is not None
+        fused = {id(parameter) for parameter in self._sharded.fused_optimizer.params.values()}
+        fused |= {id(p) for p in self.lightning_module.parameters() if hasattr(p, "_in_backward_optimizers")}
+        for optimizer in self.optimizers:  # the user wrote Adam(self.parameters()); the tables have their own optimizer
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in fused]
+
+    def _take_over_sigterm(self, trainer: Any) -> None:
+        """Lightning broadcasts a flag and reads it back from the device in every step. The headers carry it for nothing.
+
+        Its handler also starts a collective inside a signal, which may interrupt another one: ours only takes a note, and
+        all ranks stop together at the batch whose headers carry it.
+        """
+        control, connector = self.control, trainer._signal_connector
+        assert control is not None
+
+        def notice(signum: int, frame: Any) -> None:
+            if not control.stop_requested and self.launcher is not None:
+                self.launcher.kill(signal.Signals(signum))
+            control.stop_requested = True
+
+        connector._sigterm_notifier_fn = notice
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def _stop_together(self) -> None:
+        self.lightning_module.trainer._signal_connector.received_sigterm = True
+        raise self._sigterm_exception
+
+    # ---- data: batches are checked and copied as soon as they are fetched ----------------------------------------------
+    def process_dataloader(self, dataloader: object) -> LookaheadLoader:
+        trainer = self.lightning_module.trainer
+        assert self.control is not None
+        training = trainer.training
+        return LookaheadLoader(
+            dataloader,  # type: ignore[arg-type]
+            depth=TRAIN_DEPTH if training else EVAL_DEPTH,
+            stage=self._stage,
+            control=self.control,
+            limit=(lambda: trainer.num_training_batches) if training else (lambda: float("inf")),
+            on_stop=self._stop_together,
+        )
+
+    def _stage(self, batch: Any) -> tuple[Any, int]:
+        staging.check(batch, self._rows)
+        samples = staging.count_samples(batch)
+        trainer = self.lightning_module.trainer
+        hooks = trainer._data_connector._datahook_selector
+        if self._is_overridden("on_before_batch_transfer", hooks.get_instance("on_before_batch_transfer")):
+            return batch, samples  # Lightning calls the user's hook on it when the batch is due
+        batch = trainer.precision_plugin.convert_input(batch)
+        move = super().batch_to_device
+        return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copy_stream), samples
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        staged, found = staging.unwrap(batch)
+        return staged if found else super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---- a step --------------------------------------------------------------------------------------------------------
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # Reading trainer.estimated_stepping_batches in configure_optimizers() drops the loader's state (Lightning #20550).
+        self.lightning_module.trainer.fit_loop._load_combined_loader_states()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_accumulation(self.lightning_module.trainer)  # a callback may schedule it
+        self._follow_learning_rate()
+        return super().training_step(*args, **kwargs)
+
+    def _follow_learning_rate(self) -> None:
+        """Give the tables the relative learning rate of the first optimizer. FBGEMM reads the rate in forward."""
+        if not self.optimizers or not self._base_lr:
+            return
+        assert self._sharded is not None
+        dense, fused = self.optimizers[0].param_groups[0], self._sharded.fused_optimizer
+        initial = dense.get("initial_lr", dense["lr"])
+        scale = dense["lr"] / initial if initial else 1.0
+        for group, base in zip(fused.param_groups, self._base_lr, strict=True):
+            group["lr"] = base * scale
+        fused.step()  # hands the rate to the kernels, changes no weight
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        assert self.control is not None
+        self.control.watch_loss(self.lightning_module.trainer.global_step, closure_loss)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self.control is not None
+        self.control.check_losses()
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # the tables exist only once they are sharded
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options: checkpoints are folders written by torch.distributed.checkpoint, without CheckpointIO"
+            )
+        assert self.control is not None and self._sharded is not None
+        self.control.check_losses()  # a checkpoint never holds the weights that a NaN has reached
+        sharded = {"state_dict": checkpoint.pop("state_dict")}
+        if "optimizer_states" in checkpoint:
+            sharded["fused"] = self._sharded.fused_optimizer.state_dict()
+        checkpoints.save(Path(self.broadcast(filepath)), sharded, checkpoint, self.control)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.control is not None and self._sharded is not None
+        path = Path(self.broadcast(checkpoint_path))
+        checkpoints.verify(path, self.control)
+        module = self.lightning_module
+        state: dict[str, Any] = {"state_dict": module.state_dict()}
+        checkpoints.check_same_model(path, state["state_dict"], module.strict_loading)
+        meta = checkpoints.load_meta(path, weights_only)
+        resuming = module.trainer.state.fn == FITTING and "optimizer_states" in meta
+        if resuming:
+            state["fused"] = self._sharded.fused_optimizer.state_dict()
+        checkpoints.load_sharded(path, state, self.control)
+        module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+        if resuming:
+            self._sharded.fused_optimizer.load_state_dict(state["fused"])
+        return meta
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing to do: :meth:`load_checkpoint` has filled the sharded tensors in place."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+    def teardown(self) -> None:
+        # As Lightning's, without moving the model to the CPU: sharded tables stay on their devices.
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        if self._layer_sync and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
