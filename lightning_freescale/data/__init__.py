@@ -1,0 +1,20 @@
+"""Data: sources, the preprocessed form, batches, samplers and the data module."""
+
+from lightning_freescale.data.batch import SeqBatch
+from lightning_freescale.data.datamodule import SeqRecDataMixin, SeqRecDataModule
+from lightning_freescale.data.dataset import HistoryDataset
+from lightning_freescale.data.histories import Histories
+from lightning_freescale.data.negatives import NegativeSampler
+from lightning_freescale.data.sampler import GlobalBatchSampler
+from lightning_freescale.data.synthetic import Synthetic
+
+__all__ = [
+    "GlobalBatchSampler",
+    "Histories",
+    "HistoryDataset",
+    "NegativeSampler",
+    "SeqBatch",
+    "SeqRecDataMixin",
+    "SeqRecDataModule",
+    "Synthetic",
+]

@@ -71,7 +71,7 @@ class SeqBatch(Pipelineable):
             self.targets.record_stream(stream)
 
     def validate(self) -> None:
-        """Raise :class:`InputError` if the parts of the batch do not fit together. Host tensors only: no device sync."""
+        """Raise :class:`InputError` if the batch's parts do not fit together. Host tensors only: no device sync."""
         if self.num_samples == 0:
             raise InputError("features: an empty batch (0 samples)")
         check_jagged(self.features)
@@ -102,9 +102,13 @@ def check_jagged(features: KeyedJaggedTensor, rows: Mapping[str, int] | None = N
     keys, stride = features.keys(), features.stride()
     if (bad := (lengths < 0).nonzero().flatten()).numel():
         at = int(bad[0])
-        raise InputError(f"{keys[at // max(stride, 1)]}: negative length {int(lengths[at])} at sample {at % max(stride, 1)}")
+        raise InputError(
+            f"{keys[at // max(stride, 1)]}: negative length {int(lengths[at])} at sample {at % max(stride, 1)}"
+        )
     if int(lengths.sum()) != values.numel():
-        raise InputError(f"{', '.join(keys)}: lengths sum to {int(lengths.sum())} but there are {values.numel()} values")
+        raise InputError(
+            f"{', '.join(keys)}: lengths sum to {int(lengths.sum())} but there are {values.numel()} values"
+        )
     if not rows or not values.numel():
         return
     for key, part in zip(keys, values.split(features.length_per_key()), strict=True):
@@ -113,4 +117,6 @@ def check_jagged(features: KeyedJaggedTensor, rows: Mapping[str, int] | None = N
             continue
         low, high = (int(edge) for edge in torch.aminmax(part))
         if low < 0 or high >= limit:
-            raise InputError(f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1})")
+            raise InputError(
+                f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1})"
+            )

@@ -1,0 +1,142 @@
+"""``SeqRecDataModule``: from a file, or nothing, to batches of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lightning_freescale._log import say_once
+from lightning_freescale.data.cache import cached
+from lightning_freescale.data.dataset import HistoryDataset
+from lightning_freescale.data.histories import Histories
+from lightning_freescale.data.negatives import Distribution, NegativeSampler
+from lightning_freescale.data.sampler import GlobalBatchSampler, SequentialBatchSampler
+from lightning_freescale.data.synthetic import Synthetic
+from lightning_freescale.errors import ConfigurationError
+
+
+class SeqRecDataMixin:
+    """Sequence recommendation data for a Trainer: leave-one-out, one sample per user.
+
+    Everything the ranks must agree on is a function of the arguments, so they are to be equal on all ranks.
+
+    Args:
+        data: ``"synthetic"``, a path, or :class:`~.histories.Histories`.
+        batch_size: samples per rank and step; the global batch has ``batch_size * world_size``.
+        max_history: events kept of each history, the latest.
+        balance: how samples are dealt to the ranks by their cost; ``"off"`` deals them evenly by count.
+        num_workers: processes per rank that collate batches; 0 collates in the training process.
+        seed: of shuffling and negatives, and of synthetic data.
+        num_negatives: sampled negatives of each training sample.
+        negatives: ``"uniform"``, or ``"popularity"``: as often as the items occur in training.
+        synthetic: options of :class:`~.synthetic.Synthetic`.
+        shuffle: permute the training samples anew each epoch.
+        drop_last: leave out a last global training batch that is not full.
+        cache_dir: where preprocessed data are kept; default ``$FREESCALE_CACHE`` or the user's cache folder.
+    """
+
+    trainer: Any  # of LightningDataModule
+
+    def __init__(
+        self,
+        data: str | PathLike[str] | Histories = "synthetic",
+        *,
+        batch_size: int,
+        max_history: int,
+        balance: str = "fixed",
+        num_workers: int = 0,
+        seed: int = 0,
+        num_negatives: int = 64,
+        negatives: Distribution = "uniform",
+        synthetic: Mapping[str, Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        cache_dir: str | PathLike[str] | None = None,
+    ):
+        super().__init__()
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size: must be at least 1, not {batch_size}")
+        if max_history < 2:
+            raise ConfigurationError(f"max_history: a history needs 2 events to have a target, not {max_history}")
+        self.data, self.batch_size, self.max_history, self.balance = data, batch_size, max_history, balance
+        self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
+        self.num_negatives, self.negatives = num_negatives, negatives
+        self.synthetic = Synthetic(**{"seed": seed, **(synthetic or {})})
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+
+    # ---- what a model needs to know, before any Trainer exists ---------------------------------------------------
+    @cached_property
+    def histories(self) -> Histories:
+        """The preprocessed data, memory-mapped. The first process to ask builds them."""
+        if isinstance(self.data, Histories):
+            return self.data
+        if self.data == "synthetic":
+            options = {"synthetic": asdict(self.synthetic)}
+            return cached("synthetic", options, lambda folder: self.synthetic.generate().save(folder), self.cache_dir)
+        raise ConfigurationError(f"data: {self.data!r} is not 'synthetic'")
+
+    @property
+    def num_items(self) -> int:
+        """Rows of the item table."""
+        return self.histories.num_items
+
+    @property
+    def feature_sizes(self) -> dict[str, int]:
+        """Rows of each event feature's table."""
+        return self.histories.feature_sizes
+
+    # ---- Lightning's hooks ---------------------------------------------------------------------------------------
+    def prepare_data(self) -> None:
+        _ = self.histories
+
+    def train_dataloader(self) -> DataLoader:
+        if self.balance != "off":
+            say_once(f"balance={self.balance!r}: not available at the source in this version, batches are not balanced")
+        source = self.histories
+        counts = source.item_counts if self.negatives == "popularity" else None
+        sampler = NegativeSampler(source.num_items, self.num_negatives, self.negatives, counts, self.seed)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._loader(
+            HistoryDataset(source, self.max_history, sampler), self.shuffle and not overfit, self.drop_last
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(HistoryDataset(self.histories, self.max_history, None), shuffle=False, drop_last=False)
+
+    def _loader(self, dataset: HistoryDataset, shuffle: bool, drop_last: bool) -> DataLoader:
+        trainer = self.trainer
+        sampler_type = GlobalBatchSampler if shuffle else SequentialBatchSampler
+        sampler = sampler_type(
+            dataset,
+            self.batch_size,
+            num_replicas=trainer.world_size if trainer else 1,
+            rank=trainer.global_rank if trainer else 0,
+            seed=self.seed,
+            drop_last=drop_last,
+        )
+        # Lightning opens the first epoch's iterator before it sets the epoch; after a resume that is not epoch 0.
+        sampler.set_epoch(trainer.current_epoch if trainer else 0)
+        return DataLoader(
+            dataset,
+            sampler=sampler,
+            batch_size=None,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self._on_cuda(),
+        )
+
+    def _on_cuda(self) -> bool:
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", torch.device("cpu"))
+        return device.type == "cuda"
+
+
+class SeqRecDataModule(SeqRecDataMixin, LightningDataModule):
+    __doc__ = SeqRecDataMixin.__doc__

@@ -1,0 +1,69 @@
+"""Sampled negatives as a pure function of (seed, epoch, user): the same on any rank, in any batch, with any workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.errors import ConfigurationError
+
+Distribution = Literal["uniform", "popularity"]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64: a bijection that spreads every input bit over all output bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def random_bits(seed: int, epoch: int, users: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
+    """``[n]`` users to ``[n, count]`` uniform 64-bit numbers, counter-based: no state, no loop."""
+    key = np.zeros(1, dtype=np.uint64)
+    for part in (seed, epoch):
+        key = _mix(key + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+    stream = _mix(key + users.astype(np.uint64) * _GOLDEN)
+    return _mix(stream[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+
+
+class NegativeSampler:
+    """Draws items, with replacement.
+
+    Args:
+        num_items: items are ``0 .. num_items - 1``.
+        count: negatives per sample, ``K``.
+        distribution: ``"uniform"``, or ``"popularity"``: in proportion to ``item_counts``.
+        item_counts: ``[num_items]``, needed for ``"popularity"`` only.
+        seed: of the whole training.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        count: int,
+        distribution: Distribution = "uniform",
+        item_counts: NDArray[np.int64] | None = None,
+        seed: int = 0,
+    ):
+        if count < 0:
+            raise ConfigurationError(f"num_negatives: must be at least 0, not {count}")
+        if distribution not in ("uniform", "popularity"):
+            raise ConfigurationError(f"negatives: {distribution!r} is unknown; choose 'uniform' or 'popularity'")
+        self.num_items, self.count, self.distribution, self.seed = num_items, count, distribution, seed
+        self._edges: NDArray[np.float64] | None = None
+        if distribution == "popularity":
+            if item_counts is None or not item_counts.any():
+                raise ConfigurationError("negatives: 'popularity' needs the items' counts; choose 'uniform'")
+            mass = np.cumsum(item_counts, dtype=np.float64)
+            self._edges = mass / mass[-1]
+
+    def draw(self, users: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """``[n]`` users to their negatives, ``[n, K]`` int64."""
+        bits = random_bits(self.seed, epoch, users, self.count)
+        uniform = (bits >> np.uint64(11)) * 2.0**-53  # in [0, 1), all 53 bits of a double
+        if self._edges is not None:
+            return np.searchsorted(self._edges, uniform, side="right").astype(np.int64)
+        return (uniform * self.num_items).astype(np.int64)
