@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -40,9 +41,10 @@ def _run(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: conn
         NODE_RANK="0",
     )
     try:
-        pipe.send(("ok", fn(rank, *args)))
+        result = ("ok", fn(rank, *args))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        result = ("error", traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(result))  # plain pickle: torch's own would share memory that dies with this process
     os._exit(0)  # skip the parent's atexit and pytest hooks
 
 
@@ -75,7 +77,7 @@ def run_ranks(
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
-                    status, value = pipe.recv()
+                    status, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     processes[rank].join()
                     status, value = "error", f"died with exit code {processes[rank].exitcode}"

@@ -1,0 +1,131 @@
+"""``freescale_sync`` is TorchRec: a loop written by hand around DistributedModelParallel gives the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.utils.data import DistributedSampler
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+
+from lightning_freescale import FreeScaleStrategy
+from tests import toy
+from tests.ranks import run_ranks
+
+STEPS = 20
+FUSED = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+def by_hand(rank: int, world: int, kind: str, optimizer: str, bags: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What a TorchRec user writes, without Lightning."""
+    dist.init_process_group("gloo")
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model(bags=bags)
+    initial = {key: value.clone() for key, value in model.embeddings.state_dict().items()}
+    sharder_type = EmbeddingBagCollectionSharder if bags else EmbeddingCollectionSharder
+    sharder = sharder_type(fused_params={"optimizer": FUSED[optimizer], "learning_rate": 0.1})
+    kernel = {"compute_kernel": "fused"}
+    placement = {
+        "row_wise": lambda owner: row_wise(**kernel),
+        "table_wise": lambda owner: table_wise(rank=owner, **kernel),
+        "column_wise": lambda owner: column_wise(ranks=list(range(world)), **kernel),
+    }[kind]
+    plan = construct_module_sharding_plan(
+        model.embeddings,
+        {"item": placement(0), "shop": placement(world - 1)},
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+    )
+    dmp = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan({"embeddings": plan}), sharders=[sharder]
+    )
+    for key, value in model.embeddings.state_dict().items():
+        for shard in value.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(initial[key][row : row + rows, column : column + columns])
+    dense = torch.optim.Adam(model.head.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(dense, step_size=3, gamma=0.5)
+    samples = toy.Samples(64)
+    sampler = DistributedSampler(samples, world, rank, shuffle=True, seed=1)
+    batches = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=toy.collate, sampler=sampler)
+    losses: list[float] = []
+    epoch = 0
+    while len(losses) < STEPS:
+        sampler.set_epoch(epoch)
+        for batch in batches:
+            for group in dmp.fused_optimizer.param_groups:
+                group["lr"] = 0.1 * schedule.get_last_lr()[0] / 0.05
+            dmp.fused_optimizer.step()
+            loss = nn_loss(dmp(batch.features), batch.label)
+            dense.zero_grad()
+            loss.backward()
+            dense.step()
+            schedule.step()
+            losses.append(loss.item())
+            if len(losses) == STEPS:
+                break
+        epoch += 1
+    return losses, toy.weights(model)
+
+
+def nn_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, label)
+
+
+def by_strategy(rank: int, world: int, options: dict[str, Any], bags: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model(bags=bags)
+    strategy = FreeScaleStrategy(balance="off", prioritize=False, **options)
+    toy.trainer(strategy, world, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader())
+    return model.losses, toy.weights(model)
+
+
+@pytest.mark.parametrize("bags", [False, True], ids=["sequence", "pooled"])
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_equal_to_a_hand_written_loop(kind: str, optimizer: str, bags: bool) -> None:
+    options = {"sharding": kind, "embedding_optimizer": {"optimizer": optimizer, "lr": 0.1}}
+    for expected, got in zip(
+        run_ranks(by_hand, args=(2, kind, optimizer, bags)), run_ranks(by_strategy, args=(2, options, bags)), strict=True
+    ):
+        assert len(got[0]) == STEPS
+        assert got[0] == expected[0]
+        assert toy.same(got[1], expected[1])
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "sgd", "lr": 0.1001}, {"optimizer": "adagrad", "lr": 0.1}], ids=str)
+def test_the_comparison_can_fail(change: dict[str, Any]) -> None:
+    expected = run_ranks(by_hand, args=(2, "row_wise", "sgd", False))
+    got = run_ranks(by_strategy, args=(2, {"sharding": "row_wise", "embedding_optimizer": change}, False))
+    assert got[0][0] != expected[0][0]
+    assert not toy.same(got[0][1], expected[0][1])
+
+
+def test_the_initial_model_does_not_depend_on_ranks_or_sharding() -> None:
+    results = [
+        run_ranks(by_strategy_untrained, world=world, args=(world, kind))[0]
+        for world in (1, 2, 3)
+        for kind in ("row_wise", "table_wise", "column_wise")
+    ]
+    assert all(toy.same(results[0], other) for other in results[1:])
+
+
+def by_strategy_untrained(rank: int, world: int, kind: str) -> dict[str, torch.Tensor]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    toy.trainer(FreeScaleStrategy(sharding=kind), world, limit_val_batches=1).validate(model, toy.loader(), verbose=False)
+    return toy.weights(model)
