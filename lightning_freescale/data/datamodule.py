@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ from torch.utils.data import DataLoader
 
 from lightning_freescale._log import say_once
 from lightning_freescale.data.cache import cached
+from lightning_freescale.data.columns import TimeUnit
 from lightning_freescale.data.dataset import HistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
+from lightning_freescale.data.preprocess import preprocess
 from lightning_freescale.data.sampler import GlobalBatchSampler, SequentialBatchSampler
+from lightning_freescale.data.sources import Format, open_source
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.errors import ConfigurationError
 
@@ -37,6 +40,13 @@ class SeqRecDataMixin:
         seed: of shuffling and negatives, and of synthetic data.
         num_negatives: sampled negatives of each training sample.
         negatives: ``"uniform"``, or ``"popularity"``: as often as the items occur in training.
+        format: of a path, ``"parquet"``, ``"csv"`` or ``"text"``; by default told by the suffix (``.parquet``,
+            ``.csv``, ``.tsv``, ``.txt``), a folder being one of Parquet files.
+        columns: column of each role, ``{"user": ..., "item": ..., "time": ...}``; a role left out is looked for by its
+            usual names (``user_id``, ``movieId``, ``timestamp``, ...). ``{"time": None}`` says: rows are in time order.
+        feature_columns: categorical features of the events.
+        time_unit: of numeric times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
+        min_events: users with fewer events are left out.
         synthetic: options of :class:`~.synthetic.Synthetic`.
         shuffle: permute the training samples anew each epoch.
         drop_last: leave out a last global training batch that is not full.
@@ -56,6 +66,11 @@ class SeqRecDataMixin:
         seed: int = 0,
         num_negatives: int = 64,
         negatives: Distribution = "uniform",
+        format: Format | None = None,
+        columns: Mapping[str, str | None] | None = None,
+        feature_columns: Sequence[str] = (),
+        time_unit: TimeUnit = "s",
+        min_events: int = 3,
         synthetic: Mapping[str, Any] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -69,6 +84,12 @@ class SeqRecDataMixin:
         self.data, self.batch_size, self.max_history, self.balance = data, batch_size, max_history, balance
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
         self.num_negatives, self.negatives = num_negatives, negatives
+        self.format, self.min_events = format, min_events
+        self._source_options = {
+            "columns": dict(columns or {}),
+            "feature_columns": tuple(feature_columns),
+            "time_unit": time_unit,
+        }
         self.synthetic = Synthetic(**{"seed": seed, **(synthetic or {})})
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
 
@@ -81,7 +102,10 @@ class SeqRecDataMixin:
         if self.data == "synthetic":
             options = {"synthetic": asdict(self.synthetic)}
             return cached("synthetic", options, lambda folder: self.synthetic.generate().save(folder), self.cache_dir)
-        raise ConfigurationError(f"data: {self.data!r} is not 'synthetic'")
+        source = open_source(self.data, self.format, **self._source_options)
+        identity = {**source.identity(), "min_events": self.min_events}
+        build = partial(preprocess, source, min_events=self.min_events)
+        return cached(source.path.stem, identity, build, self.cache_dir)
 
     @property
     def num_items(self) -> int:

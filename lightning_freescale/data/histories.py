@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,10 @@ def feature_file(at: int, kind: str = "codes") -> str:
 def write_meta(folder: Path, events: int, users: int, features: list[str]) -> None:
     meta: dict[str, Any] = {"version": FORMAT_VERSION, "events": events, "users": users, "features": features}
     (folder / _META).write_text(json.dumps(meta))
+
+
+def user_chunks(offsets: NDArray[np.int64], events: int) -> list[tuple[int, int]]:
+    """Split users into consecutive ranges of about ``events`` events, at least one user each."""
+    goals = np.arange(0, offsets[-1], events)
+    edges = np.unique(np.append(np.searchsorted(offsets, goals, side="left"), len(offsets) - 1))
+    return [(int(first), int(last)) for first, last in pairwise(edges)]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.data.histories import CHUNK, Histories
+from lightning_freescale.data.histories import CHUNK, Histories, user_chunks
 from lightning_freescale.errors import ConfigurationError
 from lightning_freescale.jagged import lengths_to_offsets
 
@@ -149,10 +148,3 @@ class PlantedRule:
         edge = floor[tastes] + rng.random(len(tastes)) * self.cluster_mass[tastes]
         at = np.searchsorted(self._edges, edge, side="right")
         return self._by_rank[at.clip(self._start[tastes], self._start[tastes] + self._size[tastes] - 1)]
-
-
-def user_chunks(offsets: NDArray[np.int64], events: int) -> list[tuple[int, int]]:
-    """Split users into consecutive ranges of about ``events`` events, at least one user each."""
-    goals = np.arange(0, offsets[-1], events)
-    edges = np.unique(np.append(np.searchsorted(offsets, goals, side="left"), len(offsets) - 1))
-    return [(int(first), int(last)) for first, last in pairwise(edges)]
