@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 from lightning_freescale.control import Control
 from lightning_freescale.errors import CheckpointError
@@ -188,6 +188,7 @@ def _tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata
 def load_sharded(path: Path, state: dict[str, Any], control: Control) -> None:
     """Fill the tensors of ``state`` in place, whatever the number of ranks that wrote them. A collective."""
     try:
+        state = {key: part for key, part in state.items() if part}  # DCP looks for empty mappings too
         dcp.load(state, checkpoint_id=path, process_group=control.group)
     except BaseException as failure:  # CheckpointException is no Exception; raised on every rank
         if isinstance(failure, KeyboardInterrupt):

@@ -21,6 +21,8 @@ from torch import Tensor
 from lightning_freescale import errors
 from lightning_freescale.errors import FreeScaleError
 
+WORD_SECONDS = 2.0  # how long to wait for a failing peer's explanation
+
 
 class Status(IntEnum):
     BATCH = 0  # a sound batch
@@ -45,27 +47,35 @@ class Posted:
         mine = torch.tensor(header, dtype=torch.int64)
         self._received = [torch.empty_like(mine) for _ in range(control.world_size)]
         self._mine = mine  # alive until the transfer is done
-        self._work = dist.all_gather(self._received, mine, group=control.group, async_op=True)
+        self._headers: list[Header] | None = None
+        self._work = dist.all_gather(self._received, mine, group=control.header_group, async_op=True)
 
     def wait(self) -> list[Header]:
         """Headers in rank order."""
+        if self._headers is not None:
+            return self._headers
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._control.missing_ranks(f"the header of batch {self._sequence}", error) from error
-        return [
+        self._headers = [
             Header(Status(status), samples, bool(stop), bad_step)
             for status, samples, stop, bad_step in (row.tolist() for row in self._received)
         ]
+        return self._headers
 
 
 class Control:
-    """The ranks' side channel: a gloo group of its own, so that it never queues behind training traffic."""
+    """The ranks' side channel: gloo groups of its own, so that it never queues behind training traffic.
+
+    Headers and agreements have a group each: when one rank fails, the others have posted headers that it never will.
+    """
 
     def __init__(self, timeout: timedelta):
         self.timeout = timeout
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.header_group = dist.new_group(backend="gloo", timeout=timeout)
         self._posted = 0
         self.stop_requested = False
         self._losses: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
@@ -139,24 +149,28 @@ class Control:
         ) from error
 
     def missing_ranks(self, what: str, error: Exception) -> FreeScaleError:
-        """The error to raise when ``what`` did not arrive: says which ranks are not waiting for it as well."""
-        present = []
+        """The error to raise when ``what`` did not arrive from all ranks: says what became of the others."""
+        return FreeScaleError(f"rank {self.rank}: waited for {what}; {self.last_words(error)} ({error})")
+
+    def last_words(self, error: BaseException) -> str:
+        """Leave word of why this rank ends, and say what the others left: the first to fail explains the rest.
+
+        Goes through the rendezvous store, which still answers when collectives do not. A rank that leaves no word within a
+        few seconds is stuck elsewhere or dead.
+        """
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"freescale/waiting/{self._posted}/{self.rank}", "1")
-            keys = [f"freescale/waiting/{self._posted}/{rank}" for rank in range(self.world_size)]
-            for rank, key in enumerate(keys):
-                try:
-                    store.wait([key], timedelta(seconds=2))
-                    present.append(rank)
-                except Exception:  # not there within the wait: that rank is the missing one
-                    continue
-        except Exception:  # the store lives on rank 0
-            return FreeScaleError(
-                f"rank {self.rank}: waited for {what}; rank 0 has ended or cannot be reached ({error})"
-            )
-        missing = sorted(set(range(self.world_size)) - set(present))
-        return FreeScaleError(
-            f"rank {self.rank}: {what} did not arrive within {self.timeout.total_seconds():.0f} s or a peer closed the connection; "
-            f"missing ranks: {missing or 'none (the connection broke)'} ({error})"
-        )
+            store.set(f"freescale/ended/{self.rank}", f"{type(error).__name__}: {error}".split("\n")[0][:300])
+        except Exception:
+            return "rank 0, which hosts the rendezvous store, has ended or cannot be reached"
+        words = []
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            key = f"freescale/ended/{rank}"
+            try:
+                store.wait([key], timedelta(seconds=WORD_SECONDS))
+                words.append(f"rank {rank} ended with {store.get(key).decode()}")
+            except Exception:  # no word: that rank is the missing one
+                words.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")
+        return "; ".join(words)

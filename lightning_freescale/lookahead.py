@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from lightning_freescale.control import Control, Header, Posted, Status
 from lightning_freescale.errors import InputError
 
+DEPTH = 2  # batches held beyond the current one
+
 
 class _Fetched(NamedTuple):
     batch: Any  # None unless the fetch succeeded
@@ -18,7 +20,7 @@ class _Fetched(NamedTuple):
 
 
 class LookaheadLoader:
-    """Iterates ``loader``, ``depth`` batches ahead of the training.
+    """Iterates ``loader``, ``DEPTH`` batches ahead of the training.
 
     Every batch passes through ``stage`` (checks, copy to the device) as soon as it is fetched, and its header goes to the
     other ranks. When the batch is due, all headers are there: if any rank failed to fetch or check its batch, or ran out of
@@ -26,7 +28,6 @@ class LookaheadLoader:
 
     Args:
         loader: any iterable of batches; its attributes stay visible (``sampler``, ``dataset``, ...), as Lightning needs.
-        depth: batches held beyond the current one; at least 1, so that the end of the data is known one batch early.
         stage: called on each batch when it is fetched, returns the staged batch and its number of samples.
         control: the ranks' side channel.
         limit: number of batches an epoch may have; ``inf`` if unknown.
@@ -37,15 +38,12 @@ class LookaheadLoader:
         self,
         loader: Iterable[Any],
         *,
-        depth: int,
         stage: Callable[[Any], tuple[Any, int]],
         control: Control,
         limit: Callable[[], float],
         on_stop: Callable[[], None],
     ):
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, not {depth}")
-        self.loader, self.depth = loader, depth
+        self.loader = loader
         self._stage, self._control, self._limit, self._on_stop = stage, control, limit, on_stop
         self._queue: deque[_Fetched] = deque()
         self._yielded = 0  # batches of this epoch handed out
@@ -75,17 +73,16 @@ class LookaheadLoader:
         source, fetched = self._open()
         limit = self._limit()
         while True:
-            while len(self._queue) <= self.depth and not (self._queue and self._queue[-1].batch is None):
+            while len(self._queue) <= DEPTH and not (self._queue and self._queue[-1].batch is None):
                 self._queue.append(self._fetch(source, past_limit=fetched >= limit))
                 fetched += 1
             current = self._queue.popleft()
             self.headers = current.posted.wait()
-            self._check(self.headers, current.error, number=self._yielded)
+            self._act_on(self.headers, current.error)
             if current.batch is None:
                 return
-            if self._queue and self._queue[0].batch is None and self._queue[0].error is None:
-                # The last batch: Lightning may never ask for another, so see now that it is everybody's last.
-                self._check(self._queue[0].posted.wait(), None, number=self._yielded + 1)
+            # Whether a batch is the last one is asked one batch early: Lightning may never ask for another.
+            self._refuse_early_end(self._queue[0].posted.wait(), batches=self._yielded + 1)
             self._yielded += 1
             self._inner_state = current.inner_state
             yield current.batch
@@ -102,22 +99,27 @@ class LookaheadLoader:
         inner_state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
         return _Fetched(batch, inner_state, self._control.post(Status.BATCH, samples), None)
 
-    def _check(self, headers: list[Header], error: Exception | None, number: int) -> None:
-        """Act on what the ranks said, on all of them alike."""
+    def _act_on(self, headers: list[Header], error: Exception | None) -> None:
+        """Do what the ranks' words about the current batch ask for, on all of them alike."""
         if any(header.bad_step >= 0 for header in headers):
             self._control.check_losses()
         if any(header.status == Status.ERROR for header in headers):
-            self._control.agree(error, where=f"batch {number}")
-        ended = [rank for rank, header in enumerate(headers) if header.status == Status.END]
-        if ended and len(ended) < len(headers):
-            others = [rank for rank in range(len(headers)) if rank not in ended]
-            raise InputError(
-                f"rank {', '.join(map(str, ended))}: the loader ended after {number} batches"
-                f"{' (no samples at all)' if number == 0 else ''}, while rank {', '.join(map(str, others))} has more; "
-                "every rank needs the same number of batches: pad or drop the last ones (drop_last=True)"
-            )
+            self._control.agree(error, where=f"batch {self._yielded}")
+        if self._yielded == 0:
+            self._refuse_early_end(headers, batches=0)
         if any(header.stop for header in headers):
             self._on_stop()
+
+    @staticmethod
+    def _refuse_early_end(headers: list[Header], batches: int) -> None:
+        ended = [rank for rank, header in enumerate(headers) if header.status == Status.END]
+        more = [rank for rank in range(len(headers)) if rank not in ended]
+        if ended and more:
+            raise InputError(
+                f"rank {', '.join(map(str, ended))}: the loader ended after {batches} batches"
+                f"{' (no samples at all)' if batches == 0 else ''}, while rank {', '.join(map(str, more))} has more; "
+                "every rank needs the same number of batches: pad or drop the last ones (drop_last=True)"
+            )
 
     # ---- resume --------------------------------------------------------------------------------------------------
     def _open(self) -> tuple[Iterator[Any], int]:

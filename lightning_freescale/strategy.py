@@ -18,7 +18,8 @@ from lightning_freescale._log import say_once
 from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.embedding import state as table_state
+from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.lookahead import LookaheadLoader
 
 if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespace
@@ -26,8 +27,6 @@ if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespa
 else:
     _Base = object
 
-TRAIN_DEPTH = 2  # batches held beyond the current one
-EVAL_DEPTH = 1
 FITTING = "fit"  # TrainerFn.FITTING of either namespace
 PRECISIONS = ("32-true", "bf16-mixed")
 # DistributedModelParallel sets these itself when it wraps the dense part.
@@ -82,6 +81,7 @@ class FreeScaleMixin(_Base):
         self._sharded: DistributedModelParallel | None = None
         self._rows: dict[str, int] = {}
         self._base_lr: list[float] = []
+        self._table_steps: dict[str, int] = {}
         self._copy_stream: torch.cuda.Stream | None = None
         self.control: Control | None = None
 
@@ -236,7 +236,6 @@ class FreeScaleMixin(_Base):
         training = trainer.training
         return LookaheadLoader(
             dataloader,  # type: ignore[arg-type]
-            depth=TRAIN_DEPTH if training else EVAL_DEPTH,
             stage=self._stage,
             control=self.control,
             limit=(lambda: trainer.num_training_batches) if training else (lambda: float("inf")),
@@ -291,6 +290,14 @@ class FreeScaleMixin(_Base):
         assert self.control is not None
         self.control.check_losses()
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._table_steps = table_state.steps(self.lightning_module)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        table_state.set_steps(self.lightning_module, self._table_steps)  # validation's lookups are no training steps
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -301,15 +308,18 @@ class FreeScaleMixin(_Base):
             raise TypeError(
                 "storage_options: checkpoints are folders written by torch.distributed.checkpoint, without CheckpointIO"
             )
-        assert self.control is not None and self._sharded is not None
+        assert self.control is not None
+        assert self._sharded is not None
         self.control.check_losses()  # a checkpoint never holds the weights that a NaN has reached
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
-            sharded["fused"] = self._sharded.fused_optimizer.state_dict()
+            sharded["table_optimizer"] = table_state.optimizer_tensors(self._sharded)
+            checkpoint["table_optimizer_steps"] = table_state.steps_of_all_ranks(self.lightning_module, self.control)
         checkpoints.save(Path(self.broadcast(filepath)), sharded, checkpoint, self.control)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.control is not None and self._sharded is not None
+        assert self.control is not None
+        assert self._sharded is not None
         path = Path(self.broadcast(checkpoint_path))
         checkpoints.verify(path, self.control)
         module = self.lightning_module
@@ -318,11 +328,11 @@ class FreeScaleMixin(_Base):
         meta = checkpoints.load_meta(path, weights_only)
         resuming = module.trainer.state.fn == FITTING and "optimizer_states" in meta
         if resuming:
-            state["fused"] = self._sharded.fused_optimizer.state_dict()
+            state["table_optimizer"] = table_state.optimizer_tensors(self._sharded)
         checkpoints.load_sharded(path, state, self.control)
         module.load_state_dict(state["state_dict"], strict=module.strict_loading)
         if resuming:
-            self._sharded.fused_optimizer.load_state_dict(state["fused"])
+            table_state.set_steps(module, meta["table_optimizer_steps"])
         return meta
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -333,13 +343,27 @@ class FreeScaleMixin(_Base):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     # ---- the end ------------------------------------------------------------------------------------------------------
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if (
+            self.control is None
+            or self.control.world_size == 1
+            or isinstance(exception, (FreeScaleError, KeyboardInterrupt))
+        ):
+            return  # our own errors name the rank already
+        trainer = self.lightning_module.trainer
+        exception.add_note(
+            f"rank {self.global_rank} of {self.world_size}, step {trainer.global_step}: {self.control.last_words(exception)}"
+        )
+
     def teardown(self) -> None:
         # As Lightning's, without moving the model to the CPU: sharded tables stay on their devices.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         if self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -28,7 +28,9 @@ FUSED = {
 }
 
 
-def by_hand(rank: int, world: int, kind: str, optimizer: str, bags: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_hand(
+    rank: int, world: int, kind: str, optimizer: str, bags: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """What a TorchRec user writes, without Lightning."""
     dist.init_process_group("gloo")
     pl.seed_everything(1, verbose=False)
@@ -86,7 +88,9 @@ def nn_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(logits, label)
 
 
-def by_strategy(rank: int, world: int, options: dict[str, Any], bags: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_strategy(
+    rank: int, world: int, options: dict[str, Any], bags: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags)
     strategy = FreeScaleStrategy(balance="off", prioritize=False, **options)
@@ -100,7 +104,9 @@ def by_strategy(rank: int, world: int, options: dict[str, Any], bags: bool) -> t
 def test_equal_to_a_hand_written_loop(kind: str, optimizer: str, bags: bool) -> None:
     options = {"sharding": kind, "embedding_optimizer": {"optimizer": optimizer, "lr": 0.1}}
     for expected, got in zip(
-        run_ranks(by_hand, args=(2, kind, optimizer, bags)), run_ranks(by_strategy, args=(2, options, bags)), strict=True
+        run_ranks(by_hand, args=(2, kind, optimizer, bags)),
+        run_ranks(by_strategy, args=(2, options, bags)),
+        strict=True,
     ):
         assert len(got[0]) == STEPS
         assert got[0] == expected[0]
@@ -127,5 +133,7 @@ def test_the_initial_model_does_not_depend_on_ranks_or_sharding() -> None:
 def by_strategy_untrained(rank: int, world: int, kind: str) -> dict[str, torch.Tensor]:
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
-    toy.trainer(FreeScaleStrategy(sharding=kind), world, limit_val_batches=1).validate(model, toy.loader(), verbose=False)
+    toy.trainer(FreeScaleStrategy(sharding=kind), world, limit_val_batches=1).validate(
+        model, toy.loader(), verbose=False
+    )
     return toy.weights(model)

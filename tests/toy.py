@@ -59,7 +59,12 @@ class Model(pl.LightningModule):
         self.lr = lr
         kind, config = (EmbeddingBagCollection, EmbeddingBagConfig) if bags else (EmbeddingCollection, EmbeddingConfig)
         tables = [
-            config(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=[f for f, t in FEATURES.items() if t == name])
+            config(
+                name=name,
+                embedding_dim=DIM,
+                num_embeddings=rows,
+                feature_names=[f for f, t in FEATURES.items() if t == name],
+            )
             for name, rows in ROWS.items()
         ]
         self.embeddings = kind(tables=tables, device=torch.device(device))

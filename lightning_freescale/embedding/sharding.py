@@ -10,8 +10,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -118,7 +118,7 @@ def make_sharders(module: nn.Module, options: Mapping[str, Any] | None, device: 
     else:
         if brings_own_optimizer(module):
             raise ConfigurationError(
-                "embedding_optimizer: the tables have an optimizer already (apply_optimizer_in_backward); use one way or the other"
+                "embedding_optimizer: the tables have an optimizer already (apply_optimizer_in_backward); use one of the two"
             )
         params = fused_params(options, device)
     return [

@@ -1,0 +1,58 @@
+"""What the tables' fused optimizer remembers: per-row state, and how many steps it has counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+
+from lightning_freescale.control import Control
+
+
+def optimizer_tensors(sharded: DistributedModelParallel) -> dict[str, Any]:
+    """Per-row optimizer state by name, as sharded tensors that share memory with the kernels.
+
+    Only of tables this rank holds a part of: with table-wise sharding that may be none.
+    """
+    return {
+        f"{table}.{name}": value
+        for table, entry in sharded.fused_optimizer.state_dict()["state"].items()
+        for name, value in entry.items()
+        if hasattr(value, "local_shards")
+    }
+
+
+def _kernels(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:
+    """FBGEMM's kernels on this rank, each with the qualified name of its collection."""
+    for name, child in module.named_modules():
+        if isinstance(child, ShardedModule):
+            for lookup in getattr(child, "_lookups", ()):
+                yield from ((name, m) for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen))
+
+
+def steps(module: nn.Module) -> dict[str, int]:
+    """Steps counted by the kernels of each collection (Adam corrects its bias by them). Reads the host's copy: no sync."""
+    counted: dict[str, int] = {}
+    for name, kernel in _kernels(module):
+        counted[name] = max(counted.get(name, 0), int(kernel.iter_cpu))
+    return counted
+
+
+def steps_of_all_ranks(module: nn.Module, control: Control) -> dict[str, int]:
+    """:func:`steps`, also of collections this rank holds no table of. A collective."""
+    parts: list[Any] = [None] * control.world_size
+    dist.all_gather_object(parts, steps(module), group=control.group)
+    return {name: max(part.get(name, 0) for part in parts) for part in parts for name in part}
+
+
+def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
+    """Let the kernels go on counting from ``counted``. They count every lookup, those of validation too."""
+    for name, kernel in _kernels(module):
+        if name in counted:
+            kernel.iter_cpu.fill_(counted[name])
+            kernel.iter.fill_(counted[name])
