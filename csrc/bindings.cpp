@@ -1,12 +1,15 @@
 // The Python face of the C++ core: takes NumPy arrays apart, releases the GIL, puts NumPy arrays together.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "jagged.h"
+#include "partition.h"
 
 namespace py = pybind11;
 using namespace freescale;
@@ -92,6 +95,33 @@ py::tuple py_dispatch(const py::array& values, const IndexArray& lengths, const 
                         to_numpy(std::move(groups.values)));
 }
 
+using RealArray = py::array_t<double, py::array::c_style>;
+
+Costs cost_view(const RealArray& array) {
+  if (array.ndim() != 1) throw std::invalid_argument("costs: must be 1-D, not " + std::to_string(array.ndim()) + "-D");
+  return {array.data(), array.shape(0)};
+}
+
+IndexArray py_variable(const RealArray& costs, std::int64_t ranks, const std::optional<IndexArray>& tokens,
+                       std::int64_t max_tokens, const std::optional<RealArray>& shares) {
+  const Costs view = cost_view(costs);
+  Bounds bounds;
+  if (tokens) {
+    if (indices(*tokens, "tokens").size != view.size)
+      throw std::invalid_argument("tokens: " + std::to_string(tokens->size()) + " entries, but costs has " +
+                                  std::to_string(view.size));
+    bounds.tokens = tokens->data();
+    bounds.max_tokens = max_tokens;
+  }
+  if (shares) {
+    if (shares->ndim() != 1 || shares->shape(0) != ranks)
+      throw std::invalid_argument("shares: " + std::to_string(shares->size()) + " entries for " +
+                                  std::to_string(ranks) + " ranks");
+    bounds.shares = shares->data();
+  }
+  return to_numpy(without_gil([&] { return variable(view, ranks, bounds); }));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -105,4 +135,19 @@ PYBIND11_MODULE(_C, module) {
   module.def("combine", &py_combine, py::arg("values"), py::arg("lengths").noconvert(), py::arg("order").noconvert());
   module.def("dispatch", &py_dispatch, py::arg("values"), py::arg("lengths").noconvert(), py::arg("ranks").noconvert(),
              py::arg("world"));
+
+  module.def(
+      "zigzag",
+      [](const RealArray& costs, std::int64_t ranks) {
+        return to_numpy(without_gil([&, view = cost_view(costs)] { return zigzag(view, ranks); }));
+      },
+      py::arg("costs").noconvert(), py::arg("ranks"));
+  module.def(
+      "fixed",
+      [](const RealArray& costs, std::int64_t ranks) {
+        return to_numpy(without_gil([&, view = cost_view(costs)] { return fixed(view, ranks); }));
+      },
+      py::arg("costs").noconvert(), py::arg("ranks"));
+  module.def("variable", &py_variable, py::arg("costs").noconvert(), py::arg("ranks"), py::arg("tokens").noconvert(),
+             py::arg("max_tokens"), py::arg("shares").noconvert());
 }

@@ -59,7 +59,8 @@ Slices permuted(std::int64_t rows, Indices lengths, Indices order) {
   check_same_size("order", order, "lengths", lengths);
   const std::vector<std::int64_t> offsets = lengths_to_offsets(lengths);
   if (offsets.back() != rows)
-    fail("lengths: they sum to " + std::to_string(offsets.back()) + ", but values has " + std::to_string(rows) + " rows");
+    fail("lengths: they sum to " + std::to_string(offsets.back()) + ", but values has " + std::to_string(rows) +
+         " rows");
   invert(order);  // throws unless it is a permutation
   Slices slices{std::vector<std::int64_t>(order.size), std::vector<std::int64_t>(order.size), rows};
   for (std::int64_t i = 0; i < order.size; ++i) {

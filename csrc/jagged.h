@@ -1,7 +1,7 @@
 // Jagged index kernels: samples of different lengths, stored one after another as rows of a flat array.
 //
-// A row is opaque bytes, so one kernel serves every dtype and every trailing shape. Nothing here knows Python. Bad input
-// throws std::invalid_argument that names the argument and the value, before any byte is moved.
+// A row is opaque bytes, so one kernel serves every dtype and every trailing shape. Nothing here knows Python. Bad
+// input throws std::invalid_argument that names the argument and the value, before any byte is moved.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,8 @@ struct Indices {
   std::int64_t size;
 
   Indices(const std::int64_t* data, std::int64_t size) : data(data), size(size) {}
-  Indices(const std::vector<std::int64_t>& values) : data(values.data()), size(static_cast<std::int64_t>(values.size())) {}
+  Indices(const std::vector<std::int64_t>& values)
+      : data(values.data()), size(static_cast<std::int64_t>(values.size())) {}
   std::int64_t operator[](std::int64_t i) const { return data[i]; }
 };
 
@@ -50,13 +51,15 @@ std::int64_t check_slices(std::int64_t rows, Indices starts, Indices lengths);
 // Copies rows starts[i] .. starts[i] + lengths[i] for every i, one slice after another. The slices are checked already.
 void gather(Rows values, Indices starts, Indices lengths, std::byte* out);
 
-// The slices that put sample order[i] at position i. Throws unless the lengths sum to `rows` and `order` is a permutation.
+// The slices that put sample order[i] at position i. Throws unless the lengths sum to `rows` and `order` is a
+// permutation.
 Slices permuted(std::int64_t rows, Indices lengths, Indices order);
 
 // inverse[order[i]] = i. Throws unless `order` is a permutation.
 std::vector<std::int64_t> invert(Indices order);
 
-// The permutation that groups samples by rank, keeping their order within a rank. Throws on a rank outside 0 .. world - 1.
+// The permutation that groups samples by rank, keeping their order within a rank. Throws on a rank outside
+// 0 .. world - 1.
 Groups group_by_rank(Indices lengths, Indices ranks, std::int64_t world);
 
 }  // namespace freescale

@@ -46,7 +46,7 @@ class Dispatch(NamedTuple):
 
 def lengths_to_offsets(lengths: ArrayLike) -> NDArray[np.int64]:
     """``[n]`` lengths to ``[n + 1]`` offsets: sample ``i`` owns rows ``offsets[i]`` to ``offsets[i + 1]``."""
-    return _C.lengths_to_offsets(_indices("lengths", lengths))
+    return _C.lengths_to_offsets(as_indices("lengths", lengths))
 
 
 def gather(values: NDArray, starts: ArrayLike, lengths: ArrayLike) -> NDArray:
@@ -60,7 +60,7 @@ def gather(values: NDArray, starts: ArrayLike, lengths: ArrayLike) -> NDArray:
     Returns:
         ``[sum(lengths), ...]``.
     """
-    return _C.gather(values, _indices("starts", starts), _indices("lengths", lengths))
+    return _C.gather(values, as_indices("starts", starts), as_indices("lengths", lengths))
 
 
 def permute(values: NDArray, lengths: ArrayLike, order: ArrayLike) -> tuple[NDArray, NDArray[np.int64]]:
@@ -74,12 +74,12 @@ def permute(values: NDArray, lengths: ArrayLike, order: ArrayLike) -> tuple[NDAr
     Returns:
         values and lengths, in the new order.
     """
-    return _C.permute(values, _indices("lengths", lengths), _indices("order", order))
+    return _C.permute(values, as_indices("lengths", lengths), as_indices("order", order))
 
 
 def combine(values: NDArray, lengths: ArrayLike, order: ArrayLike) -> tuple[NDArray, NDArray[np.int64]]:
     """Inverse of :func:`permute`: sample ``i`` of the input goes to position ``order[i]`` of the output."""
-    return _C.combine(values, _indices("lengths", lengths), _indices("order", order))
+    return _C.combine(values, as_indices("lengths", lengths), as_indices("order", order))
 
 
 def dispatch(values: NDArray, lengths: ArrayLike, ranks: ArrayLike, world: int) -> Dispatch:
@@ -91,10 +91,11 @@ def dispatch(values: NDArray, lengths: ArrayLike, ranks: ArrayLike, world: int) 
         ranks: ``[n]`` destination of each sample, ``0 .. world - 1``.
         world: number of ranks; a rank may receive nothing.
     """
-    return Dispatch(*_C.dispatch(values, _indices("lengths", lengths), _indices("ranks", ranks), world))
+    return Dispatch(*_C.dispatch(values, as_indices("lengths", lengths), as_indices("ranks", ranks), world))
 
 
-def _indices(name: str, values: ArrayLike) -> NDArray[np.int64]:
+def as_indices(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """``values`` as contiguous int64; ``ValueError`` with ``name`` if that would round them."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu" and array.size:  # an empty list has dtype float64
         raise ValueError(f"{name}: dtype {array.dtype} is not an integer type")

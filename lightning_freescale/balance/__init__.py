@@ -1,0 +1,5 @@
+"""Load balancing: what a sample costs, and which rank trains it."""
+
+from lightning_freescale.balance.partition import fixed, loads, lower_bound, straggler, variable, zigzag
+
+__all__ = ["fixed", "loads", "lower_bound", "straggler", "variable", "zigzag"]

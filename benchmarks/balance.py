@@ -1,0 +1,196 @@
+"""Load balancing: how even the plans are, how long they take, and what the jagged kernels save.
+
+    python benchmarks/balance.py [--json out.json]
+
+One core. Histories are log-normal (mu 7.3, sigma 1.2) up to 21,000 events; a history of L events costs L + L^2 / 2048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_freescale import jagged
+from lightning_freescale.balance import fixed, loads, lower_bound, straggler, variable, zigzag
+from lightning_freescale.balance.partition import Mode
+
+Row = dict[str, float | int | str]
+
+
+def histories(samples: int, seed: int) -> NDArray[np.int64]:
+    """``[samples]`` lengths."""
+    return np.minimum(np.random.default_rng(seed).lognormal(7.3, 1.2, samples), 21_000).astype(np.int64)
+
+
+def cost(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    return lengths + lengths.astype(np.float64) ** 2 / 2048
+
+
+def in_order(costs: NDArray, ranks: int) -> NDArray[np.int64]:
+    """No balancing: each rank keeps its own random samples."""
+    return np.arange(len(costs)) * ranks // len(costs)
+
+
+def fastest(repeats: int, call: Callable, *args: object) -> float:
+    """Least wall time of several calls, in milliseconds: what the work takes when nothing else runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call(*args)
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+def straggler_shares(draws: int = 10) -> list[Row]:
+    """Mean over ``draws`` global batches: idle share of the ranks, and the heaviest rank over the mode's bound."""
+    rows: list[Row] = []
+    for world, batch_size in [(8, 32), (64, 128), (256, 128), (512, 128)]:
+        batches = [cost(histories(world * batch_size, seed)) for seed in range(draws)]
+        for name, solve in {"none": in_order, "zigzag": zigzag, "fixed": fixed, "variable": variable}.items():
+            plans = [(costs, solve(costs, world)) for costs in batches]
+            mode: Mode = "variable" if name == "variable" else "fixed"
+            gaps = [loads(costs, plan, world).max() / lower_bound(costs, world, mode) - 1 for costs, plan in plans]
+            rows.append(
+                {
+                    "ranks x batch": f"{world} x {batch_size}",
+                    "plan": name,
+                    "straggler %": 100 * float(np.mean([straggler(costs, plan, world) for costs, plan in plans])),
+                    "above bound %": 100 * float(np.mean(gaps)),
+                }
+            )
+    return rows
+
+
+def solver_times(repeats: int = 20) -> list[Row]:
+    """Each solver against ``numpy.argsort`` on the same array, in the same run."""
+    rows: list[Row] = []
+    for world, batch_size in [(8, 32), (64, 128), (512, 128)]:
+        costs = cost(histories(world * batch_size, seed=0))
+        argsort = fastest(repeats, np.argsort, costs)
+        solvers = {"zigzag": zigzag, "fixed": fixed, "variable": variable}
+        solvers["variable, shares"] = partial(variable, shares=np.linspace(0.9, 1.1, world))
+        for name, solve in solvers.items():
+            took = fastest(repeats, solve, costs, world)
+            rows.append(
+                {
+                    "ranks x batch": f"{world} x {batch_size}",
+                    "plan": name,
+                    "ms": took,
+                    "argsort ms": argsort,
+                    "over argsort": took / argsort,
+                }
+            )
+    return rows
+
+
+def dispatch_by_rank(values: Tensor, lengths: Tensor, ranks: Tensor, world: int) -> Tensor:
+    """Eager PyTorch, rank by rank: the obvious way, whose work grows with the ranks."""
+    row_ranks = ranks.repeat_interleave(lengths)
+    return torch.cat([values[row_ranks == rank] for rank in range(world)])
+
+
+def combine_by_rank(values: Tensor, lengths: Tensor, ranks: Tensor, world: int) -> Tensor:
+    """Inverse of :func:`dispatch_by_rank`; ``lengths`` and ``ranks`` in the old order."""
+    row_ranks = ranks.repeat_interleave(lengths)
+    out, start = torch.empty_like(values), 0
+    for rank in range(world):
+        mask = row_ranks == rank
+        count = int(mask.sum())
+        out[mask] = values[start : start + count]
+        start += count
+    return out
+
+
+def permute_by_index(values: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
+    """Eager PyTorch at its best: one index per row, one gather."""
+    starts = lengths.cumsum(0) - lengths
+    moved = lengths[order]
+    shift = starts[order] - (moved.cumsum(0) - moved)
+    return values[torch.arange(len(values)) + shift.repeat_interleave(moved)]
+
+
+def dispatch_by_index(values: Tensor, lengths: Tensor, ranks: Tensor) -> Tensor:
+    return permute_by_index(values, lengths, ranks.argsort(stable=True))
+
+
+def combine_by_index(values: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
+    return permute_by_index(values, lengths, order.argsort())
+
+
+def kernel_times(batch_size: int = 128, repeats: int = 3) -> list[Row]:
+    """One rank's batch of int64 ids grouped by destination (dispatch) and put back (combine)."""
+    rows: list[Row] = []
+    for world in (32, 512):
+        lengths = histories(batch_size, seed=0)
+        values = np.arange(lengths.sum())
+        ranks = np.random.default_rng(1).integers(0, world, batch_size)
+        sent = jagged.dispatch(values, lengths, ranks, world)
+        v, n, r = (torch.from_numpy(array) for array in (values, lengths, ranks))
+        moved, moved_n, order = (torch.from_numpy(array) for array in (sent.values, sent.lengths, sent.order))
+
+        assert torch.equal(dispatch_by_rank(v, n, r, world), moved)
+        assert torch.equal(dispatch_by_index(v, n, r), moved)
+        assert torch.equal(combine_by_rank(moved, n, r, world), v)
+        assert torch.equal(combine_by_index(moved, moved_n, order), v)
+        assert np.array_equal(jagged.combine(sent.values, sent.lengths, sent.order)[0], values)
+
+        times = {
+            "dispatch": (
+                fastest(20 * repeats, jagged.dispatch, values, lengths, ranks, world),
+                fastest(repeats, dispatch_by_rank, v, n, r, world),
+                fastest(repeats, dispatch_by_index, v, n, r),
+            ),
+            "combine": (
+                fastest(20 * repeats, jagged.combine, sent.values, sent.lengths, sent.order),
+                fastest(repeats, combine_by_rank, moved, n, r, world),
+                fastest(repeats, combine_by_index, moved, moved_n, order),
+            ),
+        }
+        for name, (kernel, by_rank, by_index) in times.items():
+            rows.append(
+                {
+                    "ranks": world,
+                    "kernel": name,
+                    "rows": len(values),
+                    "ms": kernel,
+                    "eager by rank ms": by_rank,
+                    "speedup": by_rank / kernel,
+                    "eager by index ms": by_index,
+                    "speedup over it": by_index / kernel,
+                }
+            )
+    return rows
+
+
+def print_table(title: str, rows: list[Row]) -> None:
+    cells = [list(rows[0])] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    print(f"\n{title}")
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {"straggler": straggler_shares(), "solver": solver_times(), "kernels": kernel_times()}
+    print_table("Straggler share by cost, mean of 10 global batches", results["straggler"])
+    print_table("Solver time, one core, best of 20", results["solver"])
+    print_table("Jagged kernels against eager PyTorch, one core", results["kernels"])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

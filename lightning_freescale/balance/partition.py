@@ -1,0 +1,153 @@
+"""Which rank trains which sample: pure functions from the costs of a global batch to the rank of each of its samples.
+
+Every rank computes the same plan from the same costs: no randomness, ties broken by index. Three modes:
+
+* :func:`zigzag`: sort, deal there and back. Equal sample counts. FreeScale's balancing with fixed batch size.
+* :func:`fixed`: equal sample counts, least load on the heaviest rank. The default.
+* :func:`variable`: sample counts as they come, least time on the slowest rank, memory bounded in tokens.
+
+Eight histories on two ranks, one of which costs more than all others together:
+
+    >>> import numpy as np
+    >>> lengths = np.array([70, 900, 410, 30, 120, 60, 200, 80])
+    >>> costs = lengths + lengths**2 / 2048
+    >>> batch_order = [0, 0, 0, 0, 1, 1, 1, 1]
+    >>> for name, ranks in {"none": batch_order, "zigzag": zigzag(costs, 2), "fixed": fixed(costs, 2),
+    ...                     "variable": variable(costs, 2)}.items():
+    ...     print(f"{name:8} {np.asarray(ranks)} loads {loads(costs, ranks, 2).round()} "
+    ...           f"straggler {straggler(costs, ranks, 2):.1%}")
+    none     [0 0 0 0 1 1 1 1] loads [1890.  491.] straggler 37.0%
+    zigzag   [1 0 1 0 0 1 1 0] loads [1536.  846.] straggler 22.5%
+    fixed    [0 0 1 0 1 0 1 1] loads [1460.  922.] straggler 18.4%
+    variable [1 0 1 1 1 1 1 1] loads [1296. 1086.] straggler 8.1%
+    >>> [round(lower_bound(costs, 2, mode)) for mode in ("zigzag", "fixed", "variable")]
+    [1460, 1460, 1296]
+
+``fixed`` and ``variable`` reach their bounds: no plan does better while the longest history is trained whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_freescale import _C
+from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.jagged import as_indices
+
+Mode = Literal["zigzag", "fixed", "variable"]
+
+
+def zigzag(costs: ArrayLike, ranks: int) -> NDArray[np.int64]:
+    """Deal the samples by descending cost: ranks 0, 1, 2, ..., 2, 1, 0, 0, 1, 2, ...
+
+    Args:
+        costs: ``[n]`` cost of each sample, in any unit; finite, not negative.
+        ranks: number of ranks.
+
+    Returns:
+        ``[n]`` int64, the rank of each sample. Sample counts are equal, or differ by one if ``n % ranks``.
+    """
+    return _C.zigzag(_reals(costs), ranks)
+
+
+def fixed(costs: ArrayLike, ranks: int) -> NDArray[np.int64]:
+    """Equal sample counts, least load on the heaviest rank; never worse than :func:`zigzag`.
+
+    Samples go, largest first, to the lightest rank that is not full; then the heaviest rank exchanges samples with
+    lighter ones until it is within 0.001% of :func:`lower_bound` or no exchange helps.
+
+    Args:
+        costs: ``[n]`` cost of each sample, in any unit; finite, not negative.
+        ranks: number of ranks.
+
+    Returns:
+        ``[n]`` int64, the rank of each sample. Sample counts are equal, or differ by one if ``n % ranks``.
+    """
+    return _C.fixed(_reals(costs), ranks)
+
+
+def variable(
+    costs: ArrayLike,
+    ranks: int,
+    *,
+    tokens: ArrayLike | None = None,
+    max_tokens: int | None = None,
+    shares: ArrayLike | None = None,
+) -> NDArray[np.int64]:
+    """Sample counts as they come, least time on the slowest rank; never worse than :func:`fixed`.
+
+    Args:
+        costs: ``[n]`` cost of each sample, in any unit; finite, not negative.
+        ranks: number of ranks. A rank can end up without samples, for instance if ``n < ranks``.
+        tokens: ``[n]`` integers, what each sample takes of a rank's memory (its history length, as a rule).
+        max_tokens: most tokens on one rank, together with ``tokens``. A bound too tight for the batch is an error.
+            Under a bound the comparison with :func:`fixed` holds where the plan of :func:`fixed` respects it.
+        shares: ``[ranks]`` target share of the work of each rank, in any unit: the time of a rank is its load over its
+            share. Equal by default.
+
+    Returns:
+        ``[n]`` int64, the rank of each sample.
+    """
+    if (tokens is None) != (max_tokens is None):
+        raise ConfigurationError(
+            f"tokens and max_tokens bound the memory together; max_tokens is {max_tokens}, "
+            f"tokens {'is missing' if tokens is None else 'is given'}"
+        )
+    return _C.variable(
+        _reals(costs),
+        ranks,
+        None if tokens is None else as_indices("tokens", tokens),
+        0 if max_tokens is None else max_tokens,
+        None if shares is None else _reals(shares),
+    )
+
+
+PARTITIONS: dict[Mode, Callable[[ArrayLike, int], NDArray[np.int64]]] = {
+    "zigzag": zigzag,
+    "fixed": fixed,
+    "variable": variable,
+}
+
+
+def lower_bound(costs: ArrayLike, ranks: int, mode: Mode = "fixed") -> float:
+    """Load of the heaviest rank that no plan of this mode can go below, in the unit of ``costs`` (``[n]``).
+
+    It is the mean load or, if larger, what the largest sample forces on its rank: its own cost and, where counts are
+    equal (``zigzag``, ``fixed``), the smallest ``n // ranks - 1`` samples as company.
+    """
+    if mode not in PARTITIONS:
+        raise ConfigurationError(f"mode: {mode!r} is none of {', '.join(PARTITIONS)}")
+    ascending = np.sort(_reals(costs))
+    if not ascending.size:
+        return 0.0
+    company = 0 if mode == "variable" else max(len(ascending) // ranks - 1, 0)
+    return float(max(ascending.sum() / ranks, ascending[-1] + ascending[:company].sum()))
+
+
+def loads(costs: ArrayLike, ranks_of_samples: ArrayLike, world: int) -> NDArray[np.float64]:
+    """Total cost on each rank, ``[world]``, from the cost ``[n]`` and the rank ``[n]`` of each sample."""
+    ranks = as_indices("ranks_of_samples", ranks_of_samples)
+    if ranks.size and not 0 <= ranks.min() <= ranks.max() < world:
+        raise ValueError(f"ranks_of_samples: {ranks.min()} to {ranks.max()}, outside 0 .. {world - 1}")
+    return np.bincount(ranks, weights=_reals(costs), minlength=world).astype(np.float64, copy=False)
+
+
+def straggler(costs: ArrayLike, ranks_of_samples: ArrayLike, world: int) -> float:
+    """Mean idle time of the ranks over the time of the iteration, 0 to 1, where time is cost and all await the slowest.
+
+    Args:
+        costs: ``[n]`` cost of each sample.
+        ranks_of_samples: ``[n]`` rank of each sample.
+        world: number of ranks, those without samples included.
+    """
+    load = loads(costs, ranks_of_samples, world)
+    slowest = load.max()
+    return float(1 - load.mean() / slowest) if slowest > 0 else 0.0
+
+
+def _reals(values: ArrayLike) -> NDArray[np.float64]:
+    return np.ascontiguousarray(values, dtype=np.float64)
