@@ -6,6 +6,7 @@ from lightning_freescale.data.dataset import HistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import NegativeSampler
 from lightning_freescale.data.sampler import GlobalBatchSampler
+from lightning_freescale.data.stream import StreamDataset, StreamLoader
 from lightning_freescale.data.synthetic import Synthetic
 
 __all__ = [
@@ -16,5 +17,7 @@ __all__ = [
     "SeqBatch",
     "SeqRecDataMixin",
     "SeqRecDataModule",
+    "StreamDataset",
+    "StreamLoader",
     "Synthetic",
 ]

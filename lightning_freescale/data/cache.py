@@ -12,11 +12,55 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_freescale._log import say_once
-from lightning_freescale.data.histories import FORMAT_VERSION, DamagedHistories, Histories
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.errors import ConfigurationError, InputError
+
+FORMAT_VERSION = 1  # of everything in the cache
+_META = "meta.json"
+T = TypeVar("T")
+
+
+class DamagedCache(InputError):
+    """A folder that is not whole, or of another format version."""
+
+
+def save_arrays(folder: Path, arrays: Mapping[str, NDArray], **meta: Any) -> None:
+    """Write ``.npy`` files, then a JSON that describes them: no JSON, nothing there."""
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    (folder / _META).write_text(json.dumps({"version": FORMAT_VERSION, **meta}))
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What :func:`save_arrays` was told."""
+    with whole(folder):
+        meta = json.loads((folder / _META).read_text())
+        if meta["version"] != FORMAT_VERSION:
+            raise DamagedCache(f"{folder}: format version {meta['version']}, this one reads {FORMAT_VERSION}")
+        return meta
+
+
+def map_array(folder: Path, name: str) -> NDArray:
+    """Memory-map one array, read-only."""
+    with whole(folder):
+        # An np.memmap is slow to index: keep the mapping, drop the subclass.
+        return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+
+
+@contextmanager
+def whole(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong while reading the folder means that it is damaged."""
+    try:
+        yield
+    except DamagedCache:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise DamagedCache(f"{folder}: {type(error).__name__}: {error}") from error
 
 
 def default_cache_dir() -> Path:
@@ -35,9 +79,10 @@ def cached(
     name: str,
     identity: Mapping[str, Any],
     build: Callable[[Path], None],
+    load: Callable[[Path], T],
     cache_dir: Path | None = None,
-) -> Histories:
-    """The histories that ``build(folder)`` writes, from the cache if they are there.
+) -> T:
+    """What ``load(folder)`` makes of what ``build(folder)`` wrote, built only if it is not in the cache.
 
     Safe to call from any number of processes at once, before any process group exists. A folder that is damaged or of
     another format version is built anew.
@@ -45,7 +90,8 @@ def cached(
     Args:
         name: readable part of the folder's name.
         identity: all that the result depends on, as JSON types.
-        build: writes complete histories into the empty folder it is given.
+        build: writes into the empty folder it is given.
+        load: raises :class:`DamagedCache` if the folder is not whole.
         cache_dir: see :func:`default_cache_dir`.
     """
     root = cache_dir or default_cache_dir()
@@ -53,24 +99,22 @@ def cached(
     folder = root / f"{name}-{key}"
     if folder.exists():
         try:
-            return Histories.load(folder)  # the usual case takes no lock
-        except DamagedHistories:
+            return load(folder)  # the usual case takes no lock
+        except DamagedCache:
             pass  # looked at again under the lock: another process may be replacing it
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{folder.name}.lock"):
-            _build_unless_there(folder, build)
-            return Histories.load(folder)
+            return _load_or_build(folder, build, load)
     except PermissionError as error:
         raise ConfigurationError(f"cache_dir: cannot write to {root} ({error}); pass another cache_dir") from error
 
 
-def _build_unless_there(folder: Path, build: Callable[[Path], None]) -> None:
+def _load_or_build(folder: Path, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     if folder.exists():
         try:
-            Histories.load(folder)
-            return
-        except DamagedHistories as error:
+            return load(folder)
+        except DamagedCache as error:
             say_once(f"The preprocessed data are damaged and are built anew: {error}", logging.WARNING)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -78,6 +122,7 @@ def _build_unless_there(folder: Path, build: Callable[[Path], None]) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         work.rename(folder)  # atomic: a folder of the final name is complete
+        return load(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

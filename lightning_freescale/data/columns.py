@@ -175,7 +175,7 @@ def flatten_list(values: pa.Array, column: str, lengths: NDArray[np.int64], item
     """The elements of a list column whose rows are as long as those of the column ``item``."""
     if not is_list(values.type):
         raise InputError(
-            f"{place.path}: column {column!r} has type {values.type}, but {item!r} has a list in each row, and so must it"
+            f"{place.path}: column {column!r} has type {values.type}, but {item!r} has lists; it needs lists as well"
         )
     own = list_lengths(values, column, place)
     if (unequal := own != lengths).any():

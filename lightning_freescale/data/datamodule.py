@@ -20,10 +20,12 @@ from lightning_freescale.data.dataset import HistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
 from lightning_freescale.data.preprocess import preprocess
+from lightning_freescale.data.rowgroups import StreamIndex
 from lightning_freescale.data.sampler import GlobalBatchSampler, SequentialBatchSampler
-from lightning_freescale.data.sources import Format, open_source
+from lightning_freescale.data.sources import Format, ParquetSource, open_source
+from lightning_freescale.data.stream import StreamDataset, StreamLoader
 from lightning_freescale.data.synthetic import Synthetic
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.errors import ConfigurationError, InputError
 
 
 class SeqRecDataMixin:
@@ -48,6 +50,9 @@ class SeqRecDataMixin:
         time_unit: of numeric times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
         min_events: users with fewer events are left out.
         synthetic: options of :class:`~.synthetic.Synthetic`.
+        streaming: read Parquet files with one row per user as training goes on, instead of preprocessing them. Items and
+            features must be integers from 0, rows of their tables.
+        num_items: rows of the item table, with ``streaming``; by default the largest item + 1.
         shuffle: permute the training samples anew each epoch.
         drop_last: leave out a last global training batch that is not full.
         cache_dir: where preprocessed data are kept; default ``$FREESCALE_CACHE`` or the user's cache folder.
@@ -72,19 +77,28 @@ class SeqRecDataMixin:
         time_unit: TimeUnit = "s",
         min_events: int = 3,
         synthetic: Mapping[str, Any] | None = None,
+        streaming: bool = False,
+        num_items: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         cache_dir: str | PathLike[str] | None = None,
     ):
         super().__init__()
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size: must be at least 1, not {batch_size}")
-        if max_history < 2:
-            raise ConfigurationError(f"max_history: a history needs 2 events to have a target, not {max_history}")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_history", max_history, 2),
+            ("min_events", min_events, 3),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{name}: must be at least {least}, not {value}")
+        if isinstance(feature_columns, str):
+            raise ConfigurationError(f"feature_columns: a sequence of names, not {feature_columns!r}")
+        if num_items is not None and not streaming:
+            raise ConfigurationError("num_items: only with streaming=True; otherwise the items are counted")
         self.data, self.batch_size, self.max_history, self.balance = data, batch_size, max_history, balance
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
         self.num_negatives, self.negatives = num_negatives, negatives
-        self.format, self.min_events = format, min_events
+        self.format, self.min_events, self.streaming, self._num_items = format, min_events, streaming, num_items
         self._source_options = {
             "columns": dict(columns or {}),
             "feature_columns": tuple(feature_columns),
@@ -93,69 +107,91 @@ class SeqRecDataMixin:
         self.synthetic = Synthetic(**{"seed": seed, **(synthetic or {})})
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
 
-    # ---- what a model needs to know, before any Trainer exists ---------------------------------------------------
+    # ---- the data, prepared when they are first asked for ---------------------------------------------------------
     @cached_property
     def histories(self) -> Histories:
-        """The preprocessed data, memory-mapped. The first process to ask builds them."""
+        """The preprocessed data, memory-mapped. The first process to ask builds them, the others wait."""
         if isinstance(self.data, Histories):
             return self.data
         if self.data == "synthetic":
             options = {"synthetic": asdict(self.synthetic)}
-            return cached("synthetic", options, lambda folder: self.synthetic.generate().save(folder), self.cache_dir)
+            return cached("synthetic", options, self._generate, Histories.load, self.cache_dir)
         source = open_source(self.data, self.format, **self._source_options)
         identity = {**source.identity(), "min_events": self.min_events}
-        build = partial(preprocess, source, min_events=self.min_events)
-        return cached(source.path.stem, identity, build, self.cache_dir)
+        read = partial(preprocess, source, min_events=self.min_events)
+        return cached(source.path.stem, identity, read, Histories.load, self.cache_dir)
+
+    def _generate(self, folder: Path) -> None:
+        self.synthetic.generate().save(folder)
+
+    @cached_property
+    def stream_index(self) -> StreamIndex:
+        """With ``streaming``: what is known of the files beforehand."""
+        source = None
+        if not isinstance(self.data, Histories) and self.data != "synthetic":
+            source = open_source(self.data, self.format, **self._source_options)
+        if not isinstance(source, ParquetSource):
+            raise ConfigurationError(f"streaming: reads Parquet files, not {self.data!r}; set streaming=False")
+        index = StreamIndex.of(source, self.min_events, self.negatives == "popularity", self.cache_dir)
+        if self._num_items is not None and self._num_items < index.num_items:
+            raise InputError(f"num_items: {self._num_items}, but {source.path} holds item {index.num_items - 1}")
+        return index
 
     @property
     def num_items(self) -> int:
         """Rows of the item table."""
+        if self.streaming:
+            return self._num_items or self.stream_index.num_items
         return self.histories.num_items
 
     @property
     def feature_sizes(self) -> dict[str, int]:
         """Rows of each event feature's table."""
-        return self.histories.feature_sizes
+        return self.stream_index.feature_sizes if self.streaming else self.histories.feature_sizes
 
     # ---- Lightning's hooks ---------------------------------------------------------------------------------------
     def prepare_data(self) -> None:
-        _ = self.histories
+        _ = self.stream_index if self.streaming else self.histories
 
     def train_dataloader(self) -> DataLoader:
         if self.balance != "off":
             say_once(f"balance={self.balance!r}: not available at the source in this version, batches are not balanced")
-        source = self.histories
-        counts = source.item_counts if self.negatives == "popularity" else None
-        sampler = NegativeSampler(source.num_items, self.num_negatives, self.negatives, counts, self.seed)
+        # What overfits must see the same batches each epoch; Lightning would replace a sampler that shuffles.
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader(
-            HistoryDataset(source, self.max_history, sampler), self.shuffle and not overfit, self.drop_last
-        )
+        return self._loader(self._negative_sampler(), self.shuffle and not overfit, self.drop_last)
 
     def val_dataloader(self) -> DataLoader:
-        return self._loader(HistoryDataset(self.histories, self.max_history, None), shuffle=False, drop_last=False)
+        return self._loader(None, shuffle=False, drop_last=False)
 
-    def _loader(self, dataset: HistoryDataset, shuffle: bool, drop_last: bool) -> DataLoader:
+    def _negative_sampler(self) -> NegativeSampler:
+        counts = None
+        if self.negatives == "popularity":
+            counts = self.stream_index.item_counts if self.streaming else self.histories.item_counts
+        return NegativeSampler(self.num_items, self.num_negatives, self.negatives, counts, self.seed)
+
+    def _loader(self, negatives: NegativeSampler | None, shuffle: bool, drop_last: bool) -> DataLoader:
         trainer = self.trainer
-        sampler_type = GlobalBatchSampler if shuffle else SequentialBatchSampler
-        sampler = sampler_type(
-            dataset,
-            self.batch_size,
-            num_replicas=trainer.world_size if trainer else 1,
-            rank=trainer.global_rank if trainer else 0,
-            seed=self.seed,
-            drop_last=drop_last,
-        )
+        ranks: dict[str, Any] = {
+            "num_replicas": trainer.world_size if trainer else 1,
+            "rank": trainer.global_rank if trainer else 0,
+            "seed": self.seed,
+            "drop_last": drop_last,
+        }
+        workers: dict[str, Any] = {
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": self._on_cuda(),
+        }
+        if self.streaming:
+            stream = StreamDataset(
+                self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, **ranks
+            )
+            return StreamLoader(stream, epoch=(lambda: trainer.current_epoch) if trainer else None, **workers)
+        dataset = HistoryDataset(self.histories, self.max_history, negatives)
+        sampler = (GlobalBatchSampler if shuffle else SequentialBatchSampler)(dataset, self.batch_size, **ranks)
         # Lightning opens the first epoch's iterator before it sets the epoch; after a resume that is not epoch 0.
         sampler.set_epoch(trainer.current_epoch if trainer else 0)
-        return DataLoader(
-            dataset,
-            sampler=sampler,
-            batch_size=None,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=self._on_cuda(),
-        )
+        return DataLoader(dataset, sampler=sampler, batch_size=None, **workers)
 
     def _on_cuda(self) -> bool:
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,35 +18,74 @@ from lightning_freescale.errors import ConfigurationError, InputError
 from lightning_freescale.jagged import gather
 
 
-def make_batch(
+class Samples(NamedTuple):
+    """``n`` samples, their events one after another.
+
+    Attributes:
+        users: ``[n]``, what the negatives are drawn by.
+        lengths: ``[n]`` events of each history.
+        items, timestamps, features: ``[sum(lengths)]`` each.
+        targets: ``[n]``, the held-out last item of each user.
+    """
+
+    users: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    items: NDArray[np.int64]
+    timestamps: NDArray[np.int64]
+    features: dict[str, NDArray[np.int64]]
+    targets: NDArray[np.int64]
+
+
+def leave_one_out(
     items: NDArray[np.int64],
     timestamps: NDArray[np.int64],
     features: Mapping[str, NDArray[np.int64]],
-    lengths: NDArray[np.int64],
-    negatives: NDArray[np.int64],
-    targets: NDArray[np.int64] | None,
-) -> SeqBatch:
-    """Put the columns of ``B`` samples into a :class:`SeqBatch` with keys ``history, negatives, *features``.
+    offsets: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    max_history: int,
+    first_user: int = 0,
+) -> Samples:
+    """All events but the last of users ``indices [n]``, at most the latest ``max_history`` of them.
 
     Args:
-        items, timestamps, features: ``[sum(lengths)]`` each.
-        lengths: ``[B]``.
-        negatives: ``[B, K]``; ``K`` may be 0, the key is there all the same, so that one EmbeddingCollection takes
-            training and validation batches.
-        targets: ``[B]`` in validation.
+        items, timestamps, features: ``[T]`` each, all users' events.
+        offsets: ``[U + 1]``, which of them are whose.
+        indices: each with at least two events.
+        max_history: events kept.
+        first_user: number of the user at offset 0.
     """
-    samples, count = negatives.shape
-    values = np.concatenate([items, negatives.reshape(-1), *features.values()])
-    per_key = [lengths, np.full(samples, count, dtype=np.int64), *[lengths] * len(features)]
+    last = offsets[indices + 1] - 1
+    lengths = np.minimum(last - offsets[indices], max_history)
+    starts = last - lengths
+    return Samples(
+        users=indices + first_user,
+        lengths=lengths,
+        items=gather(items, starts, lengths),
+        timestamps=gather(timestamps, starts, lengths),
+        features={name: gather(values, starts, lengths) for name, values in features.items()},
+        targets=items[last],
+    )
+
+
+def collate(samples: Samples, negatives: NegativeSampler | None, epoch: int) -> SeqBatch:
+    """A training batch, or without ``negatives`` a validation batch, which has targets.
+
+    The keys are ``history, negatives, *features`` in both, so that one EmbeddingCollection takes both; in validation the
+    negatives have length 0.
+    """
+    count = 0 if negatives is None else negatives.count
+    drawn = [] if negatives is None else [negatives.draw(samples.users, epoch).reshape(-1)]
+    values = np.concatenate([samples.items, *drawn, *samples.features.values()])
+    lengths = [samples.lengths, np.full_like(samples.lengths, count), *[samples.lengths] * len(samples.features)]
     return SeqBatch(
         KeyedJaggedTensor(
-            keys=[HISTORY, NEGATIVES, *features],
+            keys=[HISTORY, NEGATIVES, *samples.features],
             values=torch.from_numpy(values),
-            lengths=torch.from_numpy(np.concatenate(per_key)),
-            stride=samples,
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+            stride=len(samples.users),
         ),
-        torch.from_numpy(timestamps),
-        None if targets is None else torch.from_numpy(targets),
+        torch.from_numpy(samples.timestamps),
+        torch.from_numpy(samples.targets) if negatives is None else None,
     )
 
 
@@ -79,21 +119,8 @@ class HistoryDataset(Dataset):
     def __getitem__(self, users: int | Sequence[int]) -> SeqBatch:
         """Collate the samples of ``users [B]``; a :class:`~.sampler.LocalBatch` also says the negatives' epoch."""
         indices = np.atleast_1d(np.asarray(users, dtype=np.int64))
-        source = self.histories
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"users {indices.min()} to {indices.max()} asked for, there are {len(self)}")
-        last = source.offsets[indices + 1] - 1
-        lengths = np.minimum(last - source.offsets[indices], self.max_history)
-        starts = last - lengths
-        if self.negatives is None:
-            negatives, targets = np.empty((len(indices), 0), dtype=np.int64), source.items[last]
-        else:
-            negatives, targets = self.negatives.draw(indices, getattr(users, "epoch", 0)), None
-        return make_batch(
-            gather(source.items, starts, lengths),
-            gather(source.timestamps, starts, lengths),
-            {name: gather(values, starts, lengths) for name, values in source.features.items()},
-            lengths,
-            negatives,
-            targets,
-        )
+        all_ = self.histories
+        samples = leave_one_out(all_.items, all_.timestamps, all_.features, all_.offsets, indices, self.max_history)
+        return collate(samples, self.negatives, epoch=getattr(users, "epoch", 0))

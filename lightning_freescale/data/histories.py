@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.data.batch import HISTORY, NEGATIVES
+from lightning_freescale.data.cache import map_array, read_meta, save_arrays, whole
 from lightning_freescale.errors import InputError
 
-FORMAT_VERSION = 1
 CHUNK = 1 << 22  # events handled at a time wherever the data may exceed memory
-_META = "histories.json"
-
-
-class DamagedHistories(InputError):
-    """A folder that does not hold complete histories in this version's format."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +45,20 @@ class Histories:
     def __post_init__(self) -> None:
         events, users = len(self.items), self.num_users
         if users < 0 or self.offsets[0] != 0 or self.offsets[-1] != events or (np.diff(self.offsets) < 0).any():
-            raise DamagedHistories(f"offsets: must grow from 0 to {events}, the number of events")
+            raise InputError(f"offsets: must grow from 0 to {events}, the number of events")
         if len(self.user_ids) != users:
-            raise DamagedHistories(f"user_ids: {len(self.user_ids)} values for {users} users")
+            raise InputError(f"user_ids: {len(self.user_ids)} values for {users} users")
         for name, values in {"timestamps": self.timestamps, **self.features}.items():
             if len(values) != events:
-                raise DamagedHistories(f"{name}: {len(values)} values for {events} events")
+                raise InputError(f"{name}: {len(values)} values for {events} events")
         if taken := {HISTORY, NEGATIVES} & set(self.features):
             raise InputError(f"features: {taken.pop()!r} is a key of the batch itself; rename the feature")
         if set(self.features) != set(self.feature_values):
-            raise DamagedHistories(f"feature_values: {sorted(self.feature_values)}, features: {sorted(self.features)}")
+            raise InputError(f"feature_values: {sorted(self.feature_values)}, features: {sorted(self.features)}")
+        if self.folder is None:  # what was preprocessed is right by construction, and reading it all would take long
+            _check_codes("items", self.items, self.num_items)
+            for name, values in self.features.items():
+                _check_codes(name, values, self.feature_sizes[name])
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         if self.folder is not None:  # a worker process maps the same files; pickling would copy them
@@ -99,57 +96,40 @@ class Histories:
 
     # ---- files ---------------------------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
-        """Write the arrays as ``.npy`` files, then a JSON that describes them: no JSON, no histories."""
-        for name, array in self._files().items():
-            np.save(folder / f"{name}.npy", array, allow_pickle=False)
-        write_meta(folder, len(self.items), self.num_users, list(self.features))
-
-    def _files(self) -> dict[str, NDArray]:
-        files = {name: getattr(self, name) for name in ("items", "timestamps", "offsets", "item_ids", "user_ids")}
+        """Write the arrays into a folder that :meth:`load` maps."""
+        arrays = {name: getattr(self, name) for name in ("items", "timestamps", "offsets", "item_ids", "user_ids")}
         for at, name in enumerate(self.features):
-            files[feature_file(at)], files[feature_file(at, "values")] = self.features[name], self.feature_values[name]
-        return files
+            arrays[feature_file(at)] = self.features[name]
+            arrays[feature_file(at, "values")] = self.feature_values[name]
+        save_arrays(folder, arrays, features=list(self.features))
 
     @staticmethod
     def load(folder: Path) -> Histories:
-        """Memory-map what :meth:`save` wrote; :class:`DamagedHistories` if it is not whole or of another version."""
-        try:
-            meta = json.loads((folder / _META).read_text())
-            if meta["version"] != FORMAT_VERSION:
-                raise DamagedHistories(f"{folder}: format version {meta['version']}, this one reads {FORMAT_VERSION}")
-            names: list[str] = meta["features"]
-
-            def read(name: str) -> NDArray:
-                # np.memmap objects are slow to index: keep the mapping, drop the subclass.
-                return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-
-            histories = Histories(
-                items=read("items"),
-                timestamps=read("timestamps"),
-                offsets=read("offsets"),
-                item_ids=read("item_ids"),
-                user_ids=read("user_ids"),
-                features={name: read(feature_file(at)) for at, name in enumerate(names)},
-                feature_values={name: read(feature_file(at, "values")) for at, name in enumerate(names)},
+        """Memory-map what :meth:`save` wrote. Raises :class:`~.cache.DamagedCache` if it is not whole."""
+        names = read_meta(folder).get("features", [])
+        with whole(folder):
+            return Histories(
+                items=map_array(folder, "items"),
+                timestamps=map_array(folder, "timestamps"),
+                offsets=map_array(folder, "offsets"),
+                item_ids=map_array(folder, "item_ids"),
+                user_ids=map_array(folder, "user_ids"),
+                features={name: map_array(folder, feature_file(at)) for at, name in enumerate(names)},
+                feature_values={name: map_array(folder, feature_file(at, "values")) for at, name in enumerate(names)},
                 folder=folder,
             )
-            if (len(histories.items), histories.num_users) != (meta["events"], meta["users"]):
-                raise DamagedHistories(f"{folder}: the arrays do not fit {_META}")
-            return histories
-        except DamagedHistories:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-            raise DamagedHistories(f"{folder}: {type(error).__name__}: {error}") from error
+
+
+def _check_codes(name: str, codes: NDArray, size: int) -> None:
+    if codes.dtype != np.int64:
+        raise InputError(f"{name}: must be int64, not {codes.dtype}")
+    if len(codes) and not 0 <= (low := codes.min()) <= (high := codes.max()) < size:
+        raise InputError(f"{name}: {low if low < 0 else high} is outside 0 to {size - 1}, the codes there are")
 
 
 def feature_file(at: int, kind: str = "codes") -> str:
     """File of the feature number ``at``: numbered, because a feature's name need not be a file name."""
     return f"feature_{at}_{kind}"
-
-
-def write_meta(folder: Path, events: int, users: int, features: list[str]) -> None:
-    meta: dict[str, Any] = {"version": FORMAT_VERSION, "events": events, "users": users, "features": features}
-    (folder / _META).write_text(json.dumps(meta))
 
 
 def user_chunks(offsets: NDArray[np.int64], events: int) -> list[tuple[int, int]]:

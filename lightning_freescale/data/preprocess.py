@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from lightning_freescale._log import say_once
+from lightning_freescale.data.cache import save_arrays
 from lightning_freescale.data.columns import TICKS_PER_SECOND
-from lightning_freescale.data.histories import CHUNK, feature_file, user_chunks, write_meta
+from lightning_freescale.data.histories import CHUNK, feature_file, user_chunks
 from lightning_freescale.data.sources import Source
 from lightning_freescale.errors import InputError
 from lightning_freescale.jagged import lengths_to_offsets
@@ -60,9 +61,7 @@ def preprocess(source: Source, folder: Path, min_events: int = 3) -> None:
 
     raw = {"item_ids": vocabularies[0][0], "user_ids": user_ids, "offsets": offsets}
     raw |= {feature_file(at, "values"): values for at, (values, _) in enumerate(vocabularies[1:])}
-    for name, array in raw.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    write_meta(folder, events, len(user_ids), features)
+    save_arrays(folder, raw, features=features)
 
 
 class Vocabulary:
@@ -205,12 +204,17 @@ def _sort_by_time(
     for first, last in _progress(user_chunks(offsets, CHUNK), "sorting by time"):
         span = slice(offsets[first], offsets[last])
         ticks = times[span]
-        owners = np.repeat(np.arange(last - first), np.diff(offsets[first : last + 1]))
-        late = (np.diff(ticks) < 0) & (owners[1:] == owners[:-1])
-        order = np.lexsort((ticks, owners)) if late.any() else slice(None)
+        order = time_order(ticks, np.diff(offsets[first : last + 1]))
         times[span] = ticks[order] // TICKS_PER_SECOND
         for column, rank in zip(codes, ranks, strict=True):
             column[span] = rank[column[span][order]]
+
+
+def time_order(ticks: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """An index that puts each user's events, ``ticks [sum(lengths)]``, in time order; ties stay as they are."""
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    late = (np.diff(ticks) < 0) & (owners[1:] == owners[:-1])
+    return np.lexsort((ticks, owners)) if late.any() else slice(None)
 
 
 def _create(path: Path, events: int) -> NDArray[np.int64]:

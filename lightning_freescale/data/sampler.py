@@ -31,6 +31,22 @@ def deal(indices: NDArray[np.int64], world: int) -> list[NDArray[np.int64]]:
     return [indices[rank::world] for rank in range(world)]
 
 
+def check_enough(samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
+    """Every rank needs at least one batch, and every batch at least one sample."""
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size: must be at least 1, not {batch_size}")
+    if samples < ranks:
+        raise InputError(
+            f"dataset: {samples} samples for {ranks} ranks; every rank needs at least one, so train on at most {samples} "
+            "ranks or on more data"
+        )
+    if drop_last and samples < batch_size * ranks:
+        raise InputError(
+            f"dataset: {samples} samples do not fill one global batch of {batch_size} x {ranks} ranks, and drop_last would "
+            "drop them all; lower batch_size or set drop_last=False"
+        )
+
+
 class GlobalBatchSampler(DistributedSampler):
     """Yields the index list of each local batch, for ``DataLoader(dataset, sampler=..., batch_size=None)``.
 
@@ -63,18 +79,7 @@ class GlobalBatchSampler(DistributedSampler):
         drop_last: bool = False,
         partition: Partition = deal,
     ):
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size: must be at least 1, not {batch_size}")
-        if len(dataset) < num_replicas:
-            raise InputError(
-                f"dataset: {len(dataset)} samples for {num_replicas} ranks; every rank needs at least one, "
-                f"so train on at most {len(dataset)} ranks or on more data"
-            )
-        if drop_last and len(dataset) < batch_size * num_replicas:
-            raise InputError(
-                f"dataset: {len(dataset)} samples do not fill one global batch of {batch_size} x {num_replicas} ranks, "
-                "and drop_last would drop them all; lower batch_size or set drop_last=False"
-            )
+        check_enough(len(dataset), batch_size, num_replicas, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.batch_size, self.partition = batch_size, partition
         self._skip = 0

@@ -17,6 +17,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from lightning_freescale.data.batch import HISTORY, NEGATIVES
 from lightning_freescale.data.cache import fingerprint
 from lightning_freescale.data.columns import (
     TICKS_PER_SECOND,
@@ -74,6 +75,12 @@ class Source(ABC):
     feature_columns: Sequence[str] = ()
     time_unit: TimeUnit = "s"
 
+    def __post_init__(self) -> None:
+        if taken := [name for name in self.feature_columns if name in (HISTORY, NEGATIVES)]:
+            raise ConfigurationError(f"feature_columns: {taken[0]!r} is a key of the batch itself; rename the column")
+        if len(set(self.feature_columns)) < len(self.feature_columns):
+            raise ConfigurationError(f"feature_columns: a column twice in {list(self.feature_columns)}")
+
     # Text holds digits, not numbers: whether ids are integers is known once all of them have been seen.
     parses_text: ClassVar[bool] = False
 
@@ -109,15 +116,15 @@ class ParquetSource(Source):
 
     @property
     def num_events(self) -> int:
-        with _readable(self.path):
+        with readable(self.path):
             return sum(self._leaf_values(file) for file in self.files())
 
     def _leaf_values(self, path: Path) -> int:
         with pq.ParquetFile(path) as file:
-            roles, _ = self._roles(file, path)
-            return leaf_values(file, roles.item)
+            roles, _ = self.roles(file, path)
+            return sum(leaf_values(file, roles.item))
 
-    def _roles(self, file: pq.ParquetFile, path: Path) -> tuple[Roles, bool]:
+    def roles(self, file: pq.ParquetFile, path: Path) -> tuple[Roles, bool]:
         schema = file.schema_arrow
         lists = [name for name in schema.names if is_list(schema.field(name).type)]
         roles = find_roles(schema.names, self.columns, path, user_optional=bool(lists))
@@ -133,17 +140,19 @@ class ParquetSource(Source):
     def events(self) -> Iterator[Events]:
         first_row = 0  # over all files: users without an id are numbered by it
         for path in self.files():
-            with _readable(path), pq.ParquetFile(path) as file:
-                roles, per_user = self._roles(file, path)
-                names = dict.fromkeys([name for name in roles if name is not None] + [*self.feature_columns])
-                rows = file.metadata.num_rows
-                mean = max(1.0, leaf_values(file, roles.item) / max(1, rows))
+            with readable(path), pq.ParquetFile(path) as file:
+                roles, per_user = self.roles(file, path)
+                mean = max(1.0, sum(leaf_values(file, roles.item)) / max(1, file.metadata.num_rows))
                 place = Place(path)
-                for batch in file.iter_batches(batch_size=max(1, int(CHUNK / mean)), columns=list(names)):
-                    read = self._rows_of_users if per_user else self._rows_of_events
+                read = self.rows_of_users if per_user else self._rows_of_events
+                for batch in file.iter_batches(batch_size=max(1, int(CHUNK / mean)), columns=self.names(roles)):
                     yield read(batch, roles, place, first_row)
                     first_row += len(batch)
                     place = Place(path, place.first_row + len(batch))
+
+    def names(self, roles: Roles) -> list[str]:
+        """The columns to read."""
+        return list(dict.fromkeys([*(name for name in roles if name is not None), *self.feature_columns]))
 
     def _rows_of_events(self, batch: pa.RecordBatch, roles: Roles, place: Place, first_row: int) -> Events:
         assert roles.user is not None
@@ -155,41 +164,30 @@ class ParquetSource(Source):
             features={name: categories(batch[name], name, place) for name in self.feature_columns},
         )
 
-    def _rows_of_users(self, batch: pa.RecordBatch, roles: Roles, place: Place, first_row: int) -> Events:
-        return events_of_users(batch, roles, self.feature_columns, self.time_unit, place, first_row)
+    def rows_of_users(self, batch: pa.RecordBatch, roles: Roles, place: Place, first_row: int) -> Events:
+        """Events of rows that are users: lists flattened, plain feature columns repeated over the user's events."""
+        lengths = list_lengths(batch[roles.item], roles.item, place)
+        row_of_event = np.repeat(np.arange(len(batch)), lengths)
+        within = place._replace(rows=row_of_event)
 
+        def flat(name: str) -> pa.Array:
+            return flatten_list(batch[name], name, lengths, roles.item, place)
 
-def events_of_users(
-    batch: pa.RecordBatch,
-    roles: Roles,
-    feature_columns: Sequence[str],
-    unit: TimeUnit,
-    place: Place,
-    first_row: int,
-) -> Events:
-    """Events of rows that are users: list columns flattened, plain feature columns repeated over the user's events."""
-    lengths = list_lengths(batch[roles.item], roles.item, place)
-    row_of_event = np.repeat(np.arange(len(batch)), lengths)
-    within = place._replace(rows=row_of_event)
+        def feature(name: str) -> pa.Array:
+            column = batch[name]
+            if is_list(column.type):
+                return categories(flat(name), name, within)
+            return categories(column, name, place).take(pa.array(row_of_event))
 
-    def flat(name: str) -> pa.Array:
-        return flatten_list(batch[name], name, lengths, roles.item, place)
-
-    def feature(name: str) -> pa.Array:
-        column = batch[name]
-        if is_list(column.type):
-            return categories(flat(name), name, within)
-        return categories(column, name, place).take(pa.array(row_of_event))
-
-    rows = np.arange(first_row, first_row + len(batch))
-    position = np.arange(len(row_of_event)) * TICKS_PER_SECOND
-    return Events(
-        users=ids(batch[roles.user], roles.user, place) if roles.user else pa.array(rows),
-        items=ids(flat(roles.item), roles.item, within),
-        ticks=ticks(flat(roles.time), roles.time, within, unit) if roles.time else position,
-        features={name: feature(name) for name in feature_columns},
-        lengths=lengths,
-    )
+        rows = np.arange(first_row, first_row + len(batch))
+        position = np.arange(len(row_of_event)) * TICKS_PER_SECOND
+        return Events(
+            users=ids(batch[roles.user], roles.user, place) if roles.user else pa.array(rows),
+            items=ids(flat(roles.item), roles.item, within),
+            ticks=ticks(flat(roles.time), roles.time, within, self.time_unit) if roles.time else position,
+            features={name: feature(name) for name in self.feature_columns},
+            lengths=lengths,
+        )
 
 
 def parquet_files(path: Path) -> list[Path]:
@@ -201,11 +199,11 @@ def parquet_files(path: Path) -> list[Path]:
     return files
 
 
-def leaf_values(file: pq.ParquetFile, column: str) -> int:
-    """Values stored in a column: with lists, all of their elements. From the metadata alone."""
+def leaf_values(file: pq.ParquetFile, column: str) -> list[int]:
+    """Values in each row group of a column, with lists all of their elements. From the metadata alone."""
     metadata = file.metadata
     leaf = next(at for at in range(metadata.num_columns) if metadata.schema.column(at).path.split(".")[0] == column)
-    return sum(metadata.row_group(group).column(leaf).num_values for group in range(metadata.num_row_groups))
+    return [metadata.row_group(group).column(leaf).num_values for group in range(metadata.num_row_groups)]
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ class CsvSource(Source):
 
     def events(self) -> Iterator[Events]:
         delimiter = "\t" if self.path.suffix == ".tsv" else ","
-        with _readable(self.path):
+        with readable(self.path):
             parse = csv.ParseOptions(delimiter=delimiter)
             with csv.open_csv(self.path, parse_options=parse) as header:
                 available = header.schema.names
@@ -259,7 +257,7 @@ class TextSource(Source):
         parse = csv.ParseOptions(delimiter="\x1f", quote_char=False, ignore_empty_lines=False)
         read = csv.ReadOptions(column_names=["line"], block_size=_CSV_BLOCK)
         convert = csv.ConvertOptions(column_types={"line": pa.large_string()})
-        with _readable(self.path):
+        with readable(self.path):
             for batch in csv.open_csv(self.path, read, parse, convert):
                 lines = pc.utf8_trim_whitespace(batch["line"])
                 filled = np.flatnonzero(np.asarray(pc.not_equal(lines, "")))
@@ -301,7 +299,7 @@ def open_source(path: str | PathLike[str], format: str | None = None, **options:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Say which file it was that could not be read."""
     try:
         yield
