@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+from lightning_freescale import _quiet as _quiet
 from lightning_freescale import _requirements as _requirements  # first: explains a missing dependency
 from lightning_freescale._lightning import FreeScaleStrategy
 from lightning_freescale.checkpoint import export

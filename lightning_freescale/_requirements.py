@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 # FBGEMM's binaries are built against one torch release each.
@@ -13,6 +15,7 @@ def check() -> None:
     release = ".".join(torch.__version__.split(".")[:2])
     fbgemm = FBGEMM_FOR_TORCH.get(release, "(the release made for your torch)")
     package = "fbgemm-gpu" if torch.version.cuda else "fbgemm-gpu-cpu"
+    handlers = list(logging.root.handlers)
     try:
         import fbgemm_gpu  # noqa: F401
         import torchrec  # noqa: F401
@@ -21,6 +24,10 @@ def check() -> None:
             f"lightning_freescale needs TorchRec and the FBGEMM build for torch {release}: "
             f"pip install {package}=={fbgemm} tensordict pyre-extensions && pip install --no-deps torchrec ({error})"
         ) from error
+    finally:
+        # FBGEMM's import logs through the root logger, which gives it a handler: Lightning's messages would appear twice.
+        for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+            logging.root.removeHandler(handler)
 
 
 check()
