@@ -152,7 +152,7 @@ Plan deal(const std::vector<Sample>& samples, std::int64_t ranks) {
 
 // Finds the lightest rank, ties by index, in a knock-out tree. Load and rank share one word, the rank in the low bits
 // of the mantissa, so that each round is one integer minimum without a branch: four times faster than a heap. Loads
-// that differ only in those bits (1 part in 10^12 with 512 ranks) count as tied.
+// that differ only in those bits (1 part in 10^13 with 512 ranks) count as tied.
 class Lightest {
  public:
   explicit Lightest(std::int64_t ranks) {
