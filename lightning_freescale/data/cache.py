@@ -106,7 +106,7 @@ def cached(
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{folder.name}.lock"):
             return _load_or_build(folder, build, load)
-    except PermissionError as error:
+    except OSError as error:  # permissions, no space, a file in the way
         raise ConfigurationError(f"cache_dir: cannot write to {root} ({error}); pass another cache_dir") from error
 
 

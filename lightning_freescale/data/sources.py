@@ -303,5 +303,5 @@ def readable(path: Path) -> Iterator[None]:
     """Say which file it was that could not be read."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
