@@ -14,17 +14,17 @@ from lightning_freescale.strategy import FreeScaleMixin
 __all__ = ["HSTU", "FreeScaleStrategy", "SeqRecDataModule"]
 
 
-class FreeScaleStrategy(FreeScaleMixin, DDPStrategy):
+class FreeScaleStrategy(FreeScaleMixin, DDPStrategy):  # type: ignore[misc]
     __doc__ = FreeScaleMixin.__doc__
     _sigterm_exception = SIGTERMException
     _is_overridden = staticmethod(is_overridden)
 
 
-class SeqRecDataModule(SeqRecDataMixin, LightningDataModule):
+class SeqRecDataModule(SeqRecDataMixin, LightningDataModule):  # type: ignore[misc]
     __doc__ = SeqRecDataMixin.__doc__
 
 
-class HSTU(HSTUMixin, LightningModule):
+class HSTU(HSTUMixin, LightningModule):  # type: ignore[misc]
     __doc__ = HSTUMixin.__doc__
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import checkpoint as checkpoints
 from lightning_freescale._log import say_once
@@ -19,6 +21,9 @@ from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
+from lightning_freescale.embedding.prioritized import Groups
+from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.streams import SideStream
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.lookahead import LookaheadLoader
 
@@ -47,7 +52,8 @@ class FreeScaleMixin(_Base):
             ``adagrad``, ``rowwise_adagrad`` and, on CUDA, ``adam``. It runs inside backward. Its learning rate follows the
             scheduler of the model's first optimizer: same relative change.
         balance: ``"off"``; other values are accepted and said to be without effect in this version.
-        prioritize: ``False``; other values are accepted and said to be without effect in this version.
+        prioritize: ``True``: rows that the next batch does not share are exchanged behind dense compute, shared ones first;
+            the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
         transport: ``"auto"``: NCCL on CUDA, gloo on CPU.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         ddp_kwargs: as for :class:`lightning.pytorch.strategies.DDPStrategy`.
@@ -82,8 +88,12 @@ class FreeScaleMixin(_Base):
         self._rows: dict[str, int] = {}
         self._base_lr: list[float] = []
         self._table_steps: dict[str, int] = {}
-        self._copy_stream: torch.cuda.Stream | None = None
+        self._copies: SideStream | None = None
         self.control: Control | None = None
+        self.schedule: Schedule | None = None
+        self._exchange_groups: Groups | None = None
+        self._train_loader: LookaheadLoader | None = None
+        self._failed = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -104,8 +114,8 @@ class FreeScaleMixin(_Base):
         super().setup_environment()
         if self.control is None:
             self.control = Control(self._wait)
-        if self.root_device.type == "cuda" and self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream(self.root_device)
+        if self._copies is None:
+            self._copies = SideStream(self.root_device)
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
@@ -120,6 +130,7 @@ class FreeScaleMixin(_Base):
         if fitting:
             self.setup_optimizers(trainer)
             self._take_over_sigterm(trainer)
+            self._prioritize_exchange()
         self.setup_precision_plugin()
 
     def _refuse_inexact(self, trainer: Any) -> None:
@@ -151,10 +162,6 @@ class FreeScaleMixin(_Base):
         if self._balance != "off":
             say_once(
                 f"balance={self._balance!r} has no effect in this version: batches are trained as the loader gives them"
-            )
-        if self._prioritize:
-            say_once(
-                f"prioritize={self._prioritize!r} has no effect in this version: embeddings are exchanged synchronously"
             )
         backend = self._get_process_group_backend()
         if self._transport not in ("auto", backend):
@@ -196,6 +203,18 @@ class FreeScaleMixin(_Base):
         tables.fill_shards(module, weights)
         return sharded
 
+    def _prioritize_exchange(self) -> None:
+        modules = {
+            name: module
+            for name, module in self.lightning_module.named_modules()
+            if isinstance(module, ShardedEmbeddingCollection)
+        }
+        if not self._prioritize or not modules:
+            return
+        if self._exchange_groups is None:
+            self._exchange_groups = Groups(*(torch.distributed.new_group(timeout=self._wait) for _ in range(2)))
+        self.schedule = Schedule(modules, self._exchange_groups, self._copies)
+
     def model_to_device(self) -> None:
         """Nothing to do: sharding has placed the tables and moved the dense part."""
 
@@ -234,13 +253,16 @@ class FreeScaleMixin(_Base):
         trainer = self.lightning_module.trainer
         assert self.control is not None
         training = trainer.training
-        return LookaheadLoader(
+        loader = LookaheadLoader(
             dataloader,  # type: ignore[arg-type]
             stage=self._stage,
             control=self.control,
             limit=(lambda: trainer.num_training_batches) if training else (lambda: float("inf")),
             on_stop=self._stop_together,
         )
+        if training:
+            self._train_loader = loader
+        return loader
 
     def _stage(self, batch: Any) -> tuple[Any, int]:
         staging.check(batch, self._rows)
@@ -251,7 +273,7 @@ class FreeScaleMixin(_Base):
             return batch, samples  # Lightning calls the user's hook on it when the batch is due
         batch = trainer.precision_plugin.convert_input(batch)
         move = super().batch_to_device
-        return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copy_stream), samples
+        return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), samples
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         staged, found = staging.unwrap(batch)
@@ -266,7 +288,14 @@ class FreeScaleMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_accumulation(self.lightning_module.trainer)  # a callback may schedule it
         self._follow_learning_rate()
+        if self.schedule is not None:
+            self.schedule.begin_step(*self._features_ahead(args[0]))
         return super().training_step(*args, **kwargs)
+
+    def _features_ahead(self, batch: Any) -> list[list[KeyedJaggedTensor]]:
+        """The KeyedJaggedTensors of this batch and of the next two; empty lists where there is no batch."""
+        upcoming = [self._train_loader.upcoming(k) if self._train_loader is not None else None for k in (1, 2)]
+        return [list(staging.parts(part, KeyedJaggedTensor)) for part in (batch, *map(staging.peek, upcoming))]
 
     def _follow_learning_rate(self) -> None:
         """Give the tables the relative learning rate of the first optimizer. FBGEMM reads the rate in forward."""
@@ -284,14 +313,28 @@ class FreeScaleMixin(_Base):
         super().pre_backward(closure_loss)
         assert self.control is not None
         self.control.watch_loss(self.lightning_module.trainer.global_step, closure_loss)
+        if self.schedule is not None:
+            self.schedule.before_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self.schedule is not None:
+            self.schedule.after_backward()
+
+    def flush(self) -> None:
+        """Apply every embedding gradient that is still under way: nobody may look at the tables before."""
+        if self.schedule is not None:
+            self.schedule.flush()
 
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self.control is not None
+        self.flush()
         self.control.check_losses()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self.flush()
         self._table_steps = table_state.steps(self.lightning_module)
 
     def on_validation_end(self) -> None:
@@ -310,6 +353,7 @@ class FreeScaleMixin(_Base):
             )
         assert self.control is not None
         assert self._sharded is not None
+        self.flush()
         self.control.check_losses()  # a checkpoint never holds the weights that a NaN has reached
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
@@ -358,6 +402,9 @@ class FreeScaleMixin(_Base):
 
     def teardown(self) -> None:
         # As Lightning's, without moving the model to the CPU: sharded tables stay on their devices.
+        if self.schedule is not None:
+            self.schedule.close(flush=not self._failed)
+            self.schedule = None
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         if self._layer_sync and self.model is not None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.data.batch import SeqBatch, check_jagged
+from lightning_freescale.streams import SideStream
 from lightning_freescale.errors import InputError
 
 
@@ -79,20 +80,25 @@ class Staged:
         return self._batch
 
 
+def peek(staged: Any) -> Any:
+    """The batch inside ``staged`` before it is due, ``None`` if it is not staged. Its copy may still be under way."""
+    return staged._batch if isinstance(staged, Staged) else None
+
+
 def tensors(batch: Any) -> Iterable[Tensor]:
     """All tensors of a batch, those inside jagged tensors too."""
     for part in parts(batch, (Tensor, KeyedJaggedTensor)):
         yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
 
 
-def copy_ahead(move: Callable[[], Any], stream: torch.cuda.Stream | None) -> Staged:
-    """Run ``move`` (host to device) on ``stream``, so that it does not queue behind the compute of the current step."""
-    if stream is None:
+def copy_ahead(move: Callable[[], Any], copies: SideStream | None) -> Staged:
+    """Run ``move`` (host to device) on the stream ``copies``, so that it does not queue behind the current step's compute."""
+    if copies is None or copies.stream is None:
         return Staged(move(), None)
-    with torch.cuda.stream(stream):
+    with copies.work():
         batch = move()
         copied = torch.cuda.Event()
-        copied.record(stream)
+        copied.record(copies.stream)
     return Staged(batch, copied)
 
 

@@ -27,12 +27,21 @@ def optimizer_tensors(sharded: DistributedModelParallel) -> dict[str, Any]:
     }
 
 
+def kernels_of(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """FBGEMM's kernels of one sharded collection on this rank."""
+    return [
+        child
+        for lookup in getattr(module, "_lookups", ())
+        for child in lookup.modules()
+        if isinstance(child, SplitTableBatchedEmbeddingBagsCodegen)
+    ]
+
+
 def _kernels(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:
-    """FBGEMM's kernels on this rank, each with the qualified name of its collection."""
+    """All kernels on this rank, each with the qualified name of its collection."""
     for name, child in module.named_modules():
         if isinstance(child, ShardedModule):
-            for lookup in getattr(child, "_lookups", ()):
-                yield from ((name, m) for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen))
+            yield from ((name, kernel) for kernel in kernels_of(child))
 
 
 def steps(module: nn.Module) -> dict[str, int]:

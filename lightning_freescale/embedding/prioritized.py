@@ -1,0 +1,476 @@
+"""Prioritized exchange of one sharded ``EmbeddingCollection``: the moves. Their order within a step is in ``schedule.py``.
+
+Composition around TorchRec's ``ShardedEmbeddingCollection``: its input_dist, lookups, fused optimizer and state_dict stay at
+work; only the exchange of rows and of their gradients is taken over, in two pieces (collisions and exclusive rows) that travel
+at different times over different process groups. No row is looked up before every update it must see has been applied.
+
+Orders of the rows of one batch, in one sharding group:
+    lookup order    at the owner: by feature, then requester, then sample
+    wire order      what travels: by requester, then as in lookup order
+    request order   at the requester: by owner, then as it asked (so it is the wire order of all owners, end to end)
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.embedding.collisions import (
+    CollisionDetector,
+    count_by,
+    masked_lengths,
+    partition,
+    place_within,
+)
+from lightning_freescale.embedding.state import kernels_of
+from lightning_freescale.streams import SideStream, current_stream, keep_for
+from lightning_freescale.errors import FreeScaleError
+
+COLLISION, EXCLUSIVE = "collision", "exclusive"
+
+
+class Groups(NamedTuple):
+    """Process groups by urgency: a collision never queues behind exclusive rows."""
+
+    collision: dist.ProcessGroup
+    exclusive: dist.ProcessGroup
+
+    def of(self, piece: str) -> dist.ProcessGroup:
+        return self.collision if piece == COLLISION else self.exclusive
+
+
+class Transfer(NamedTuple):
+    """An all-to-all under way. ``wait()`` blocks the host on CPU and the current stream on CUDA."""
+
+    work: Any
+    received: Tensor
+    sent: Tensor  # alive until the transfer is done
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+
+def exchange(sent: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Transfer:
+    """Start an all-to-all of rows ``[sum(send), ...]``; ``send`` and ``receive`` count rows by rank."""
+    received = sent.new_empty((sum(receive), *sent.shape[1:]))
+    work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
+    return Transfer(work, received, sent)
+
+
+@dataclass
+class Piece:
+    """The collisions, or the exclusive rows, of one batch in one sharding group."""
+
+    features: KeyedJaggedTensor  # owner: ids to look up, lookup order
+    wire: Tensor  # [n] owner: position in ``features`` of each row in wire order
+    send: list[int]  # owner: rows for each requester
+    positions: Tensor  # [m] requester: position in request order of each row received
+    receive: list[int]  # requester: rows from each owner
+
+
+@dataclass
+class Asked:
+    """The ids of one batch in one sharding group, as this rank asked for them and as it was asked."""
+
+    features: KeyedJaggedTensor  # owner: lookup order
+    keys: Tensor  # [n] owner: row key of each id, unique over the group's tables
+    feature: Tensor  # [n] owner: index of the feature of each id
+    requester: Tensor  # [n] owner: rank that asked for each id
+    wire: Tensor  # [n] owner: position in lookup order of each id in wire order
+    owned: list[int]  # ids asked of this rank, by requester
+    asked: list[int]  # ids this rank asked for, by owner
+    unbucketize: Tensor | None  # [m] requester: request order -> order of the batch (row-wise sharding)
+
+    def tensors(self) -> list[Tensor | None]:
+        features = self.features
+        return [features.values(), features.lengths(), features.offsets(), self.wire, self.unbucketize]
+
+
+class _Counts:
+    """Row counts of both pieces, on their way to the host."""
+
+    def __init__(self, counts: Tensor):
+        self._host, self._event = counts, None
+        if counts.device.type == "cuda":
+            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._host.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()  # copied a step ago
+        return self._host.tolist()
+
+
+@dataclass
+class _Split:
+    """A division into collisions and the rest: decided by the owner, on its way to the requesters and to the host."""
+
+    mask: Tensor  # [n] owner, lookup order
+    told: Transfer  # [m] uint8, requester, request order
+    received_mask: Tensor | None = None
+    counts: _Counts | None = None  # [W] collisions by requester, [T] by feature, [T] all ids by feature, [W] by owner
+
+
+@dataclass
+class BatchState:
+    """One batch on its way through one module."""
+
+    kjt: KeyedJaggedTensor  # the object the module will be called with
+    context: Any
+    ids: Awaitable | None  # input_dist under way
+    asked: list[Asked] = field(default_factory=list)
+    split_before: list[_Split] | None = None  # by collision with the batch before, decides how rows come
+    split_after: list[_Split] | None = None  # by collision with the batch after, decides how gradients go
+    rows: list[dict[str, Piece]] = field(default_factory=list)
+    gradients: list[dict[str, Piece]] = field(default_factory=list)
+    incoming: dict[str, list[Transfer]] = field(default_factory=dict)
+    outgoing: dict[str, list[Transfer]] = field(default_factory=dict)
+    gradient: list[Tensor | None] = field(default_factory=list)  # [m, D] in batch order, by group
+    used: bool = False
+    learning_rates: list[float] = field(default_factory=list)
+    step: int = 0
+    divide: bool = False
+
+
+class _Join(torch.autograd.Function):
+    """Rows of both pieces, in the order of the batch; backward hands the gradient to the schedule, not to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, state: BatchState, index: int, order: Tensor, arrived: Any, parts: Tensor
+    ) -> Tensor:
+        ctx.state, ctx.index, ctx.arrived = state, index, arrived
+        return parts.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.state.gradient[ctx.index] is not None:
+            raise FreeScaleError(
+                "backward ran twice through the embeddings of one step, which updates their rows twice: use prioritize=False"
+            )
+        ctx.state.gradient[ctx.index] = gradients[0]
+        ctx.arrived(ctx.state)
+        return (None,) * 6
+
+
+class PrioritizedEmbedding:
+    """The moves of the prioritized exchange for one ``ShardedEmbeddingCollection``.
+
+    Args:
+        module: the sharded collection; its parameters and buffers stay where they are.
+        groups: process groups for the rows and gradients, by urgency.
+        copies: the stream on which batches are copied to the device.
+    """
+
+    def __init__(self, module: ShardedEmbeddingCollection, groups: Groups, copies: SideStream | None = None):
+        self.module, self.groups, self.copies = module, groups, copies
+        self.world_size = groups.collision.size()
+        self.kernels = kernels_of(module)
+        self.steps = 0  # training steps of this module, see take_over
+        self.device = torch.device(module._device or "cpu")
+        self._dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
+        self._key_offsets: list[Tensor] = []
+        self._detectors: list[CollisionDetector] = []
+        for lookup in module._lookups:
+            offsets, rows = [], 0
+            for config in lookup.grouped_configs:
+                for table in config.embedding_tables:  # the features of one table share its rows
+                    offsets += [rows] * len(table.feature_names)
+                    rows += table.local_rows
+            self._key_offsets.append(torch.tensor(offsets, dtype=torch.int64, device=self.device))
+            self._detectors.append(CollisionDetector(rows, self.device))
+        self.ids_stream, self.table_stream = SideStream(self.device), SideStream(self.device)
+        # Collections built by other TorchRec releases know other options: pass those that this one has.
+        options = inspect.signature(EmbeddingCollectionAwaitable).parameters
+        self._output_options = {
+            name: getattr(module, f"_{name}")
+            for name in ("use_gather_select", "use_gather_select_per_sharding", "use_sorted_select")
+            if name in options and hasattr(module, f"_{name}")
+        }
+
+    def take_over(self) -> None:
+        """Go on from where the synchronous path has left the tables."""
+        self.steps = max((int(kernel.iter_cpu) for kernel in self.kernels), default=0)
+        with self.table_stream.work(compute=True):
+            pass
+
+    # ---- ids ---------------------------------------------------------------------------------------------------------
+    def ask(self, kjt: KeyedJaggedTensor) -> BatchState:
+        """Start the exchange of the ids of a batch. Touches no weight, so it may run any number of batches ahead."""
+        context = self.module.create_context()
+        keep_for(self.ids_stream, (kjt.values(), kjt.lengths_or_none(), kjt.offsets_or_none()))
+        with self.ids_stream.work(self.copies):
+            return BatchState(kjt, context, self.module.input_dist(context, kjt))
+
+    def finish_ids(self, state: BatchState) -> None:
+        """Wait for the ids and note who asked for what."""
+        if state.ids is None:
+            return
+        with self.ids_stream.work():
+            received, state.ids = state.ids.wait().wait(), None
+            for index, (features, context) in enumerate(zip(received, state.context.sharding_contexts, strict=True)):
+                state.asked.append(self._note(index, features, context))
+        for asked in state.asked:
+            keep_for(self.table_stream, asked.tensors())
+
+    def _note(self, index: int, features: KeyedJaggedTensor, context: Any) -> Asked:
+        count, total = len(features.keys()), features.values().numel()
+        sizes = context.batch_size_per_rank or [features.stride() // self.world_size] * self.world_size
+        lengths = features.lengths().to(torch.int64)
+        rank_of_sample = torch.repeat_interleave(
+            torch.arange(self.world_size, device=self.device),
+            torch.tensor(sizes, device=self.device),
+            output_size=sum(sizes),
+        )
+        feature_of_sample = torch.arange(count, device=self.device).repeat_interleave(
+            sum(sizes), output_size=count * sum(sizes)
+        )
+        requester = torch.repeat_interleave(rank_of_sample.repeat(count), lengths, output_size=total)
+        feature = torch.repeat_interleave(feature_of_sample, lengths, output_size=total)
+        return Asked(
+            features=features,
+            keys=features.values().to(torch.int64) + self._key_offsets[index][feature],
+            feature=feature,
+            requester=requester,
+            wire=torch.argsort(requester, stable=True),
+            owned=list(context.output_splits) or [total],
+            asked=list(context.input_splits) or [total],
+            unbucketize=context.unbucketize_permute_tensor,
+        )
+
+    # ---- collisions ------------------------------------------------------------------------------------------------------
+    def collide(self, first: BatchState, second: BatchState) -> None:
+        """Find the rows two consecutive batches share and tell their requesters. Needs no weight either."""
+        first.split_after, second.split_before = [], []
+        with self.ids_stream.work():
+            for index, (a, b) in enumerate(zip(first.asked, second.asked, strict=True)):
+                of_first, of_second = self._detectors[index](a.keys, b.keys)
+                first.split_after.append(self._tell(a, of_first))
+                second.split_before.append(self._tell(b, of_second))
+        for split in (*first.split_after, *second.split_before):
+            keep_for(self.table_stream, (split.mask, split.received_mask))
+
+    def _tell(self, asked: Asked, mask: Tensor) -> _Split:
+        told = exchange(mask[asked.wire].to(torch.uint8), asked.owned, asked.asked, self.groups.collision)
+        split = _Split(mask, told)
+        if self.device.type == "cuda":  # waits on the stream, not on the host; the counts are there a step later
+            self._count(asked, split)
+        return split
+
+    def _count(self, asked: Asked, split: _Split) -> None:
+        told = split.received_mask = split.told.wait().bool()
+        owner = torch.repeat_interleave(
+            torch.arange(self.world_size, device=self.device),
+            torch.tensor(asked.asked, device=self.device),
+            output_size=sum(asked.asked),
+        )
+        features = len(asked.features.keys())
+        split.counts = _Counts(
+            torch.cat(
+                [
+                    count_by(asked.requester, split.mask, self.world_size),
+                    count_by(asked.feature, split.mask, features),
+                    count_by(asked.feature, torch.ones_like(split.mask), features),
+                    count_by(owner, told, self.world_size),
+                ]
+            )
+        )
+
+    def _pieces(self, asked: Asked, split: _Split) -> dict[str, Piece]:
+        if split.counts is None:
+            self._count(asked, split)
+        assert split.counts is not None
+        assert split.received_mask is not None
+        keys = asked.features.keys()
+        sizes = [self.world_size, len(keys), len(keys), self.world_size]
+        send, by_feature, all_by_feature, receive = (
+            part.tolist() for part in torch.tensor(split.counts.get()).split(sizes)
+        )
+        own, ask = sum(send), sum(receive)
+        mask, features = split.mask, asked.features
+        values = features.values()[partition(mask)]
+        wire = place_within(mask)[asked.wire[partition(mask[asked.wire])]]
+        positions = partition(split.received_mask)
+        lengths = features.lengths()
+        held = masked_lengths(mask, features.offsets().to(torch.int64)).to(lengths.dtype)
+        return {
+            COLLISION: Piece(
+                KeyedJaggedTensor(
+                    keys, values[:own], lengths=held, stride=features.stride(), length_per_key=by_feature
+                ),
+                wire[:own],
+                send,
+                positions[:ask],
+                receive,
+            ),
+            EXCLUSIVE: Piece(
+                KeyedJaggedTensor(
+                    keys,
+                    values[own:],
+                    lengths=lengths - held,
+                    stride=features.stride(),
+                    length_per_key=[a - b for a, b in zip(all_by_feature, by_feature, strict=True)],
+                ),
+                wire[own:],
+                [a - b for a, b in zip(asked.owned, send, strict=True)],
+                positions[ask:],
+                [a - b for a, b in zip(asked.asked, receive, strict=True)],
+            ),
+        }
+
+    def _divide(self, state: BatchState, splits: list[_Split] | None, otherwise: str) -> list[dict[str, Piece]]:
+        with self.table_stream.work(self.ids_stream):
+            if splits is None:
+                return [self._whole(asked, otherwise) for asked in state.asked]
+            return [self._pieces(asked, split) for asked, split in zip(state.asked, splits, strict=True)]
+
+    def _whole(self, asked: Asked, piece: str) -> dict[str, Piece]:
+        """All rows in one piece: nothing to tell anybody."""
+        return {
+            piece: Piece(
+                asked.features, asked.wire, asked.owned, torch.arange(sum(asked.asked), device=self.device), asked.asked
+            )
+        }
+
+    # ---- rows ------------------------------------------------------------------------------------------------------------
+    def settle_rows(self, state: BatchState) -> None:
+        """Decide how the rows of a batch come: by its collisions with the batch before, all at once if there is none."""
+        state.rows = self._divide(state, state.split_before, EXCLUSIVE)
+
+    @torch.no_grad()
+    def send_rows(self, state: BatchState, piece: str) -> None:
+        """Owner: look up the rows of one piece and start sending them."""
+        state.incoming[piece] = []
+        with self.table_stream.work():
+            for lookup, dim, pieces in zip(self.module._lookups, self._dims, state.rows, strict=True):
+                if piece in pieces:
+                    part = pieces[piece]
+                    rows = self._look_up(lookup, part.features, dim)
+                    state.incoming[piece].append(
+                        exchange(rows[part.wire], part.send, part.receive, self.groups.of(piece))
+                    )
+            self.restore_steps()
+
+    def _look_up(self, lookup: Any, features: KeyedJaggedTensor, dim: int) -> Tensor:
+        if not features.values().numel():
+            return torch.empty(0, dim, device=self.device)
+        return lookup(features).view(-1, dim)
+
+    def join(self, state: BatchState, arrived: Any) -> EmbeddingCollectionAwaitable:
+        """Requester: the module's output, once both pieces have come. ``arrived(state)`` is called with their gradient."""
+        state.used, state.divide = True, get_gradient_division()
+        state.learning_rates = [group["lr"] for group in self.module.fused_optimizer.param_groups]
+        state.gradient = [None] * len(state.asked)
+        self.steps += 1
+        state.step = self.steps
+        joined = []
+        with self.table_stream.work():
+            self.restore_steps()
+            taken = {name: iter(transfers) for name, transfers in state.incoming.items()}
+            for asked, pieces in zip(state.asked, state.rows, strict=True):
+                order = _inverse(torch.cat([part.positions for part in pieces.values()]))
+                if asked.unbucketize is not None:
+                    order = order[asked.unbucketize]
+                joined.append((torch.cat([next(taken[name]).wait() for name in pieces]), order))
+        self.table_stream.join()
+        outputs = []
+        for index, (parts, order) in enumerate(joined):
+            keep_for(current_stream(self.device), (parts, order))
+            anchor = torch.empty(0, device=self.device, requires_grad=True)
+            outputs.append(NoWait(_Join.apply(anchor, state, index, order, arrived, parts)))
+        state.incoming = {}
+        module = self.module
+        return EmbeddingCollectionAwaitable(
+            awaitables_per_sharding=outputs,
+            features_per_sharding=[context.features_before_input_dist for context in state.context.sharding_contexts],
+            embedding_names_per_sharding=module._embedding_names_per_sharding,
+            need_indices=module._need_indices,
+            features_to_permute_indices=module._features_to_permute_indices,
+            ctx=state.context,
+            sharding_types=list(module._sharding_type_to_sharding),
+            **self._output_options,
+        )
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------
+    def settle_gradients(self, state: BatchState) -> None:
+        """Decide how gradients go: by collisions with the batch after, all with priority if there is none."""
+        state.gradients = self._divide(state, state.split_after, COLLISION)
+
+    def send_gradients(self, state: BatchState, piece: str) -> None:
+        """Requester: start sending the gradients of one piece to the owners of the rows."""
+        state.outgoing[piece] = []
+        keep_for(self.table_stream, state.gradient)
+        with self.table_stream.work(compute=True):
+            for asked, gradient, pieces in zip(state.asked, state.gradient, state.gradients, strict=True):
+                if piece not in pieces or gradient is None:  # no gradient: the loss does not depend on this group
+                    continue
+                part = pieces[piece]
+                positions = part.positions
+                if asked.unbucketize is not None:
+                    positions = _inverse(asked.unbucketize)[positions]
+                sent = gradient.index_select(0, positions)
+                state.outgoing[piece].append(exchange(sent, part.receive, part.send, self.groups.of(piece)))
+
+    def apply_gradients(self, state: BatchState, piece: str) -> None:
+        """Owner: update the rows of one piece, with the learning rate and step count of the batch's own step."""
+        if piece not in state.outgoing:
+            return
+        now = [group["lr"] for group in self.module.fused_optimizer.param_groups]
+        self._set_learning_rates(state.learning_rates)
+        transfers = iter(state.outgoing.pop(piece))
+        with self.table_stream.work():
+            for lookup, dim, gradient, pieces in zip(
+                self.module._lookups, self._dims, state.gradient, state.gradients, strict=True
+            ):
+                if piece in pieces and gradient is not None:
+                    self._update(lookup, dim, pieces[piece], next(transfers).wait(), state)
+            self.restore_steps()
+        self._set_learning_rates(now)
+
+    def _update(self, lookup: Any, dim: int, part: Piece, received: Tensor, state: BatchState) -> None:
+        if not received.numel():
+            return
+        if state.divide:
+            received.div_(self.world_size)
+        gradient = torch.empty_like(received)
+        gradient[part.wire] = received
+        self._set_steps(state.step - 1)  # the lookup below counts as a step
+        with torch.enable_grad():
+            rows = lookup(part.features).view(-1, dim)
+        rows.backward(gradient)
+
+    def _set_learning_rates(self, rates: list[float]) -> None:
+        optimizer = self.module.fused_optimizer
+        if rates == [group["lr"] for group in optimizer.param_groups]:
+            return
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.step()  # hands the rates to the kernels, changes no weight
+
+    def restore_steps(self) -> None:
+        """Let the kernels count this module's training steps and nothing else."""
+        self._set_steps(self.steps)
+
+    def _set_steps(self, steps: int) -> None:
+        for kernel in self.kernels:
+            kernel.iter_cpu.fill_(steps)
+            kernel.iter.fill_(steps)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes ``order``."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device, dtype=order.dtype)
+    return inverse

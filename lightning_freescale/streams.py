@@ -1,0 +1,49 @@
+"""Streams beside the compute, and memory that is safe to share between them. On CPU everything here does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SideStream:
+    """A CUDA stream beside the compute; on other devices the work runs where it is called."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def work(self, *after: SideStream | None, compute: bool = False) -> Iterator[None]:
+        """Queue work here, behind what is queued now on the streams ``after`` and, with ``compute``, on the current one."""
+        if self.stream is None:
+            yield
+            return
+        for other in after:
+            if other is not None and other.stream is not None:
+                self.stream.wait_stream(other.stream)
+        if compute:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for what is queued here. The host does not wait."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def keep_for(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Tensor | None]) -> None:
+    """Tell the allocator that ``tensors`` are used on ``stream`` too: their memory is not reused before that is done."""
+    target = stream.stream if isinstance(stream, SideStream) else stream
+    if target is None:
+        return
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(target)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
