@@ -25,55 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Buckets per doubling of the distance, as a power of two: 4 for positions (the first 8 are told apart), 2 for seconds.
-POSITION_BITS = 2
-TIME_BITS = 1
-_FLOAT_MANTISSA_BITS = 23
-_FLOAT_EXPONENT_BIAS = 127
-_TIME_LIMIT = 2**30  # half the range of int32: the difference of two times cannot overflow
-
-
-def log_bucket(distance: Tensor, bits: int, buckets: int) -> Tensor:
-    """Logarithmic bucket of each distance, ``2**bits`` buckets per doubling; negative distances count as 0.
-
-    The upper bits of a float32 (exponent, then mantissa) are a piecewise linear logarithm. Conversion and addition are
-    exact or rounded as IEEE 754 says, so every implementation on every device finds the same bucket.
-
-    Args:
-        distance: int32, any shape.
-        bits: mantissa bits to keep.
-        buckets: size of the table; larger distances share its last bucket.
-
-    Returns:
-        int32, same shape, in ``[0, buckets)``.
-    """
-    code = (distance.clamp(min=0).to(torch.float32) + 1.0).view(torch.int32) >> (_FLOAT_MANTISSA_BITS - bits)
-    return (code - (_FLOAT_EXPONENT_BIAS << bits)).clamp_(max=buckets - 1)
-
-
-def num_buckets(max_distance: int, bits: int) -> int:
-    """Size of a table in which no distance up to ``max_distance`` shares the last bucket with longer ones."""
-    return int(log_bucket(torch.tensor([max_distance], dtype=torch.int32), bits, 2**31 - 1)) + 1
-
-
-def relative_times(timestamps: Tensor, offsets: Tensor) -> Tensor:
-    """Seconds since the first event of the same history.
-
-    Saturates at ``2**30`` s (34 years) either way, which leaves room to subtract in int32.
-
-    Args:
-        timestamps: ``[sum(L)]`` int64.
-        offsets: ``[B + 1]`` integer, from 0 to ``sum(L)``.
-
-    Returns:
-        ``[sum(L)]`` int32.
-    """
-    if timestamps.numel() == 0:
-        return timestamps.to(torch.int32)
-    event = torch.arange(timestamps.numel(), device=timestamps.device)
-    sample = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
-    first = timestamps.index_select(0, offsets.index_select(0, sample).long())
-    return (timestamps - first).clamp_(-_TIME_LIMIT, _TIME_LIMIT - 1).to(torch.int32)
+from lightning_freescale.models import attention_cpu
+from lightning_freescale.models.buckets import log_bucket, relative_times
 
 
 def plan_attention(offsets: Tensor, timestamps: Tensor) -> Any:
@@ -87,8 +40,6 @@ def plan_attention(offsets: Tensor, timestamps: Tensor) -> Any:
         from lightning_freescale.models import attention_cuda  # Triton exists on CUDA machines only
 
         return attention_cuda.plan(offsets, relative_times(timestamps, offsets))
-    from lightning_freescale.models import attention_cpu
-
     return attention_cpu.plan(offsets, relative_times(timestamps, offsets))
 
 
@@ -128,8 +79,6 @@ def hstu_attention(
         from lightning_freescale.models import attention_cuda
 
         return attention_cuda.attention(q, k, v, position_bias, time_bias, alpha, plan)
-    from lightning_freescale.models import attention_cpu
-
     return attention_cpu.attention(q, k, v, position_bias, time_bias, alpha, plan)
 
 
@@ -155,8 +104,8 @@ def dense_attention(
     times = pad(relative_times(timestamps, offsets).split(lengths), batch_first=True)
 
     position = torch.arange(longest, device=q.device, dtype=torch.int32)
-    by_position = log_bucket(position[:, None] - position, POSITION_BITS, len(position_bias)).long()  # [L, L]
-    by_time = log_bucket(times[:, :, None] - times[:, None], TIME_BITS, len(time_bias)).long()  # [B, L, L]
+    by_position = log_bucket(position[:, None] - position, len(position_bias)).long()  # [L, L]
+    by_time = log_bucket(times[:, :, None] - times[:, None], len(time_bias)).long()  # [B, L, L]
     scores = alpha * q @ k.mT + (position_bias[by_position] + time_bias[by_time])[:, None]
     weights = torch.nn.functional.silu(scores).tril() / (position + 1)[:, None]
     out = (weights.to(v.dtype) @ v_).transpose(1, 2)  # [B, L, H, Dv]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_freescale.models.attention import POSITION_BITS, TIME_BITS, log_bucket
+from lightning_freescale.models.buckets import log_bucket
 
 PADDED_WORK = 1.25  # most that padding may multiply a group's sum of L^2 by,
 FREE_WORK = 2**14  # beyond this many scores, which cost no more than the calls of one more group
@@ -78,9 +78,9 @@ def _bias(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bias ``[G, stop - start, stop]`` of a chunk, and the buckets it came from, flat."""
     query = torch.arange(start, stop, dtype=torch.int32)[:, None]
-    by_position = log_bucket(query - torch.arange(stop, dtype=torch.int32), POSITION_BITS, len(position_bias))
+    by_position = log_bucket(query - torch.arange(stop, dtype=torch.int32), len(position_bias))
     elapsed = group.times[:, start:stop, None] - group.times[:, None, :stop]
-    by_time = log_bucket(elapsed, TIME_BITS, len(time_bias))
+    by_time = log_bucket(elapsed, len(time_bias))
     bias = time_bias.index_select(0, by_time.flatten()).view(elapsed.shape)
     bias += position_bias.index_select(0, by_position.flatten()).view(by_position.shape)
     return bias, by_position.flatten(), by_time.flatten()

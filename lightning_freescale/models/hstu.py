@@ -16,12 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.errors import ConfigurationError, InputError
-from lightning_freescale.models.attention import POSITION_BITS, TIME_BITS, hstu_attention, num_buckets, plan_attention
+from lightning_freescale.models.attention import hstu_attention, plan_attention
+from lightning_freescale.models.buckets import num_buckets
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.metrics import NDCG, HitRate, target_ranks
 
 ITEM_TABLE = "item"
-TIME_BUCKETS = num_buckets(2**31 - 1, TIME_BITS)
+TIME_BUCKETS = num_buckets(2**31 - 1)
 
 # The mixin is written against LightningModule and combined with either namespace's.
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class HSTUMixin(_Module):
     """
 
     loss_reduction = "token"
+    log_q: Tensor | None
 
     def __init__(
         self,
@@ -113,11 +115,12 @@ class HSTUMixin(_Module):
         self.embedding = EmbeddingCollection(tables=tables, device=torch.device("meta" if meta_tables else "cpu"))
         self.qk_dim = qk_dim or embedding_dim // num_heads
         self.v_dim = v_dim or embedding_dim // num_heads
-        position_buckets = num_buckets(max_history, POSITION_BITS)
+        position_buckets = num_buckets(max_history)
         self.layers = nn.ModuleList(
             HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout)
             for _ in range(num_layers)
         )
+        self.register_buffer("log_q", None, persistent=False)
         self.hit_rate, self.ndcg = HitRate(10), NDCG(10)
         self._catalogue: tuple[Tensor, Tensor] | None = None
 
@@ -151,10 +154,20 @@ class HSTUMixin(_Module):
                 F.normalize(embedded[NEGATIVES].values().float(), dim=-1),
                 batch.features[NEGATIVES].values(),
                 _offsets(batch.lengths),
+                self.log_q,
             )
         loss = total / self.num_predicted(batch).clamp(min=1)
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.num_samples)
         return loss
+
+    def correct_sampling(self, item_counts: Tensor) -> None:
+        """Tell the loss that negatives are drawn in proportion to ``item_counts [num_items]``, not uniformly.
+
+        The log probability of being drawn is subtracted from each logit, else popular items would be pushed away for
+        nothing but their popularity. Call it before ``fit``; it is no part of a checkpoint.
+        """
+        counts = item_counts.double().clamp(min=1)  # an item that is never drawn still occurs as a target
+        self.log_q = (counts / counts.sum()).log().float().to(self.device)
 
     @staticmethod
     def num_predicted(batch: SeqBatch) -> Tensor:

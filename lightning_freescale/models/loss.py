@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_freescale.errors import InputError
+from lightning_freescale.models.tiles import cut
 
 TILE = 32  # positions of one history scored together
 CHUNK_TILES = 8192  # the logits of at most 262,144 positions exist at a time
@@ -57,7 +58,7 @@ def sampled_softmax(
     target_ids = item_ids.roll(-1)  # the last event of a history meets the next one's first, but predicts nothing
     correction = None if log_q is None else (log_q[target_ids], log_q[negative_ids])
     return _SampledSoftmax.apply(
-        outputs, items.roll(-1, 0), negatives, target_ids, negative_ids, correction, tiles(offsets, len(outputs))
+        outputs, items.roll(-1, 0), negatives, target_ids, negative_ids, correction, _positions(offsets, len(outputs))
     )
 
 
@@ -71,7 +72,7 @@ class _SampledSoftmax(torch.autograd.Function):
         target_ids: Tensor,
         negative_ids: Tensor,
         correction: tuple[Tensor, Tensor] | None,
-        all_tiles: tuple[Tensor, Tensor, Tensor],
+        positions: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
         loss = outputs.new_zeros(())
         dpositive, doutputs = outputs.new_zeros(len(outputs)), torch.zeros_like(outputs)
@@ -80,7 +81,7 @@ class _SampledSoftmax(torch.autograd.Function):
         negatives_t = negatives.mT.contiguous()
         if correction is not None:
             positive -= correction[0]
-        for owner, row, predicted in zip(*(part.split(CHUNK_TILES) for part in all_tiles), strict=True):
+        for owner, row, predicted in zip(*(part.split(CHUNK_TILES) for part in positions), strict=True):
             logits = outputs[row] @ negatives_t[owner]  # [tiles, TILE, K]
             if correction is not None:
                 logits -= correction[1][owner][:, None]
@@ -104,25 +105,14 @@ class _SampledSoftmax(torch.autograd.Function):
         return *(grad * part for part in ctx.saved_tensors), None, None, None, None
 
 
-def tiles(offsets: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut histories into tiles of up to ``TILE`` positions.
-
-    Args:
-        offsets: ``[B + 1]``, from 0 to ``total``.
-        total: ``sum(L)``, at least 1.
+def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions in tiles of one history each.
 
     Returns:
         ``[N]`` sample of each tile, ``[N, TILE]`` its flat rows (some row where the history has ended), ``[N, TILE]``
-        bool, whether the position predicts an item. ``N`` is a bound; tiles past the last predict nothing.
+        bool, whether the position predicts an item.
     """
-    samples = len(offsets) - 1
-    counts = (offsets.diff() + TILE - 1) // TILE
-    ends = counts.cumsum(0)
-    tile = torch.arange(total // TILE + samples, device=offsets.device)
-    sample = torch.searchsorted(ends, tile, right=True)
-    past = sample == samples
-    sample = sample.clamp_(max=samples - 1)
-    first = offsets[sample] + (tile - ends[sample] + counts[sample]) * TILE
-    rows = first[:, None] + torch.arange(TILE, device=offsets.device)
-    predicted = (rows < offsets[sample + 1][:, None] - 1) & ~past[:, None]
+    sample, row, used = cut(offsets, total, TILE)
+    rows = (offsets[sample] + row)[:, None] + torch.arange(TILE, device=offsets.device)
+    predicted = (rows < offsets[sample + 1][:, None] - 1) & used[:, None]
     return sample, rows.clamp_(max=total - 1), predicted
