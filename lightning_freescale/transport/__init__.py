@@ -1,0 +1,9 @@
+"""Transport between ranks. Importing it registers the torch.distributed backend ``"freescale"``."""
+
+from lightning_freescale.transport.backend import NAME, FreeScaleGroup, register
+from lightning_freescale.transport.errors import TransportError
+from lightning_freescale.transport.options import Options
+
+register()
+
+__all__ = ["NAME", "FreeScaleGroup", "Options", "TransportError"]

@@ -1,0 +1,128 @@
+"""A torch.distributed backend, ``"freescale"``, whose transfers leave the GPU's cores to compute.
+
+    import lightning_freescale.transport                    # registers the backend
+    group = dist.new_group(backend="freescale")             # or pg_options=transport.Options(priority="high")
+    work = dist.all_to_all_single(output, input, group=group, async_op=True)
+
+====================================  ==========================================================
+AllToAll, AllGather, broadcast        CUDA tensors: copy engines and host memory (host_staged.py);
+                                      CPU tensors: gloo. Uneven parts and every dtype.
+barrier                               gloo
+AllReduce, ReduceScatter, and every   the inner backend: NCCL (which uses GPU cores) for CUDA
+other collective                      tensors, gloo for CPU tensors
+====================================  ==========================================================
+
+``wait()`` means what it means with NCCL: the current stream waits for the transfer, the host goes on. With CPU tensors
+it blocks the host, as with gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_freescale.errors import InputError
+from lightning_freescale.transport.gloo import GlooMover
+from lightning_freescale.transport.options import Options
+from lightning_freescale.transport.parts import Parts
+
+NAME = "freescale"
+_ProcessGroup: Any = dist.ProcessGroup  # untyped: its stubs overload each collective, this class does not
+
+
+class FreeScaleGroup(_ProcessGroup):
+    """One ``freescale`` group. The methods below are c10d's; the ones not overridden run on the inner backends."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Options):
+        super().__init__(rank, size)
+        self.freescale_options = options
+        kinds = dist.ProcessGroup.BackendType
+        gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo = gloo
+        self._set_default_backend(kinds.GLOO)
+        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        self._cpu = GlooMover(gloo)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def getBackendName(self) -> str:
+        return NAME
+
+    # -- collectives this backend moves itself -------------------------------------------------------------------------
+
+    @override
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        world = self.size()
+        send = Parts.split(input, input_splits, world, "input")
+        receive = Parts.split(output, output_splits, world, "output")
+        return self._exchange("all_to_all", [input, output], send, receive)
+
+    @override
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        world = self.size()
+        send = Parts.listed(inputs, world, "input_tensor_list")
+        receive = Parts.listed(outputs, world, "output_tensor_list")
+        return self._exchange("all_to_all", [*inputs, *outputs], send, receive)
+
+    @override
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        if len(inputs) != 1 or len(outputs) != 1:
+            raise InputError(f"all_gather: one tensor per rank, not {len(inputs)}")
+        send = Parts.same(inputs[0], self.size(), "tensor")
+        receive = Parts.listed(outputs[0], self.size(), "tensor_list")
+        return self._gather(inputs[0], outputs[0], send, receive)
+
+    @override
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        send = Parts.same(input, self.size(), "input_tensor")
+        receive = Parts.even(output, self.size(), "output_tensor")
+        return self._gather(input, [output], send, receive)
+
+    @override
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        if len(tensors) != 1:
+            raise InputError(f"broadcast: one tensor per rank, not {len(tensors)}")
+        root, rank, world = (opts.rootRank if opts is not None else 0), self.rank(), self.size()
+        others = [peer for peer in range(world) if peer != root]
+        send = Parts.only(tensors[0], others if rank == root else [], world, "tensor")
+        receive = Parts.only(tensors[0], [root] if rank != root else [], world, "tensor")
+        return self._exchange("broadcast", tensors, send, receive)
+
+    @override
+    def barrier(self, opts: Any = None) -> Any:
+        return self._gloo.barrier()
+
+    # torch 2.13 calls the same collectives by these names
+    all_to_all_single = alltoall_base
+    all_gather_single = _allgather_base
+
+    def _gather(self, input: Tensor, outputs: list[Tensor], send: Parts, receive: Parts) -> Any:
+        if receive.sizes[self.rank()] != send.sizes[0]:
+            raise InputError(
+                f"all_gather: rank {self.rank()} gives {send.sizes[0]} bytes, but its place in the output "
+                f"has {receive.sizes[self.rank()]}"
+            )
+        return self._exchange("all_gather", [input, *outputs], send, receive)
+
+    def _exchange(self, kind: str, tensors: list[Tensor], send: Parts, receive: Parts) -> Any:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise InputError(f"{kind}: all tensors must be on one device, not {sorted(map(str, devices))}")
+        return self._cpu.exchange(kind, send, receive)
+
+
+def _create(group: Any, pg_options: Any) -> FreeScaleGroup:
+    return FreeScaleGroup(group.store, group.group_rank, group.group_size, group.timeout, Options.of(pg_options))
+
+
+def register() -> None:
+    """Make ``backend="freescale"`` known to torch.distributed. Doing it again changes nothing."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

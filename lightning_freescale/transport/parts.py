@@ -1,0 +1,79 @@
+"""What one rank sends and receives in a collective, as flat bytes: one mover serves every dtype and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.errors import InputError
+
+
+def as_bytes(tensor: Tensor, name: str) -> Tensor:
+    """``tensor`` as a flat uint8 view of its own memory."""
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise InputError(f"{name}: the tensor must be dense and contiguous; pass tensor.contiguous()")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One part per rank of a buffer, flat bytes. ``whole`` is the buffer they follow one another in, if there is one."""
+
+    parts: list[Tensor]
+    whole: Tensor | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes per rank."""
+        return [part.numel() for part in self.parts]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def joined(self) -> Tensor:
+        """The parts one after another: ``whole`` if there is one, else a copy."""
+        return torch.cat(self.parts) if self.whole is None else self.whole
+
+    @classmethod
+    def split(cls, tensor: Tensor, splits: Sequence[int], world: int, name: str) -> Parts:
+        """Cut along the first dimension: ``splits`` rows for each rank, or evenly when ``splits`` is empty."""
+        rows = tensor.size(0) if tensor.dim() else 0
+        if not splits:
+            if rows % world:
+                raise InputError(f"{name}: {rows} rows do not divide among {world} ranks; pass split sizes")
+            splits = [rows // world] * world
+        if len(splits) != world or sum(splits) != rows or min(splits) < 0:
+            raise InputError(f"{name}: split sizes {list(splits)} must be {world} counts that sum to its {rows} rows")
+        flat = as_bytes(tensor, name)
+        row_bytes = flat.numel() // rows if rows else 0
+        return cls(list(flat.split([count * row_bytes for count in splits])), flat)
+
+    @classmethod
+    def even(cls, tensor: Tensor, world: int, name: str) -> Parts:
+        """Cut into equal parts, whatever the shape."""
+        flat = as_bytes(tensor, name)
+        if flat.numel() % world:
+            raise InputError(f"{name}: {flat.numel()} bytes do not divide among {world} ranks")
+        return cls(list(flat.split([flat.numel() // world] * world)), flat)
+
+    @classmethod
+    def listed(cls, tensors: Sequence[Tensor], world: int, name: str) -> Parts:
+        """One tensor per rank."""
+        if len(tensors) != world:
+            raise InputError(f"{name}: {len(tensors)} tensors for {world} ranks")
+        return cls([as_bytes(tensor, f"{name}[{rank}]") for rank, tensor in enumerate(tensors)])
+
+    @classmethod
+    def same(cls, tensor: Tensor, world: int, name: str) -> Parts:
+        """The same tensor for every rank."""
+        return cls([as_bytes(tensor, name)] * world)
+
+    @classmethod
+    def only(cls, tensor: Tensor, ranks: Sequence[int], world: int, name: str) -> Parts:
+        """The tensor for some ranks, nothing for the others."""
+        flat = as_bytes(tensor, name)
+        return cls([flat if rank in ranks else flat[:0] for rank in range(world)])

@@ -1,0 +1,76 @@
+"""Random collectives with their answers worked out the slow way: every rank's input is gathered by gloo and sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.transport import Options
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random bits of any dtype, NaNs and denormals among them; bool holds 0 and 1 alone."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality, also of NaNs."""
+    a, b = a.cpu().contiguous(), b.cpu().contiguous()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    )
+
+
+def in_group(rank: int, world: int, options: dict[str, Any], fn: Callable, args: tuple, seconds: float = 30) -> Any:
+    """Run ``fn(rank, world, group, *args)`` with a gloo default group and a freescale group."""
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    group = dist.new_group(backend="freescale", pg_options=Options(**options), timeout=timedelta(seconds=seconds))
+    try:
+        return fn(rank, world, group, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def split_matrix(world: int, largest: int, generator: torch.Generator) -> Tensor:
+    """Rows that rank i sends to rank j, ``[world, world]``; about a third of the entries are zero."""
+    counts = torch.randint(0, largest + 1, (world, world), generator=generator)
+    return counts * (torch.rand(world, world, generator=generator) > 0.3)
+
+
+def all_to_all_case(
+    rank: int, world: int, seed: int, dtype: torch.dtype, width: int = 3, largest: int = 9
+) -> tuple[Tensor, list[int], list[int], Tensor]:
+    """Input, input splits, output splits and the right output of ``rank`` in a random uneven AllToAll."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = split_matrix(world, largest, generator)
+    inputs = [random_tensor((int(counts[source].sum()), width), dtype, generator) for source in range(world)]
+    right = [inputs[source].split(counts[source].tolist())[rank] for source in range(world)]
+    # torch.cat knows no float8: join the bytes
+    joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in right]).view(dtype).view(-1, width)
+    return inputs[rank], counts[rank].tolist(), counts[:, rank].tolist(), joined

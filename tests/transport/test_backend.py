@@ -1,0 +1,198 @@
+"""The collectives of the freescale backend on CPU, against gloo and against answers worked out by slicing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailed, run_ranks
+from tests.transport.collectives import DTYPES, all_to_all_case, in_group, random_tensor, same_bits
+
+ENGINES = [{"cpu": "gloo"}]
+engines = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: "-".join(map(str, engine.values())))
+
+
+def _collectives(rank: int, world: int, group: Any) -> int:
+    checked = 0
+    for seed, dtype in enumerate(DTYPES):
+        generator = torch.Generator().manual_seed(seed)
+        source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, dtype)
+        output = torch.empty_like(right)
+        dist.all_to_all_single(output, source, out_splits, in_splits, group=group)
+        assert same_bits(output, right), f"uneven all_to_all_single of {dtype}"
+
+        parts = [part.clone() for part in torch.empty_like(right).split(out_splits)]
+        dist.all_to_all(parts, [part.contiguous() for part in source.split(in_splits)], group=group)
+        assert all(same_bits(a, b) for a, b in zip(parts, right.split(out_splits), strict=True)), (
+            f"all_to_all of {dtype}"
+        )
+
+        everyone = [random_tensor((peer, 2), dtype, generator) for peer in range(world)]  # rank 0 gives nothing
+        gathered = [torch.empty_like(tensor) for tensor in everyone]
+        dist.all_gather(gathered, everyone[rank], group=group)
+        assert all(same_bits(a, b) for a, b in zip(gathered, everyone, strict=True)), f"uneven all_gather of {dtype}"
+
+        everyone = [random_tensor((3, 2), dtype, generator) for _ in range(world)]
+        output = torch.empty((3 * world, 2), dtype=dtype)
+        dist.all_gather_into_tensor(output, everyone[rank], group=group)
+        assert all(same_bits(a, b) for a, b in zip(output.split(3), everyone, strict=True)), f"all_gather of {dtype}"
+
+        for root in range(world):
+            tensor = everyone[rank].clone()
+            dist.broadcast(tensor, src=root, group=group)
+            assert same_bits(tensor, everyone[root]), f"broadcast of {dtype} from {root}"
+        checked += 1
+    return checked
+
+
+@engines
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_dtype_uneven_and_even(world: int, engine: dict[str, Any]) -> None:
+    assert run_ranks(in_group, world, (world, engine, _collectives, ())) == [len(DTYPES)] * world
+
+
+def _like_gloo(rank: int, world: int, group: Any) -> None:
+    for seed in range(30):
+        source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32)
+        ours, theirs = torch.empty_like(right), torch.empty_like(right)
+        dist.all_to_all_single(ours, source, out_splits, in_splits, group=group)
+        dist.all_to_all_single(theirs, source, out_splits, in_splits)
+        assert same_bits(ours, theirs)
+    ours, theirs = torch.arange(5.0) + rank, torch.arange(5.0) + rank
+    dist.all_reduce(ours, group=group)
+    dist.all_reduce(theirs)
+    assert same_bits(ours, theirs)
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    assert objects == [{"rank": peer} for peer in range(world)]
+    scattered = torch.empty(2)
+    dist.reduce_scatter_tensor(scattered, torch.ones(2 * world), group=group)
+    assert scattered.tolist() == [world, world]
+    dist.barrier(group=group)
+
+
+@engines
+def test_same_as_gloo(engine: dict[str, Any]) -> None:
+    run_ranks(in_group, 2, (2, engine, _like_gloo, ()))
+
+
+def _empty(rank: int, world: int, group: Any) -> None:
+    nothing = torch.empty(0, 4)
+    dist.all_to_all_single(torch.empty(0, 4), nothing, [0] * world, [0] * world, group=group)
+    dist.all_to_all_single(torch.empty(0, 4), nothing, group=group)
+    dist.all_gather([torch.empty(0, 4) for _ in range(world)], nothing, group=group)
+    dist.broadcast(nothing, src=0, group=group)
+    # Only rank 0 has something, and only for the last rank.
+    splits = torch.zeros(world, world, dtype=torch.long)
+    splits[0, -1] = 5
+    source = torch.arange(5.0) if rank == 0 else torch.empty(0)
+    output = torch.empty(int(splits[:, rank].sum()))
+    dist.all_to_all_single(output, source, splits[:, rank].tolist(), splits[rank].tolist(), group=group)
+    assert output.tolist() == ([0, 1, 2, 3, 4] if rank == world - 1 else [])
+    scalar = torch.tensor(float(rank))
+    dist.broadcast(scalar, src=world - 1, group=group)
+    assert scalar.item() == world - 1
+
+
+@engines
+def test_empty_tensors_and_zero_splits(engine: dict[str, Any]) -> None:
+    run_ranks(in_group, 3, (3, engine, _empty, ()))
+
+
+def _outstanding(rank: int, world: int, group: Any, count: int) -> int:
+    works = []
+    for seed in range(count):
+        source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.int64, width=1 + seed % 50)
+        output = torch.zeros_like(right)
+        work = dist.all_to_all_single(output, source, out_splits, in_splits, group=group, async_op=True)
+        works.append((work, output, right))
+    random.Random(rank).shuffle(works)  # each rank waits in an order of its own
+    for work, output, right in works:
+        assert work.wait()
+        assert work.is_completed()
+        assert same_bits(output, right)
+    return len(works)
+
+
+@engines
+def test_many_outstanding_waited_out_of_order(engine: dict[str, Any]) -> None:
+    assert run_ranks(in_group, 3, (3, engine, _outstanding, (200,))) == [200] * 3
+
+
+def _futures(rank: int, world: int, group: Any) -> None:
+    output = torch.empty(world)
+    future = dist.all_to_all_single(output, torch.full((world,), float(rank)), group=group, async_op=True).get_future()
+    future.wait()
+    assert output.tolist() == list(range(world))
+    parts = [torch.empty(1) for _ in range(world)]
+    work = dist.all_gather(parts, torch.tensor([float(rank)]), group=group, async_op=True)
+    work.get_future().wait()
+    assert [part.item() for part in parts] == list(range(world))
+    from torch.distributed import _functional_collectives as functional
+
+    moved = functional.all_to_all_single(torch.full((world,), float(rank)), None, None, group)
+    assert moved.tolist() == list(range(world))
+
+
+@engines
+def test_futures_and_functional_collectives(engine: dict[str, Any]) -> None:
+    run_ranks(in_group, 2, (2, engine, _futures, ()))
+
+
+def _bad_calls(rank: int, world: int, group: Any) -> None:
+    good = torch.zeros(4, 2)
+    for call, message in [
+        (lambda: dist.all_to_all_single(good, good.T, group=group), "contiguous"),
+        (lambda: dist.all_to_all_single(good, good, [1, 2], [2, 2], group=group), "sum to its 4 rows"),
+        (lambda: dist.all_to_all_single(good, torch.zeros(3, 2), [2, 2], [], group=group), "3 rows do not divide"),
+        (lambda: dist.all_to_all([good], [good], group=group), "1 tensors for 2 ranks"),
+        (lambda: dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(2), group=group), "gives 8 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_bad_calls_are_named() -> None:
+    run_ranks(in_group, 2, (2, {}, _bad_calls, ()))
+
+
+def test_bad_options_are_named() -> None:
+    from lightning_freescale import ConfigurationError
+    from lightning_freescale.transport import Options
+
+    with pytest.raises(ConfigurationError, match="priority='urgent'"):
+        Options(priority="urgent")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="chunk_bytes=17"):
+        Options(chunk_bytes=17)
+    with pytest.raises(ConfigurationError, match="unknown field 'colour'"):
+        Options.of({"colour": 1})
+
+
+def _swapped(rank: int, world: int, group: Any) -> None:
+    source, in_splits, out_splits, right = all_to_all_case(rank, world, 0, torch.float32)
+    output = torch.empty_like(right)
+    dist.all_to_all_single(output, source, out_splits, in_splits, group=group)
+    assert same_bits(output.flip(0), right)
+
+
+def test_the_comparison_can_fail() -> None:
+    with pytest.raises(RankFailed, match="assert same_bits"):
+        run_ranks(in_group, 2, (2, {}, _swapped, ()))
+
+
+def _as_default(rank: int, world: int) -> str:
+    dist.init_process_group("freescale", rank=rank, world_size=world)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    name = dist.get_backend()
+    dist.destroy_process_group()
+    return f"{name} {tensor.tolist()}"
+
+
+def test_as_the_default_group() -> None:
+    assert run_ranks(_as_default, 2, (2,)) == ["freescale [2.0, 2.0]"] * 2
