@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 
+from lightning_utilities.core import rank_zero as _rank_zero
+
 from lightning_freescale import _quiet as _quiet
 from lightning_freescale import _requirements as _requirements  # first: explains a missing dependency
 from lightning_freescale._lightning import FreeScaleStrategy
@@ -14,8 +16,10 @@ from lightning_freescale.checkpoint import export
 from lightning_freescale.data import SeqBatch, SeqRecDataModule
 from lightning_freescale.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
 
+_messages = _rank_zero.log
 with contextlib.suppress(ModuleNotFoundError):  # pytorch_lightning comes with lightning, but users may have removed it
     from lightning_freescale import pytorch_lightning as pytorch_lightning
+_rank_zero.log = _messages  # importing pytorch_lightning takes lightning's messages over, in another format
 
 __version__ = "0.1.0"
 __all__ = [

@@ -8,7 +8,9 @@ from functools import cache
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 logger = logging.getLogger("lightning_freescale")
-if not logging.root.handlers and not logger.handlers:  # as Lightning does: visible unless the user configured logging
+# As Lightning does: visible unless the user configured logging. TorchRec's import gives the root logger a handler, too.
+_own = not logging.root.handlers or logging.getLogger("lightning.pytorch").handlers
+if _own and not logger.handlers:
     logger.addHandler(logging.StreamHandler())
     logger.propagate = False
 logger.setLevel(logging.INFO)

@@ -1,0 +1,100 @@
+"""Your own model: nothing here comes from this package but the name of the strategy.
+
+Will a user buy the candidate item? Three features in two tables: the items viewed, the shops visited, and the candidate,
+which shares its table with the views.
+
+    python examples/own_model.py                                  # starts its second process itself
+    torchrun --nproc-per-node 2 examples/own_model.py             # or is started twice
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+import lightning_freescale  # noqa: F401 - makes strategy="freescale" known
+
+ITEMS, SHOPS, DIM = 400, 40, 32
+FEATURES = ["viewed", "candidate", "shops"]
+
+
+@dataclass
+class Batch:
+    features: KeyedJaggedTensor  # ids of every feature, of any length per sample
+    bought: Tensor  # [B]
+
+
+class Visits(Dataset):
+    """Made up: users keep to one of ten tastes (``id % 10``), and buy a candidate of their own taste."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> tuple[list[Tensor], float]:
+        draw = torch.Generator().manual_seed(index)
+        taste, other = torch.randint(10, (2,), generator=draw).tolist()
+        candidate_taste = taste if index % 2 else other
+        count = int(torch.randint(1, 40, (), generator=draw))  # events of this user
+        viewed = torch.randint(ITEMS // 10, (count,), generator=draw) * 10 + taste
+        candidate = torch.randint(ITEMS // 10, (1,), generator=draw) * 10 + candidate_taste
+        shops = torch.randint(SHOPS // 10, (count,), generator=draw) * 10 + taste
+        return [viewed, candidate, shops], float(candidate_taste == taste)
+
+
+def collate(samples: list[tuple[list[Tensor], float]]) -> Batch:
+    ids = [sample[feature] for feature in range(len(FEATURES)) for sample, _ in samples]  # feature by feature
+    lengths = torch.tensor([len(part) for part in ids])
+    features = KeyedJaggedTensor(FEATURES, torch.cat(ids), lengths=lengths)
+    return Batch(features, torch.tensor([bought for _, bought in samples]))
+
+
+class Shopper(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = EmbeddingCollection(  # what the strategy finds and shards
+            tables=[
+                EmbeddingConfig(
+                    name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["viewed", "candidate"]
+                ),
+                EmbeddingConfig(name="shop", num_embeddings=SHOPS, embedding_dim=DIM, feature_names=["shops"]),
+            ]
+        )
+        self.head = nn.Sequential(nn.Linear(3 * DIM, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        rows = self.tables(features)  # by feature: values [sum(L), DIM] and lengths [B]
+        viewed, candidate, shops = (
+            torch.segment_reduce(rows[name].values(), "mean", lengths=rows[name].lengths()) for name in FEATURES
+        )
+        return self.head(torch.cat([viewed * candidate, shops * candidate, candidate], dim=1)).squeeze(1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = nn.functional.binary_cross_entropy_with_logits(self(batch.features), batch.bought)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        right = (self(batch.features) > 0) == (batch.bought > 0.5)
+        self.log("accuracy", right.float().mean(), prog_bar=True, sync_dist=True, batch_size=len(right))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)  # of the head; the tables are updated inside backward
+
+
+if __name__ == "__main__":
+    L.seed_everything(0)
+    # On GPUs: accelerator="cuda", devices=8. Settings of the tables: strategy=FreeScaleStrategy(embedding_optimizer=...).
+    trainer = L.Trainer(strategy="freescale", accelerator="cpu", devices=2, max_epochs=5, log_every_n_steps=10)
+    train, test = Subset(Visits(), range(3200)), Subset(Visits(), range(3200, 4000))
+    trainer.fit(
+        Shopper(),
+        DataLoader(train, batch_size=32, shuffle=True, collate_fn=collate),
+        DataLoader(test, batch_size=64, collate_fn=collate),
+    )
+    if trainer.is_global_zero:
+        print(f"accuracy {trainer.callback_metrics['accuracy']:.3f}")

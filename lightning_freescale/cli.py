@@ -1,0 +1,88 @@
+"""The ``freescale`` command. A subcommand is a line in ``COMMANDS``; its module is imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NamedTuple
+
+STACK = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+
+
+class Command(NamedTuple):
+    main: str  # "module:function", called as function(arguments, prog=...)
+    help: str
+
+
+COMMANDS = {
+    "demo": Command("lightning_freescale.demo:main", "train an HSTU recommender on two processes"),
+    "export": Command("lightning_freescale.cli:export", "write a checkpoint as one plain, unsharded state dict"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``freescale``; returns the exit code."""
+    options = _parser().parse_args(argv)
+    prog = f"freescale {options.command}"
+    module, function = COMMANDS[options.command].main.split(":")
+    run = getattr(importlib.import_module(module), function)
+    from lightning_freescale.errors import FreeScaleError
+
+    try:
+        run(options.arguments, prog=prog)
+    except FreeScaleError as error:  # says what to do; a traceback would hide it
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="freescale",
+        description="Distributed training of sequence recommenders with PyTorch Lightning.",
+        epilog="\n".join(["commands:", *(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())])
+        + "\n\n'freescale COMMAND --help' lists a command's options",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=versions(), help="versions of this package and its stack"
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of the command")
+    return parser
+
+
+def versions() -> str:
+    """What a bug report needs, from the installed packages' metadata: imports none of them."""
+    found = []
+    for name in STACK:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def export(argv: Sequence[str], prog: str) -> None:
+    """``freescale export``."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write the weights of a checkpoint folder to one file: model.load_state_dict(torch.load(OUT)) then works "
+        "on the unsharded model, without this package and without a GPU.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder, as the Trainer wrote it")
+    parser.add_argument("output", metavar="OUT", help="file to write, e.g. model.pt")
+    options = parser.parse_args(argv)
+    from lightning_freescale.checkpoint import export as export_weights
+
+    state = export_weights(options.checkpoint, options.output)
+    weights = sum(value.numel() for value in state.values())
+    print(f"{options.output}: {len(state)} tensors, {weights:,} weights")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
