@@ -1,0 +1,181 @@
+"""From spans to bubbles: where the time of a step went on every rank.
+
+Bubble of a rank and step: its wall time minus the time its compute engine does useful work. Its parts add up to it:
+
+    straggler           in a collective, until the slowest rank has joined it
+    exposed_embedding   in an exchange of ids, rows or their gradients that all ranks have joined
+    exposed_dense       the same for the AllReduce of the dense gradients
+    input_wait          for the next batch
+    other               the rest: the training loop itself, logging, callbacks
+
+Two pure steps. :func:`account` looks at one rank alone and keeps what the others need; :func:`attribute` sees all ranks, and
+splits each wait at the moment the last of them arrived. An account is a row of numbers of fixed length, so that all ranks'
+accounts of many steps travel in one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.bubbles.timeline import EMBEDDING_EXCHANGES, ENGINE, EXCHANGES, Kind, Role, Span, Step
+
+PARTS = ("straggler", "exposed_embedding", "exposed_dense", "input_wait", "other")
+SLOTS = 16  # waits of one kind and step that are matched between ranks; further ones count as exposed in full
+
+# What a rank counts in a step besides time.
+COUNTS = ("samples", "tokens", "padded", "cost", "flops", "bytes", "collisions", "rows", "overhead")
+_SCALARS = ("start", "wall", "useful", "input_wait", "hidden", "unmatched_embedding", "unmatched_dense", *COUNTS)
+WIDTH = len(_SCALARS) + len(EXCHANGES) * SLOTS * 3
+
+
+class Segment(NamedTuple):
+    """A piece of the engine's time, all of it one span's."""
+
+    start: float
+    end: float
+    span: Span
+
+
+def flatten(spans: Iterable[Span], start: float, end: float) -> list[Segment]:
+    """The engine's time from ``start`` to ``end`` as disjoint segments: at every moment the span that began last counts."""
+    segments: list[Segment] = []
+    stack: list[Span] = []  # begun and not known to have ended; the innermost is the last
+    now = start
+
+    def run_to(moment: float) -> None:
+        nonlocal now
+        while now < moment:
+            while stack and stack[-1].end <= now:
+                stack.pop()
+            if not stack:
+                break
+            until = min(stack[-1].end, moment)
+            segments.append(Segment(now, until, stack[-1]))
+            now = until
+        now = max(now, moment)
+
+    for span in sorted((span for span in spans if span.end > span.start), key=lambda span: (span.start, -span.end)):
+        run_to(min(max(span.start, start), end))
+        stack.append(span)
+    run_to(end)
+    return segments
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals in order of time that cover the same moments."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
+    """Seconds that two sets of disjoint, ordered intervals share."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
+    """``[WIDTH]``: what one rank has to say about one step.
+
+    Args:
+        step: of this rank.
+        offset: seconds to add to this rank's clock to get the common one.
+    """
+    segments = flatten((span for span in step.spans if span.track == ENGINE), step.start, step.end)
+    useful = [(s.start, s.end) for s in segments if s.span.kind.role is Role.COMPUTE]
+    background = union(
+        (span.start, span.end) for span in step.spans if span.track != ENGINE and span.kind.role is Role.COMMUNICATION
+    )
+    values = dict.fromkeys(_SCALARS, 0.0)
+    values |= {name: step.counts.get(name, 0.0) for name in COUNTS}
+    values["start"], values["wall"] = step.start + offset, step.wall
+    values["useful"] = sum(end - start for start, end in useful)
+    values["hidden"] = overlap(background, union(useful))
+    busy: dict[Span, float] = {}  # seconds the engine spent in each span itself
+    for start, end, span in segments:
+        busy[span] = busy.get(span, 0.0) + end - start
+    waits = np.full((len(EXCHANGES), SLOTS, 3), np.nan)
+    used = dict.fromkeys(EXCHANGES, 0)
+    # Waits of no length take a slot too: the same collective must have the same slot on every rank.
+    for span in sorted((span for span in step.spans if span.track == ENGINE), key=lambda span: span.start):
+        seconds = busy.get(span, 0.0)
+        if span.kind.role is Role.WAITING:
+            values["input_wait"] += seconds
+        elif span.kind.role is Role.COMMUNICATION:
+            slot = used[span.kind]
+            used[span.kind] = slot + 1
+            if slot < SLOTS:
+                waits[EXCHANGES.index(span.kind), slot] = (span.arrived + offset, span.start + offset, seconds)
+            else:
+                part = "dense" if span.kind is Kind.ALLREDUCE else "embedding"
+                values[f"unmatched_{part}"] += seconds
+    return np.concatenate([np.array([values[name] for name in _SCALARS]), waits.ravel()])
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """Where the time went: arrays ``[ranks, steps]``, seconds unless said otherwise."""
+
+    start: NDArray[np.float64]  # of the step, on the common clock
+    wall: NDArray[np.float64]
+    useful: NDArray[np.float64]
+    hidden: NDArray[np.float64]  # communication behind useful work
+    parts: dict[str, NDArray[np.float64]]  # by the names in PARTS
+    counts: dict[str, NDArray[np.float64]]  # by the names in COUNTS
+
+    @property
+    def bubble(self) -> NDArray[np.float64]:
+        return self.wall - self.useful
+
+    @property
+    def exposed(self) -> NDArray[np.float64]:
+        """Communication that was waited for, the wait for stragglers not included."""
+        return self.parts["exposed_embedding"] + self.parts["exposed_dense"]
+
+
+def attribute(accounts: NDArray[np.float64]) -> Bubbles:
+    """Split the bubbles of all ranks into their parts.
+
+    Args:
+        accounts: ``[ranks, steps, WIDTH]``, rows of :func:`account` of the same steps on all ranks.
+    """
+    scalars = {name: accounts[..., index] for index, name in enumerate(_SCALARS)}
+    waits = accounts[..., len(_SCALARS) :].reshape(*accounts.shape[:2], len(EXCHANGES), SLOTS, 3)
+    arrived, start, busy = waits[..., 0], waits[..., 1], np.nan_to_num(waits[..., 2])
+    # A wait that no rank knows the arrivals of counts as exposed: the last arrival is then -inf.
+    last = np.where(np.isnan(arrived), -np.inf, arrived).max(axis=0)
+    straggling = np.clip(np.nan_to_num(last - start, neginf=0.0), 0.0, busy)  # [ranks, steps, kinds, slots]
+    exposed = (busy - straggling).sum(axis=3)
+    embedding = [EXCHANGES.index(kind) for kind in EMBEDDING_EXCHANGES]
+    parts = {
+        "straggler": straggling.sum(axis=(2, 3)),
+        "exposed_embedding": exposed[..., embedding].sum(axis=2) + scalars["unmatched_embedding"],
+        "exposed_dense": exposed[..., EXCHANGES.index(Kind.ALLREDUCE)] + scalars["unmatched_dense"],
+        "input_wait": scalars["input_wait"],
+    }
+    # Engine time in no span, or in one that is overhead: what is left of the bubble.
+    bubble = scalars["wall"] - scalars["useful"]
+    parts["other"] = np.maximum(bubble - sum(parts.values()), 0.0)
+    return Bubbles(
+        scalars["start"],
+        scalars["wall"],
+        scalars["useful"],
+        scalars["hidden"],
+        parts,
+        {name: scalars[name] for name in COUNTS},
+    )

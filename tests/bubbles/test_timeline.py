@@ -1,0 +1,238 @@
+"""Recording of spans: with a clock made by hand, with threads, with real transfers, and (on a GPU) with events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.bubbles.timeline import ENGINE, Kind, Role, Span, Step, Timeline
+from tests.ranks import run_ranks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spans(step: Step, track: str = ENGINE) -> list[tuple[str, float, float]]:
+    return [(span.kind.value, span.start, span.end) for span in step.spans if span.track == track]
+
+
+def test_spans_nest_and_lie_within_their_step() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.begin_step(7)
+    clock.now = 101.0
+    with timeline.span("dense_forward"):
+        clock.now = 102.0
+        with timeline.span(Kind.ROW_EXCHANGE, arrived=101.5):
+            clock.now = 104.0
+        clock.now = 105.0
+    clock.now = 106.0
+    timeline.end_step()
+    (step,) = timeline.take()
+    assert (step.index, step.start, step.end, step.wall) == (7, 100.0, 106.0, 6.0)
+    assert spans(step) == [("dense_forward", 101.0, 105.0), ("row_exchange", 102.0, 104.0)]
+    assert [span.arrived for span in step.spans] == [101.0, 101.5]
+    assert timeline.take() == []
+
+
+def test_nothing_is_recorded_between_steps() -> None:
+    timeline = Timeline()
+    with timeline.span("dense_forward"):
+        pass
+    timeline.count("bytes", 1)
+    timeline.keep("lengths", torch.tensor([1]))
+    timeline.begin_step(0)
+    timeline.cancel_step()
+    timeline.add("metrics", 0.0, 1.0)
+    assert timeline.span("metrics") is timeline.span("optimizer")  # no object is made
+    timeline.begin_step(1)
+    timeline.end_step()
+    (step,) = timeline.take()
+    assert (step.index, step.spans, step.counts, step.arrays) == (1, (), {}, {})
+
+
+def test_unknown_kind_is_refused() -> None:
+    timeline = Timeline()
+    timeline.begin_step(0)
+    with pytest.raises(ValueError, match="dense_foward"):
+        timeline.span("dense_foward")
+
+
+def test_counts_and_arrays() -> None:
+    timeline = Timeline()
+    timeline.begin_step(0)
+    lengths = torch.tensor([3, 5])
+    timeline.keep("lengths", lengths)
+    lengths.zero_()  # the batch may be overwritten: the step has its own copy
+    timeline.count("bytes", 10)
+    timeline.count("bytes", 5)
+    timeline.count("rows", torch.tensor(4))
+    timeline.end_step()
+    (step,) = timeline.take()
+    assert step.counts == {"bytes": 15, "rows": 4}
+    assert step.arrays["lengths"].tolist() == [3, 5]
+
+
+def test_background_spans_are_cut_at_the_end_of_the_step() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.begin_step(0)
+    timeline.add("row_exchange_exclusive", 100.0, 107.0, track="exchange")
+    clock.now = 105.0
+    timeline.end_step()
+    timeline.begin_step(1)
+    clock.now = 110.0
+    timeline.end_step()
+    clock.now = 120.0
+    timeline.begin_step(3)  # step 2 is not recorded: what reached into it is dropped
+    timeline.add("row_exchange_exclusive", 121.0, 140.0, track="exchange")
+    clock.now = 125.0
+    timeline.end_step()
+    first, second, third = timeline.take()
+    assert spans(first, "exchange") == [("row_exchange_exclusive", 100.0, 105.0)]
+    assert spans(second, "exchange") == [("row_exchange_exclusive", 105.0, 107.0)]
+    assert spans(third, "exchange") == [("row_exchange_exclusive", 121.0, 125.0)]
+
+
+def test_take_stops_where_it_is_told() -> None:
+    timeline = Timeline()
+    for index in range(4):
+        timeline.begin_step(index)
+        timeline.end_step()
+    assert [step.index for step in timeline.take(upto=1)] == [0, 1]
+    assert [step.index for step in timeline.take()] == [2, 3]
+
+
+def test_other_threads_have_their_own_tracks() -> None:
+    timeline = Timeline()
+    timeline.begin_step(0)
+
+    def work() -> None:
+        with timeline.span("row_exchange_exclusive"):
+            pass
+
+    thread = threading.Thread(target=work, name="exchange")
+    thread.start()
+    thread.join()
+    with timeline.span("h2d", stream="copy"):
+        pass
+    timeline.end_step()
+    (step,) = timeline.take()
+    assert [span.track for span in step.spans] == ["exchange", "copy"]
+
+
+def test_iterate_times_each_wait_and_gives_every_item() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+
+    def slow() -> Any:
+        for item in range(3):
+            clock.now += 10.0
+            yield item
+
+    timeline.begin_step(0)
+    items = []
+    for item in timeline.iterate("input_wait", slow()):
+        items.append(item)
+        clock.now += 1.0
+    timeline.end_step()
+    (step,) = timeline.take()
+    assert items == [0, 1, 2]
+    assert [end - start for _, start, end in spans(step)] == [10.0, 10.0, 10.0, 0.0]  # the last finds the end
+
+
+def test_roles() -> None:
+    assert {kind for kind in Kind if kind.role is Role.COMPUTE} == {
+        Kind.DENSE_FORWARD,
+        Kind.DENSE_BACKWARD,
+        Kind.OPTIMIZER,
+        Kind.LOOKUP,
+    }
+    assert Kind("allreduce").role is Role.COMMUNICATION
+    assert Kind.INPUT_WAIT.role is Role.WAITING
+
+
+# ---- transfers between ranks --------------------------------------------------------------------------------------------
+PAUSE = 0.3
+
+
+def follow(rank: int) -> tuple[Span, Span, float]:
+    """Rank 1 joins late; rank 0 does something else meanwhile and then waits."""
+    dist.init_process_group("gloo")
+    timeline = Timeline()
+    dist.barrier()
+    timeline.begin_step(0)
+    if rank == 1:
+        time.sleep(PAUSE)
+    sent, received = torch.ones(4), torch.empty(4)
+    issued = timeline.clock()
+    work = dist.all_to_all_single(received, sent, async_op=True)
+    transfer = timeline.transfer("row_exchange_exclusive", work)
+    if rank == 0:
+        time.sleep(2 * PAUSE)
+    with transfer.waiting():
+        work.wait()
+    dist.barrier()  # the callback of the transfer has run by now
+    time.sleep(0.05)
+    timeline.end_step()
+    (step,) = timeline.take()
+    background = next(span for span in step.spans if span.track != ENGINE)
+    waiting = next(span for span in step.spans if span.track == ENGINE)
+    assert received.sum() == 4
+    return background, waiting, issued
+
+
+def test_a_transfer_shows_its_way_and_the_wait_for_it() -> None:
+    (first_way, first_wait, first_issued), (second_way, second_wait, _) = run_ranks(follow)
+    assert first_way.start == first_wait.arrived
+    assert 0 <= first_way.start - first_issued < PAUSE / 2
+    # Done when rank 1 had joined, half way through the pause of rank 0, which then has nothing left to wait for.
+    assert first_way.end - first_way.start == pytest.approx(PAUSE, abs=PAUSE / 2)
+    assert first_way.end >= second_wait.arrived
+    assert first_wait.start > first_way.end
+    assert second_way.end <= second_wait.end + PAUSE / 2
+
+
+@pytest.mark.gpu
+def test_events_show_when_the_device_stood_still() -> None:
+    device = torch.device("cuda")
+    timeline = Timeline()
+    timeline.open(device)
+    work = torch.randn(4096, 4096, device=device)
+    side = torch.cuda.Stream()
+    for index in range(3):
+        torch.cuda.synchronize()
+        timeline.begin_step(index)
+        with timeline.span("dense_forward"):
+            for _ in range(20):
+                work @ work
+        with timeline.span("input_wait"):
+            torch.cuda.synchronize()
+            time.sleep(0.2)
+        with torch.cuda.stream(side), timeline.span("row_exchange_exclusive"):
+            torch.cuda._sleep(50_000_000)
+        with timeline.span("row_exchange_exclusive"):
+            torch.cuda.current_stream().wait_stream(side)
+        timeline.count("rows", torch.tensor(3, device=device))
+        timeline.end_step()
+    steps = timeline.take()
+    assert len(timeline._pool) > 0
+    for step in steps:
+        by_kind = {(span.kind, span.track): span.end - span.start for span in step.spans}
+        assert by_kind[Kind.INPUT_WAIT, ENGINE] == pytest.approx(0.2, abs=0.02)
+        (side_track,) = {span.track for span in step.spans} - {ENGINE}
+        asleep = by_kind[Kind.ROW_EXCHANGE_EXCLUSIVE, side_track]
+        assert by_kind[Kind.ROW_EXCHANGE_EXCLUSIVE, ENGINE] == pytest.approx(asleep, rel=0.1, abs=1e-3)
+        assert step.counts["rows"] == 3
+        assert step.start <= min(span.start for span in step.spans)
+    assert steps[0].end <= steps[1].start
