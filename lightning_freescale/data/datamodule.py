@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_freescale._log import say_once
 from lightning_freescale.data.cache import cached
 from lightning_freescale.data.columns import TimeUnit
-from lightning_freescale.data.dataset import HistoryDataset
+from lightning_freescale.data.dataset import MIN_EVENTS, HistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
 from lightning_freescale.data.preprocess import preprocess
@@ -75,7 +75,7 @@ class SeqRecDataMixin:
         columns: Mapping[str, str | None] | None = None,
         feature_columns: Sequence[str] = (),
         time_unit: TimeUnit = "s",
-        min_events: int = 3,
+        min_events: int = MIN_EVENTS,
         synthetic: Mapping[str, Any] | None = None,
         streaming: bool = False,
         num_items: int | None = None,
@@ -87,7 +87,8 @@ class SeqRecDataMixin:
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("max_history", max_history, 2),
-            ("min_events", min_events, 3),
+            ("min_events", min_events, MIN_EVENTS),
+            ("seed", seed, 0),
         ):
             if value < least:
                 raise ConfigurationError(f"{name}: must be at least {least}, not {value}")

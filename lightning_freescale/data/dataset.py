@@ -17,6 +17,8 @@ from lightning_freescale.data.negatives import NegativeSampler
 from lightning_freescale.errors import ConfigurationError, InputError
 from lightning_freescale.jagged import gather
 
+MIN_EVENTS = 3  # two to learn a transition from, and the held-out target
+
 
 class Samples(NamedTuple):
     """``n`` samples, their events one after another.
@@ -96,7 +98,7 @@ class HistoryDataset(Dataset):
     validation (leave-one-out).
 
     Args:
-        histories: every user with at least two events.
+        histories: every user with at least three events.
         max_history: events kept of each history, the latest.
         negatives: draws each training sample's negatives; ``None`` makes validation samples, which carry ``targets``.
     """
@@ -104,8 +106,8 @@ class HistoryDataset(Dataset):
     def __init__(self, histories: Histories, max_history: int, negatives: NegativeSampler | None):
         if max_history < 1:
             raise ConfigurationError(f"max_history: must be at least 1, not {max_history}")
-        if histories.num_users and (shortest := int(histories.lengths.min())) < 2:
-            raise InputError(f"histories: a user has {shortest} event; a history and a target need at least 2")
+        if histories.num_users and (shortest := int(histories.lengths.min())) < MIN_EVENTS:
+            raise InputError(f"histories: a user has {shortest} events; training and held-out target need {MIN_EVENTS}")
         self.histories, self.max_history, self.negatives = histories, max_history, negatives
 
     def __len__(self) -> int:

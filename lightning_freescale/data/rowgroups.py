@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lightning_freescale.data.cache import cached, map_array, read_meta, save_arrays, whole
 from lightning_freescale.data.columns import Place
@@ -153,7 +153,7 @@ def _steps(file: pq.ParquetFile, item: str) -> list[tuple[int, int, int]]:
     return list(zip(first, rows, steps, strict=True))
 
 
-def read_pieces(source: ParquetSource, pieces: Iterable[Piece]) -> Iterator[Events]:
+def read_pieces(source: ParquetSource, pieces: Iterable[Piece], threads: bool = True) -> Iterator[Events]:
     """The events of pieces; those of a row group in order, together. What stands before them in it is decoded, too."""
     files = source.files()
     for (number, group), together in groupby(pieces, key=lambda piece: (piece.file, piece.group)):
@@ -162,7 +162,8 @@ def read_pieces(source: ParquetSource, pieces: Iterable[Piece]) -> Iterator[Even
             roles = source.roles(file, path)[0]._replace(user=None)
             wanted = [piece.row for piece in together]
             row, _, step = _steps(file, roles.item)[group]
-            for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=source.names(roles)):
+            columns = source.names(roles)
+            for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=columns, use_threads=threads):
                 if row in wanted:
                     yield source.rows_of_users(batch, roles, Place(path, row), row)
                 if (row := row + len(batch)) > wanted[-1]:

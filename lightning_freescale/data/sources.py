@@ -202,7 +202,8 @@ def parquet_files(path: Path) -> list[Path]:
 def leaf_values(file: pq.ParquetFile, column: str) -> list[int]:
     """Values in each row group of a column, with lists all of their elements. From the metadata alone."""
     metadata = file.metadata
-    leaf = next(at for at in range(metadata.num_columns) if metadata.schema.column(at).path.split(".")[0] == column)
+    paths = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
+    leaf = next(at for at, path in enumerate(paths) if path == column or path.startswith(f"{column}."))
     return [metadata.row_group(group).column(leaf).num_values for group in range(metadata.num_row_groups)]
 
 

@@ -127,9 +127,9 @@ class StreamDataset(IterableDataset):
         """Samples of the local batches ``numbers``, in runs that end where a batch or a piece does."""
         plan = list(self._plan(epoch, numbers))
         room = self.batch_size
-        for (at, rows), events in zip(
-            plan, read_pieces(self.index.source, (self._pieces[at] for at, _ in plan)), strict=True
-        ):
+        threads = get_worker_info() is None  # workers are the threads
+        pieces = read_pieces(self.index.source, [self._pieces[at] for at, _ in plan], threads)
+        for (at, rows), events in zip(plan, pieces, strict=True):
             assert events.lengths is not None
             order = time_order(events.ticks, events.lengths)
             items = np.asarray(events.items)[order]

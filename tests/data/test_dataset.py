@@ -132,6 +132,6 @@ def test_bad_requests() -> None:
         NegativeSampler(5, 1, "often")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="'popularity' needs"):
         NegativeSampler(5, 1, "popularity")
-    lonely = Histories(np.array([0]), np.array([0]), np.array([0, 1]), np.array([0]), np.array([0]))
-    with pytest.raises(InputError, match="a user has 1 event"):
+    lonely = Histories(np.array([0, 0]), np.array([0, 1]), np.array([0, 2]), np.array([0]), np.array([0]))
+    with pytest.raises(InputError, match="a user has 2 events"):
         HistoryDataset(lonely, 5, None)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-import lightning_freescale.data.sampler as sampler_module
 from lightning_freescale.data.sampler import GlobalBatchSampler, SequentialBatchSampler
 from lightning_freescale.errors import ConfigurationError, InputError
 
@@ -98,14 +95,6 @@ def test_the_epoch_set_after_iter_counts() -> None:
     assert [batch.epoch for batch in late] == [3] * len(sampler)
 
 
-def test_a_partition_decides_who_takes_what() -> None:
-    def by_size(indices: np.ndarray, world: int) -> list[np.ndarray]:
-        return np.array_split(np.sort(indices), world)
-
-    low, high = (list(sampler) for sampler in samplers(40, 5, 2, partition=by_size))
-    assert all(max(a) < min(b) for a, b in zip(low, high, strict=True))
-
-
 def test_lightning_leaves_them_alone() -> None:
     assert isinstance(samplers(4, 1, 1)[0], DistributedSampler)
     sequential = SequentialBatchSampler(range(7), 2, num_replicas=2, rank=1)
@@ -122,8 +111,3 @@ def test_too_few_samples() -> None:
         samplers(7, 2, 4, drop_last=True)
     with pytest.raises(ConfigurationError, match="batch_size: must be at least 1, not 0"):
         samplers(3, 0, 1)
-
-
-def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(sampler_module).failed == 0
-    assert doctest.testmod(sampler_module).attempted > 0

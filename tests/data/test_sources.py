@@ -219,6 +219,17 @@ def test_order_within_a_second_is_kept(tmp_path: Path) -> None:
     assert histories.timestamps.tolist() == [5, 5, 5]
 
 
+def test_lists_of_fixed_size_and_names_with_dots(tmp_path: Path) -> None:
+    pairs = {
+        "seen.item": pa.array([[7, 8, 9], [9, 8, 8]], pa.list_(pa.int32(), 3)),
+        "item": [0, 0],
+        "at": [[1, 2, 3]] * 2,
+    }
+    pq.write_table(pa.table(pairs), tmp_path / "d.parquet")
+    histories = read(tmp_path / "d.parquet", columns={"item": "seen.item", "time": "at"})
+    assert histories.item_ids[histories.items].tolist() == [7, 8, 9, 9, 8, 8]
+
+
 def test_named_columns_and_rows_in_time_order(tmp_path: Path) -> None:
     path = write_csv(
         tmp_path / "d.csv", [Event("u", "b", 9), Event("u", "a", 1), Event("u", "c", 5)], ("who", "what", "at", "x")

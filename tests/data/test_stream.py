@@ -101,6 +101,7 @@ def test_every_sample_once(
     assert {len(own) for own in batches} == {math.ceil(per_rank / 4)}
     seen = [sample for own in batches for sample in samples(own)]
     assert sorted(set(seen)) == sorted(expected(6, NEGATIVES))
+    assert sum(len(set(samples(own))) for own in batches) == 53  # a rank repeats its own samples only
     assert len(seen) == per_rank * world  # at most one repeat per rank
     if not shuffle and world == 1:
         assert seen == expected(6, NEGATIVES)

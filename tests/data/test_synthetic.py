@@ -75,11 +75,11 @@ def test_fresh_draws_are_zipf_within_the_cluster() -> None:
 
 
 def test_lengths() -> None:
-    histories = Synthetic(users=20_000, mean_length=100, sigma=0.5, min_length=5, max_length=10_000).generate()
+    histories = Synthetic(users=5_000, mean_length=100, sigma=0.5, min_length=5, max_length=10_000).generate()
     assert histories.lengths.min() >= 5
     assert abs(histories.lengths.mean() - 100) < 2
     assert abs(np.log(histories.lengths).std() - 0.5) < 0.02
-    capped = Synthetic(users=500, mean_length=3000, sigma=1.2, max_length=2048).generate()
+    capped = Synthetic(users=100, mean_length=3000, sigma=1.2, max_length=2048).generate()
     assert capped.lengths.max() == 2048
 
 
