@@ -3,8 +3,8 @@
 Will a user buy the candidate item? Three features in two tables: the items viewed, the shops visited, and the candidate,
 which shares its table with the views.
 
-    python examples/own_model.py                                  # starts its second process itself
-    torchrun --nproc-per-node 2 examples/own_model.py             # or is started twice
+    python examples/own_model.py                                      # starts its second process itself
+    torchrun --standalone --nproc-per-node 2 examples/own_model.py    # or is started twice
 """
 
 from __future__ import annotations
