@@ -1,0 +1,144 @@
+"""One sharded collection trained by hand, synchronously or through the schedule: the two sides of every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv
+
+from lightning_freescale.embedding.prioritized import Groups
+from lightning_freescale.embedding.schedule import Schedule
+
+KEYS = ["a", "b", "c"]  # b and c share a table
+ROWS = {"one": 40, "two": 24}
+DIM = 8
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
+
+# The batches of one rank: for every step and sample, the ids of each feature.
+Batches = list[list[list[list[int]]]]
+
+
+def random_batches(rank: int, steps: int, seed: int, samples: Callable[[int, int], int], longest: int = 4) -> Batches:
+    """``samples(rank, step)`` samples a step, Zipf-like ids so that batches collide in part."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+
+    def ids(rows: int) -> list[int]:
+        length = int(torch.randint(0, longest + 1, (1,), generator=generator))
+        return (torch.rand(length, generator=generator).square() * rows).long().tolist()
+
+    sizes = [ROWS["one"], ROWS["two"], ROWS["two"]]
+    return [[[ids(rows) for rows in sizes] for _ in range(samples(rank, step))] for step in range(steps)]
+
+
+def to_kjt(batch: list[list[list[int]]], device: str = "cpu") -> KeyedJaggedTensor:
+    batch = batch or [[[] for _ in KEYS]]  # TorchRec knows no batch of no samples: an empty rank has one without ids
+    by_feature = [[sample[f] for sample in batch] for f in range(len(KEYS))]
+    values = torch.tensor([i for feature in by_feature for ids in feature for i in ids], dtype=torch.int64)
+    lengths = torch.tensor([len(ids) for feature in by_feature for ids in feature], dtype=torch.int64)
+    return KeyedJaggedTensor(KEYS, values, lengths=lengths, stride=len(batch)).to(torch.device(device))
+
+
+def build(
+    kind: str, optimizer: str, world: int, device: str = "cpu", **sharder_options: Any
+) -> ShardedEmbeddingCollection:
+    """The same initial tables on every call and for every sharding."""
+    generator = torch.Generator().manual_seed(3)
+    features = {"one": ["a"], "two": ["b", "c"]}
+    collection = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=features[name])
+            for name, rows in ROWS.items()
+        ],
+        device=torch.device("meta"),
+    )
+    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.1}
+    sharder = EmbeddingCollectionSharder(fused_params=fused, **sharder_options)
+    kernel = {"compute_kernel": "fused"}
+    row, column = row_wise(**kernel), column_wise(ranks=list(range(min(world, 2))), **kernel)
+    placement = {
+        "row_wise": (row, row),
+        "table_wise": (table_wise(rank=0, **kernel), table_wise(rank=world - 1, **kernel)),
+        "column_wise": (column, column),
+        "mixed": (row, table_wise(rank=world - 1, **kernel)),
+    }[kind]
+    plan = construct_module_sharding_plan(
+        collection,
+        dict(zip(ROWS, placement, strict=True)),
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type=device,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device=torch.device(device))
+    for name, rows in ROWS.items():
+        weight = torch.randn(rows, DIM, generator=generator)
+        for shard in module.state_dict()[f"embeddings.{name}.weight"].local_shards():
+            (r, c), (h, w) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(weight[r : r + h, c : c + w])
+    return module
+
+
+def tables(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
+    """The local shards of the weights and of the optimizer's state."""
+    found = {
+        key: torch.cat([s.tensor.flatten() for s in value.local_shards()] or [torch.empty(0)]).clone()
+        for key, value in module.state_dict().items()
+    }
+    for table, entry in module.fused_optimizer.state_dict()["state"].items():
+        for name, value in entry.items():
+            if hasattr(value, "local_shards"):
+                found[f"{table}.{name}"] = torch.cat([s.tensor.flatten() for s in value.local_shards()]).clone()
+    return {key: value.cpu() for key, value in found.items()}
+
+
+def train(
+    module: ShardedEmbeddingCollection,
+    batches: Batches,
+    schedule: Schedule | None,
+    device: str = "cpu",
+    rates: Callable[[int], float] = lambda step: 0.1,
+    between: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """Train; with a schedule its hooks are called as the strategy calls them. ``between(step)`` runs after each step."""
+    torch.manual_seed(5)
+    head = nn.Linear(DIM, 1).to(device)
+    kjts = [to_kjt(batch, device) for batch in batches]
+    losses = []
+    for step, kjt in enumerate(kjts):
+        for group in module.fused_optimizer.param_groups:
+            group["lr"] = rates(step)
+        module.fused_optimizer.step()
+        if schedule is not None:
+            schedule.begin_step([kjt], kjts[step + 1 : step + 2], kjts[step + 2 : step + 3])
+        output = module(kjt)
+        loss = sum((head(torch.tanh(output[key].values())).sum() for key in KEYS), torch.zeros((), device=device))
+        if schedule is not None:
+            schedule.before_backward()
+        loss.backward()
+        if schedule is not None:
+            schedule.after_backward()
+        losses.append(loss.item())
+        between(step)
+    if schedule is not None:
+        schedule.flush()
+    return losses
+
+
+def make_schedule(module: ShardedEmbeddingCollection, schedule: type[Schedule] = Schedule) -> Schedule:
+    return schedule({"embeddings": module}, Groups(dist.new_group(), dist.new_group()))

@@ -1,0 +1,234 @@
+"""The prioritized exchange changes no bit: losses, weights and optimizer state equal the synchronous run's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_freescale.embedding import prioritized
+from lightning_freescale.embedding.prioritized import COLLISION, EXCLUSIVE
+from lightning_freescale.embedding.schedule import Schedule
+from tests.embedding import exchange
+from tests.embedding.exchange import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
+from tests.ranks import run_ranks
+
+
+def compare(rank: int, world: int, cases: list[dict[str, Any]]) -> list[bool]:
+    """For each case: whether both paths agree in every bit on this rank (and the prioritized one really ran)."""
+    dist.init_process_group("gloo")
+    return [_compare(rank, world, **case) for case in cases]
+
+
+def _compare(
+    rank: int,
+    world: int,
+    kind: str,
+    optimizer: str,
+    batches: list[Batches],
+    rates: Any = lambda step: 0.1,
+    sabotage: Any = None,
+    flush_at: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+) -> bool:
+    mine = batches[rank]
+    plain = build(kind, optimizer, world, **(options or {}))
+    expected = train(plain, mine, None, rates=rates)
+    module = build(kind, optimizer, world, **(options or {}))
+    schedule = make_schedule(module)
+    if sabotage is not None:
+        sabotage(schedule)
+
+    def look(step: int) -> None:
+        if step in flush_at:
+            schedule.flush()
+
+    got = train(module, mine, schedule, rates=rates, between=look)
+    lane = schedule.lanes[0]
+    assert lane.off is None, lane.off
+    assert len(mine) < 2 or lane.slot == 0
+    a, b = tables(plain), tables(module)
+    return got == expected and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def case(
+    world: int, steps: int = 8, seed: int = 0, samples: Any = lambda rank, step: 4, **kwargs: Any
+) -> dict[str, Any]:
+    return {"batches": [random_batches(rank, steps, seed, samples) for rank in range(world)], **kwargs}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_sharding_and_optimizer(world: int) -> None:
+    cases = [
+        case(world, kind=kind, optimizer=optimizer, seed=seed)
+        for seed, kind in enumerate(SHARDINGS)
+        for optimizer in ("sgd", "adagrad", "rowwise_adagrad")
+    ]
+    for result in run_ranks(compare, world, args=(world, cases)):
+        assert result == [True] * len(cases)
+
+
+def test_uneven_batches_an_empty_rank_and_steps_without_ids() -> None:
+    shapes = [
+        lambda rank, step: 1 + 3 * rank,
+        lambda rank, step: 0 if rank == 1 else 4,
+        lambda rank, step: 0 if (rank + step) % 3 == 0 else 3,
+        lambda rank, step: 0 if step in (0, 3, 7) else 4,
+    ]
+    cases = [
+        case(3, kind=kind, optimizer="rowwise_adagrad", samples=shape, seed=10 + i)
+        for i, shape in enumerate(shapes)
+        for kind in SHARDINGS
+    ]
+    for result in run_ranks(compare, 3, args=(3, cases)):
+        assert result == [True] * len(cases)
+
+
+def test_one_to_two_hundred_steps() -> None:
+    cases = [case(2, steps=steps, kind="row_wise", optimizer="adagrad", seed=steps) for steps in (1, 2, 3, 4, 200)]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [True] * len(cases)
+
+
+def test_learning_rate_of_the_own_step_and_flushes_in_between() -> None:
+    cases = [
+        case(
+            2, steps=12, kind=kind, optimizer=optimizer, rates=lambda step: 0.1 / (1 + step), flush_at=flush_at, seed=4
+        )
+        for kind in ("row_wise", "mixed")
+        for optimizer in ("sgd", "rowwise_adagrad")
+        for flush_at in ((), (0, 1, 5, 6, 11))
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [True] * len(cases)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_data(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 3))
+    drawn = []
+    for _ in range(4):  # several cases for the price of one set of processes
+        ids = st.lists(st.integers(0, 23), max_size=4)
+        samples = st.lists(st.tuples(ids, ids, ids).map(list), max_size=3)
+        steps = data.draw(st.integers(1, 6))
+        batches = [[data.draw(samples) for _ in range(steps)] for _ in range(world)]
+        kind, optimizer = data.draw(st.sampled_from(SHARDINGS)), data.draw(st.sampled_from(["sgd", "rowwise_adagrad"]))
+        drawn.append({"kind": kind, "optimizer": optimizer, "batches": batches})
+    for result in run_ranks(compare, world, args=(world, drawn)):
+        assert result == [True] * len(drawn)
+
+
+# ---- negative controls: each shortcut is noticed -----------------------------------------------------------------------
+def prefetch_every_row(schedule: Schedule) -> None:
+    def detect(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
+
+    schedule.lanes[0].moves._detectors = [detect for _ in schedule.lanes[0].moves._detectors]  # type: ignore[misc]
+
+
+def skip_the_division(schedule: Schedule) -> None:
+    moves = schedule.lanes[0].moves
+    update = moves._update
+
+    def undivided(lookup: Any, dim: int, part: Any, received: torch.Tensor, state: Any) -> None:
+        state.divide = False
+        update(lookup, dim, part, received, state)
+
+    moves._update = undivided  # type: ignore[method-assign]
+
+
+def skip_the_reordering(schedule: Schedule) -> None:
+    moves = schedule.lanes[0].moves
+    update = moves._update
+
+    def unordered(lookup: Any, dim: int, part: Any, received: torch.Tensor, state: Any) -> None:
+        wrong = prioritized.Piece(part.features, torch.arange(len(part.wire)), part.send, part.positions, part.receive)
+        update(lookup, dim, wrong, received, state)
+
+    moves._update = unordered  # type: ignore[method-assign]
+
+
+def apply_late_gradients_after_the_prefetch(schedule: Schedule) -> None:
+    lane = schedule.lanes[0]
+    apply_late, send_rows = lane.apply_late, lane.moves.send_rows
+    lane.apply_late = lambda: None  # type: ignore[method-assign]
+
+    def send_first(state: Any, piece: str) -> None:
+        send_rows(state, piece)
+        if piece == EXCLUSIVE:
+            apply_late()
+
+    lane.moves.send_rows = send_first  # type: ignore[method-assign]
+
+
+def todays_rate_for_yesterdays_gradient(schedule: Schedule) -> None:
+    schedule.lanes[0].moves._set_learning_rates = lambda rates: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        prefetch_every_row,
+        skip_the_division,
+        skip_the_reordering,
+        apply_late_gradients_after_the_prefetch,
+        todays_rate_for_yesterdays_gradient,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_the_comparison_notices(sabotage: Any) -> None:
+    cases = [
+        case(2, kind="row_wise", optimizer="rowwise_adagrad", sabotage=change, rates=lambda step: 0.1 / (1 + step))
+        for change in (sabotage, None)
+    ]
+    results = run_ranks(compare, 2, args=(2, cases))
+    assert not all(result[0] for result in results)
+    assert all(result[1] for result in results)
+
+
+# ---- it really is early ------------------------------------------------------------------------------------------------
+def order_of_moves(rank: int) -> list[tuple[str, str, int]]:
+    """(move, piece, batch) in the order they happen."""
+    dist.init_process_group("gloo")
+    module = build("row_wise", "sgd", 2)
+    schedule = make_schedule(module)
+    moves, seen, number = schedule.lanes[0].moves, [], {}
+    kjts = [exchange.to_kjt(batch) for batch in random_batches(rank, 5, 0, lambda r, s: 6)]
+    for name in ("send_rows", "send_gradients", "apply_gradients"):
+        original = getattr(moves, name)
+
+        def noted(state: Any, piece: str, name: str = name, original: Any = original) -> None:
+            if name != "apply_gradients" or state.outgoing.get(piece):
+                seen.append((name, piece, number[id(state.kjt)]))
+            original(state, piece)
+
+        setattr(moves, name, noted)
+    head = torch.nn.Linear(exchange.DIM, 1)
+    number.update({id(kjt): step for step, kjt in enumerate(kjts)})
+    for step, kjt in enumerate(kjts):
+        schedule.begin_step([kjt], kjts[step + 1 : step + 2], kjts[step + 2 : step + 3])
+        loss = head(module(kjt)["a"].values()).sum()
+        seen.append(("forward", "", step))
+        schedule.before_backward()
+        loss.backward()
+        seen.append(("backward", "", step))
+        schedule.after_backward()
+    schedule.flush()
+    return seen
+
+
+def test_exclusive_rows_leave_before_backward_and_collisions_after_it() -> None:
+    for seen in run_ranks(order_of_moves):
+        for step in (2, 3):  # a step in the middle
+            at = seen.index
+            assert at(("apply_gradients", EXCLUSIVE, step - 1)) < at(("send_rows", EXCLUSIVE, step + 1))
+            assert at(("forward", "", step)) < at(("send_rows", EXCLUSIVE, step + 1)) < at(("backward", "", step))
+            assert at(("send_gradients", COLLISION, step)) < at(("send_gradients", EXCLUSIVE, step))
+            assert at(("backward", "", step)) < at(("apply_gradients", COLLISION, step))
+            assert at(("apply_gradients", COLLISION, step)) < at(("send_rows", COLLISION, step + 1))
+            assert at(("send_rows", COLLISION, step + 1)) < at(("forward", "", step + 1))
