@@ -129,16 +129,16 @@ def test_popularity_negatives(tmp_path: Path) -> None:
     assert np.corrcoef(np.bincount(drawn, minlength=1000), counts)[0, 1] > 0.9
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    "options", [{"overfit_batches": 2}, {"fast_dev_run": 2}, {"limit_train_batches": 3}, {"max_steps": 4}]
+    ("options", "steps"),
+    [({"overfit_batches": 2}, 2), ({"fast_dev_run": 2}, 2), ({"limit_train_batches": 3}, 3), ({"max_steps": 4}, 4)],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_trainer_options(tmp_path: Path, options: dict) -> None:
-    model = fit(Recorder(), module(tmp_path), **options)
-    first = [step for step in model.trained if step[0] == 0]
-    assert (
-        len(first)
-        == {"overfit_batches": 2, "fast_dev_run": 2, "limit_train_batches": 3, "max_steps": 4}[next(iter(options))]
-    )
+def test_trainer_options(tmp_path: Path, options: dict, steps: int, streaming: bool) -> None:
+    data = write(tmp_path / "users.parquet", HISTORIES) if streaming else "synthetic"
+    model = fit(Recorder(), module(tmp_path / "cache", data, streaming=streaming), **options)
+    assert len([step for step in model.trained if step[0] == 0]) == steps
     if "overfit_batches" in options:
         assert users(model.trained, 0) == users(model.trained, 1)
         assert len(users(model.trained, 0)) == 16
