@@ -2,5 +2,6 @@
 
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.partition import fixed, loads, lower_bound, straggler, variable, zigzag
+from lightning_freescale.balance.planner import Planner
 
-__all__ = ["CostModel", "fixed", "loads", "lower_bound", "straggler", "variable", "zigzag"]
+__all__ = ["CostModel", "Planner", "fixed", "loads", "lower_bound", "straggler", "variable", "zigzag"]

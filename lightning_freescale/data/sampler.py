@@ -1,17 +1,17 @@
-"""Which samples make a global batch, and which rank takes which of them: a function of (seed, epoch) alone."""
+"""Which samples make a global batch, and which rank takes which of them: the same on all ranks, nothing is exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, SequentialSampler
 
+from lightning_freescale.balance.planner import Planner
 from lightning_freescale.errors import ConfigurationError, InputError
-
-Partition = Callable[[NDArray[np.int64], int], Sequence[NDArray[np.int64]]]
 
 
 class LocalBatch(list[int]):
@@ -20,15 +20,6 @@ class LocalBatch(list[int]):
     def __init__(self, indices: Sequence[int], epoch: int = 0):
         super().__init__(indices)
         self.epoch = epoch
-
-
-def deal(indices: NDArray[np.int64], world: int) -> list[NDArray[np.int64]]:
-    """Deal a global batch to ``world`` ranks like cards: counts differ by at most one.
-
-    >>> [part.tolist() for part in deal(np.array([7, 3, 5, 1, 9]), world=2)]
-    [[7, 5, 9], [3, 1]]
-    """
-    return [indices[rank::world] for rank in range(world)]
 
 
 def check_enough(samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
@@ -50,21 +41,24 @@ def check_enough(samples: int, batch_size: int, ranks: int, drop_last: bool) -> 
 class GlobalBatchSampler(DistributedSampler):
     """Yields the index list of each local batch, for ``DataLoader(dataset, sampler=..., batch_size=None)``.
 
-    Global batch ``g`` is a slice of a permutation that depends on ``(seed, epoch)`` alone; ``partition`` says which
-    rank takes which of its samples. All ranks have the same number of batches, and every batch at least one sample. The
-    last global batch may be short; if it has fewer samples than there are ranks, the epoch's first ones are repeated.
+    Global batch ``g`` is a slice of a permutation that depends on ``(seed, epoch)`` alone. Its samples are dealt to the
+    ranks like cards or, with a planner, by their cost: every rank computes the same plan and reads its own samples. All
+    ranks have the same number of batches, and every batch at least one sample. The last global batch may be short; if it
+    has fewer samples than there are ranks, the epoch's first ones are repeated.
 
     Subclasses ``DistributedSampler`` because Lightning replaces every other sampler by one.
 
     Args:
-        dataset: anything with a length, the number of samples ``N``.
-        batch_size: samples per rank; a global batch has ``batch_size * num_replicas``.
+        dataset: anything with a length, the number of samples ``N``. A planner also needs its ``lengths``, ``[N]`` events
+            of each history, and takes its ``candidates``, ``[N]`` candidates of each sample, if it has them.
+        batch_size: samples per rank, or their mean if the planner makes counts differ; a global batch has
+            ``batch_size * num_replicas``.
         num_replicas: number of ranks.
         rank: this rank.
         shuffle: permute the samples anew each epoch.
         seed: equal on all ranks.
         drop_last: leave out a last global batch that is not full.
-        partition: ``(indices [n], ranks)`` to the indices of each rank; must be equal on all ranks.
+        planner: balances every global batch; equal on all ranks. A new one may be set at any step, the same on all ranks.
     """
 
     def __init__(
@@ -77,32 +71,68 @@ class GlobalBatchSampler(DistributedSampler):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        partition: Partition = deal,
+        planner: Planner | None = None,
     ):
         check_enough(len(dataset), batch_size, num_replicas, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
-        self.batch_size, self.partition = batch_size, partition
-        self._skip = 0
+        self.batch_size, self.planner = batch_size, planner
+        if planner is not None:
+            _ = self._lengths  # say now if there are none
+        self._origin = self._next_origin = (0, 0)  # batches and global samples of the epoch before its first batch here
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return _sizes(self.dataset, "lengths")  # type: ignore[arg-type]
+
+    @cached_property
+    def _candidates(self) -> NDArray[np.int64] | None:
+        return _sizes(self.dataset, "candidates") if hasattr(self.dataset, "candidates") else None  # type: ignore[arg-type]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether local batches are equal in cost."""
+        return self.planner is not None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.num_replicas
 
     def __len__(self) -> int:
         """Local batches per epoch, the same on every rank."""
-        samples, global_size = len(self.dataset), self.batch_size * self.num_replicas  # type: ignore[arg-type]
-        return samples // global_size if self.drop_last else -(-samples // global_size)
+        return self._batches_of(len(self.dataset))  # type: ignore[arg-type]
 
-    def resume(self, batches: int) -> None:
-        """Start the next iteration after that many batches of its epoch, without loading them. Applies once."""
-        self._skip = batches
+    def _batches_of(self, samples: int) -> int:
+        return samples // self.global_batch_size if self.drop_last else -(-samples // self.global_batch_size)
+
+    def position(self, batches: int) -> int:
+        """Samples, over all ranks, in the first ``batches`` batches of this epoch: what :meth:`resume` takes."""
+        done, samples = self._origin
+        return samples + (batches - done) * self.global_batch_size
+
+    def resume(self, batches: int, position: int | None = None) -> int:
+        """Start the next iteration after ``batches`` batches of its epoch, without loading them. Applies once.
+
+        With ``position``, from a run on any number of ranks and of any batch size, the epoch goes on right after those
+        samples: none is repeated or lost.
+
+        Returns:
+            The number of batches that count as done here; with those to come they make ``len(self)``.
+        """
+        samples = batches * self.global_batch_size if position is None else position
+        to_come = self._batches_of(max(0, len(self.dataset) - samples))  # type: ignore[arg-type]
+        self._next_origin = (len(self) - to_come, samples)
+        return self._next_origin[0]
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        return self._batches(skip)
+        self._origin, self._next_origin = self._next_origin, (0, 0)
+        return self._batches(*self._origin)
 
-    def _batches(self, skip: int) -> Iterator[LocalBatch]:
+    def _batches(self, done: int, samples: int) -> Iterator[LocalBatch]:
         # A generator: the epoch is read at the first next(), for Lightning calls set_epoch() after iter().
         epoch, order = self.epoch, self._order()
-        for number in range(skip, len(self)):
-            parts = self.partition(self._global_batch(order, number), self.num_replicas)
-            yield LocalBatch(parts[self.rank].tolist(), epoch)
+        for number in range(len(self) - done):
+            batch = self._global_batch(order, samples + number * self.global_batch_size)
+            yield LocalBatch(self._own(batch).tolist(), epoch)
 
     def _order(self) -> NDArray[np.int64]:
         samples = len(self.dataset)  # type: ignore[arg-type]
@@ -110,11 +140,27 @@ class GlobalBatchSampler(DistributedSampler):
             np.random.default_rng((self.seed, self.epoch)).permutation(samples) if self.shuffle else np.arange(samples)
         )
 
-    def _global_batch(self, order: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        size = self.batch_size * self.num_replicas
-        batch = order[number * size : (number + 1) * size]
+    def _global_batch(self, order: NDArray[np.int64], start: int) -> NDArray[np.int64]:
+        batch = order[start : start + self.global_batch_size]
         missing = max(0, self.num_replicas - len(batch))
         return np.concatenate([batch, order[:missing]])
+
+    def _own(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples of this rank among those of a global batch, ``[n]``, in their order there."""
+        if self.planner is None or self.num_replicas == 1:
+            return batch[self.rank :: self.num_replicas]
+        candidates = None if self._candidates is None else self._candidates[batch]
+        return batch[self.planner(self._lengths[batch], candidates, world=self.num_replicas) == self.rank]
+
+
+def _sizes(dataset: Sized, name: str) -> NDArray[np.int64]:
+    values = getattr(dataset, name, None)
+    if values is None or np.shape(values) != (len(dataset),):
+        raise ConfigurationError(
+            f"dataset.{name}: {'missing' if values is None else f'shape {np.shape(values)}'}; balancing by cost needs one "
+            f"number for each of {len(dataset)} samples (or set balance='off')"
+        )
+    return np.asarray(values)
 
 
 class SequentialBatchSampler(GlobalBatchSampler, SequentialSampler):
