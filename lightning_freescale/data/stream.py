@@ -28,9 +28,9 @@ from lightning_freescale.jagged import lengths_to_offsets
 class StreamDataset(IterableDataset):
     """Local batches of one rank, split over its workers. Use it with :class:`StreamLoader`.
 
-    The rows with enough events, ``N``, stand in one line: row groups in random order, rows in random order within a piece.
-    Each rank takes an equal stretch of that line, and each worker an equal stretch of its rank's batches; where ``N`` does
-    not divide, a rank repeats its last sample. So every rank has the same number of batches, known in advance.
+    The rows with enough events, ``N``, stand in one line: row groups in random order, rows in random order within a
+    piece. Each rank takes an equal stretch of that line, and each worker an equal stretch of its rank's batches; where
+    ``N`` does not divide, a rank repeats its last sample. So all ranks have the same number of batches, known in advance.
 
     Args:
         index: of the files.
@@ -58,13 +58,8 @@ class StreamDataset(IterableDataset):
         drop_last: bool = False,
     ):
         self.index, self.batch_size, self.max_history, self.negatives = index, batch_size, max_history, negatives
-        self.num_replicas, self.rank, self.shuffle, self.seed, self.drop_last = (
-            num_replicas,
-            rank,
-            shuffle,
-            seed,
-            drop_last,
-        )
+        self.num_replicas, self.rank = num_replicas, rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         rows, least, path = len(index.lengths), index.min_events, index.source.path
         self._kept = np.flatnonzero(index.lengths >= least)
         if not len(self._kept):
