@@ -96,9 +96,7 @@ def dense_attention(
     """:func:`hstu_attention` written down plainly: ``B x H x Lmax x Lmax`` scores, differentiated by autograd."""
     alpha = 1 / math.sqrt(q.shape[-1]) if alpha is None else alpha
     lengths = offsets.diff().tolist()
-    longest = max(lengths, default=0)
-    if longest == 0:
-        return v.clone()
+    longest = max(lengths)
     pad = torch.nn.utils.rnn.pad_sequence
     q, k, v_ = (pad(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
     times = pad(relative_times(timestamps, offsets).split(lengths), batch_first=True)

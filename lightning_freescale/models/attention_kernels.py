@@ -17,13 +17,14 @@ from lightning_freescale.models.buckets import BUCKET_BASE, BUCKET_SHIFT
 _SHIFT, _BASE = tl.constexpr(BUCKET_SHIFT), tl.constexpr(BUCKET_BASE)
 _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _MASKED = tl.constexpr(-1e4)  # a score whose silu, and its slope, are 0
+_RUNTIME = ["heads", "positions", "times"]  # one binary for all values of these
 
 
 @triton.jit
-def _log_bucket(distance, SIZE: tl.constexpr):
+def _log_bucket(distance, size):
     """As ``attention.log_bucket``: the upper bits of a float32 are a logarithm."""
     code = (tl.maximum(distance, 0).to(tl.float32) + 1.0).to(tl.int32, bitcast=True) >> _SHIFT
-    return tl.minimum(code - _BASE, SIZE - 1)
+    return tl.minimum(code - _BASE, size - 1)
 
 
 @triton.jit
@@ -34,24 +35,24 @@ def _is_below(distance, bucket):
 
 
 @triton.jit
-def _add_bias(scores, table_ptr, distance, low, high, SIZE: tl.constexpr):
+def _add_bias(scores, table_ptr, distance, low, high, size):
     """Add the bias of distances in the buckets ``low`` to ``high``.
 
     A tile far from the diagonal spans two buckets at most, and one comparison finds the bias; else the table is read.
     """
     if high > low + 1:
-        scores += tl.load(table_ptr + _log_bucket(distance, SIZE))
+        scores += tl.load(table_ptr + _log_bucket(distance, size))
     else:
         scores += tl.where(_is_below(distance, high), tl.load(table_ptr + low), tl.load(table_ptr + high))
     return scores
 
 
 @triton.jit
-def _add_bias_gradient(sums, dscores, distance, low, high, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_bias_gradient(sums, dscores, distance, low, high, size, BLOCK: tl.constexpr):
     """Add ``dscores`` to ``sums [BLOCK]`` by bucket of the distance, all in ``low`` to ``high``."""
     slot = tl.arange(0, BLOCK)
     if high > low + 1:
-        buckets = _log_bucket(distance, SIZE)
+        buckets = _log_bucket(distance, size)
         for bucket in range(low, high + 1):
             sums += tl.where(slot == bucket, tl.sum(tl.where(buckets == bucket, dscores, 0.0)), 0.0)
     else:
@@ -108,12 +109,12 @@ def _load_times(times_ptr, rows, length):
     return tl.load(times_ptr + tl.maximum(tl.minimum(rows, length - 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, q_row, k_row, v_row, out_row, q_head, k_head, v_head, out_head,
-    times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, heads, alpha,
-    POSITIONS: tl.constexpr, TIMES: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
-    QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, alpha, heads, positions, times,
+    QK: tl.constexpr, V: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one tile of queries."""
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -132,12 +133,12 @@ def forward(
         v = _load(v_ptr, keys, v_row, v_cols, length, V)
         then = _load_times(times_ptr, keys, length)
         distance, shortest = queries[:, None] - keys[None, :], first - block - OTHER + 1
-        low, high = _log_bucket(shortest, POSITIONS), _log_bucket(first - block + OWN - 1, POSITIONS)
+        low, high = _log_bucket(shortest, positions), _log_bucket(first - block + OWN - 1, positions)
         elapsed = now[:, None] - then[None, :]
-        soon, late = _log_bucket(now_min - tl.max(then), TIMES), _log_bucket(now_max - tl.min(then), TIMES)
+        soon, late = _log_bucket(now_min - tl.max(then), times), _log_bucket(now_max - tl.min(then), times)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * alpha
-        scores = _add_bias(scores, position_ptr, distance, low, high, POSITIONS)
-        scores = _add_bias(scores, time_ptr, elapsed, soon, late, TIMES)
+        scores = _add_bias(scores, position_ptr, distance, low, high, positions)
+        scores = _add_bias(scores, time_ptr, elapsed, soon, late, times)
         scores = _mask_future(scores, distance, shortest)
         weights = scores * _sigmoid(scores)
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
@@ -145,13 +146,13 @@ def forward(
     _store(out_ptr + start * out_row + head * out_head, queries, out_row, v_cols, length, V, out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, q_row, k_row, v_row, dout_row, dq_row,
     q_head, k_head, v_head, dout_head, dq_head, dposition_ptr, dtime_ptr,
-    times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, heads, alpha,
-    POSITIONS: tl.constexpr, TIMES: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
-    QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, alpha, heads, positions, times,
+    QK: tl.constexpr, V: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
     POSITION_BLOCK: tl.constexpr, TIME_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, and its share of the bias gradients."""
@@ -174,31 +175,31 @@ def backward_queries(
         v = _load(v_ptr, keys, v_row, v_cols, length, V)
         then = _load_times(times_ptr, keys, length)
         distance, shortest = queries[:, None] - keys[None, :], first - block - OTHER + 1
-        low, high = _log_bucket(shortest, POSITIONS), _log_bucket(first - block + OWN - 1, POSITIONS)
+        low, high = _log_bucket(shortest, positions), _log_bucket(first - block + OWN - 1, positions)
         elapsed = now[:, None] - then[None, :]
-        soon, late = _log_bucket(now_min - tl.max(then), TIMES), _log_bucket(now_max - tl.min(then), TIMES)
+        soon, late = _log_bucket(now_min - tl.max(then), times), _log_bucket(now_max - tl.min(then), times)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * alpha
-        scores = _add_bias(scores, position_ptr, distance, low, high, POSITIONS)
-        scores = _add_bias(scores, time_ptr, elapsed, soon, late, TIMES)
+        scores = _add_bias(scores, position_ptr, distance, low, high, positions)
+        scores = _add_bias(scores, time_ptr, elapsed, soon, late, times)
         scores = _mask_future(scores, distance, shortest)
         gate = _sigmoid(scores)
         dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * mean
         dscores = dweights * gate * (1.0 + scores * (1.0 - gate))
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
-        dposition = _add_bias_gradient(dposition, dscores, distance, low, high, POSITIONS, POSITION_BLOCK)
-        dtime = _add_bias_gradient(dtime, dscores, elapsed, soon, late, TIMES, TIME_BLOCK)
+        dposition = _add_bias_gradient(dposition, dscores, distance, low, high, positions, POSITION_BLOCK)
+        dtime = _add_bias_gradient(dtime, dscores, elapsed, soon, late, times, TIME_BLOCK)
     _store(dq_ptr + start * dq_row + head * dq_head, queries, dq_row, qk, length, QK, dq * alpha)
     tl.store(dposition_ptr + tl.program_id(0) * POSITION_BLOCK + tl.arange(0, POSITION_BLOCK), dposition)
     tl.store(dtime_ptr + tl.program_id(0) * TIME_BLOCK + tl.arange(0, TIME_BLOCK), dtime)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, q_row, k_row, v_row, dout_row, dk_row, dv_row,
     q_head, k_head, v_head, dout_head, dk_head, dv_head,
-    times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, heads, alpha,
-    POSITIONS: tl.constexpr, TIMES: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
-    QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, alpha, heads, positions, times,
+    QK: tl.constexpr, V: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. Scores are held transposed, ``[keys, queries]``, ready for the products."""
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -218,12 +219,12 @@ def backward_keys(
         dout = _load(dout_ptr, queries, dout_row, v_cols, length, V)  # 0 for padding, which so adds nothing
         now = _load_times(times_ptr, queries, length)
         distance, shortest = queries[None, :] - keys[:, None], block - first - OWN + 1
-        low, high = _log_bucket(shortest, POSITIONS), _log_bucket(block - first + OTHER - 1, POSITIONS)
+        low, high = _log_bucket(shortest, positions), _log_bucket(block - first + OTHER - 1, positions)
         elapsed = now[None, :] - then[:, None]
-        soon, late = _log_bucket(tl.min(now) - then_max, TIMES), _log_bucket(tl.max(now) - then_min, TIMES)
+        soon, late = _log_bucket(tl.min(now) - then_max, times), _log_bucket(tl.max(now) - then_min, times)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * alpha
-        scores = _add_bias(scores, position_ptr, distance, low, high, POSITIONS)
-        scores = _add_bias(scores, time_ptr, elapsed, soon, late, TIMES)
+        scores = _add_bias(scores, position_ptr, distance, low, high, positions)
+        scores = _add_bias(scores, time_ptr, elapsed, soon, late, times)
         scores = _mask_future(scores, distance, shortest)
         gate = _sigmoid(scores)
         mean = (1.0 / (queries + 1))[None, :]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale._log import say_once
 from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.errors import ConfigurationError, InputError
 from lightning_freescale.models.attention import hstu_attention, plan_attention
@@ -182,7 +182,7 @@ class HSTUMixin(_Module):
         ids = torch.arange(count)
         if count > limit:
             ids = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:limit]
-            rank_zero_info(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
+            say_once(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
         lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
         lengths[0] = len(ids)
         features = KeyedJaggedTensor(keys=self.feature_names, values=ids, lengths=lengths).to(self.device)

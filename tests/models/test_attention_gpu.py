@@ -1,0 +1,145 @@
+"""The compiled Triton kernels against the dense reference in float64, on the same rounded inputs.
+
+Errors are ``|got - expected| / |expected|``. float32 inputs are multiplied as three TF32 products (near float32), half
+types round the weights and score gradients once before they enter a product, and the results once more.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_freescale.models import HSTU
+from lightning_freescale.models.attention import hstu_attention
+from lightning_freescale.models.buckets import log_bucket, relative_times
+from tests.models.cases import assert_close, attention_inputs, dense_result, make_batch, relative_errors, run_attention
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def check(inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
+    assert_close(run_attention(hstu_attention, inputs), dense_result(inputs), TOLERANCE[dtype])
+
+
+@TYPES
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 1000])
+def test_one_history(length: int, dtype: torch.dtype) -> None:
+    check(attention_inputs([length], qk_dim=32, v_dim=32, dtype=dtype, device="cuda"), dtype)
+
+
+@TYPES
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_mixed_lengths_with_empty_histories(width: int, dtype: torch.dtype) -> None:
+    lengths = [0, 700, 1, 64, 0, 129, 33, 2, 0]
+    check(attention_inputs(lengths, heads=4, qk_dim=width, v_dim=width, dtype=dtype, device="cuda"), dtype)
+
+
+@TYPES
+def test_unsorted_times(dtype: torch.dtype) -> None:
+    inputs = attention_inputs([300, 65], qk_dim=32, v_dim=32, dtype=dtype, device="cuda", sorted_times=False)
+    check(inputs, dtype)
+
+
+def test_widths_that_are_no_power_of_two_and_views() -> None:
+    inputs = attention_inputs([200, 50], heads=3, qk_dim=24, v_dim=40, dtype=torch.bfloat16, device="cuda")
+    packed = torch.cat([inputs[name].flatten(1) for name in ("q", "k", "v")], 1)  # as a layer splits one projection
+    q, k, v = packed.split([72, 72, 120], 1)
+    views = inputs | {"q": q.unflatten(1, (3, 24)), "k": k.unflatten(1, (3, 24)), "v": v.unflatten(1, (3, 40))}
+    assert torch.equal(hstu_attention(**views), hstu_attention(**inputs))
+    check(inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+def test_small_position_tables(buckets: int) -> None:
+    """Long distances share the last bucket; a table of one or two takes the path of tiles far from the diagonal."""
+    inputs = attention_inputs(
+        [150, 40], qk_dim=32, v_dim=32, dtype=torch.float32, device="cuda", position_buckets=buckets
+    )
+    check(inputs, torch.float32)
+
+
+def test_a_wrong_bucket_is_detected() -> None:
+    """Negative control: tables shifted by one bucket, or one wrong entry, are far outside the tolerance."""
+    inputs = attention_inputs([500, 80], qk_dim=32, v_dim=32, dtype=torch.bfloat16, device="cuda")
+    expected = dense_result(inputs)
+    for table in ("position_bias", "time_bias"):
+        shifted = inputs | {table: inputs[table].roll(1)}
+        assert relative_errors(run_attention(hstu_attention, shifted), expected)["out"] > 5 * TOLERANCE[torch.bfloat16]
+    one = inputs["position_bias"].clone()
+    one[12] += 1.0
+    errors = relative_errors(run_attention(hstu_attention, inputs | {"position_bias": one}), expected)
+    assert errors["out"] > 5 * TOLERANCE[torch.bfloat16]
+
+
+@TYPES
+def test_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+    inputs = attention_inputs([257, 1000, 64, 3], qk_dim=64, v_dim=64, dtype=dtype, device="cuda")
+    alone = {name: value if "bias" in name else value[:257] for name, value in inputs.items() if name != "offsets"}
+    alone["offsets"] = torch.tensor([0, 257], device="cuda")
+    together, single = run_attention(hstu_attention, inputs), run_attention(hstu_attention, alone)
+    assert torch.equal(together["out"][:257], single["out"])
+    again = run_attention(hstu_attention, inputs)
+    assert all(torch.equal(together[name], again[name]) for name in together)  # no atomics: the same bits every time
+
+
+def test_no_samples() -> None:
+    for lengths in ([], [0, 0]):
+        inputs = attention_inputs(lengths, dtype=torch.bfloat16, device="cuda", position_buckets=3)
+        got = run_attention(hstu_attention, inputs)
+        assert got["out"].shape == (0, 2, 16)
+        assert not got["dtime"].any()
+
+
+def test_a_history_of_21k_events_stores_no_square() -> None:
+    """Forward and backward keep under 16 arrays of the size of the output; one head's scores would be 1.7 GiB."""
+    inputs = attention_inputs([21_000, 5_000], heads=8, qk_dim=128, v_dim=128, dtype=torch.bfloat16, device="cuda")
+    learned = [inputs[name].requires_grad_() for name in ("q", "k", "v", "position_bias", "time_bias")]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = hstu_attention(**inputs)
+    grads = torch.autograd.grad(out, learned, torch.ones_like(out))
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 16 * out.numel() * out.element_size()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_the_end_of_a_21k_history_equals_the_reference() -> None:
+    """Its last rows, against a reference of those rows alone: far tiles take another path than near ones."""
+    inputs = attention_inputs([21_000], heads=1, qk_dim=32, v_dim=32, dtype=torch.float32, device="cuda")
+    out = hstu_attention(**inputs)[-100:, 0].double()
+    q, k, v = (inputs[name][:, 0].double() for name in ("q", "k", "v"))
+    position = torch.arange(21_000, device="cuda", dtype=torch.int32)
+    times = relative_times(inputs["timestamps"], inputs["offsets"])
+    distance, elapsed = position[-100:, None] - position, times[-100:, None] - times
+    scores = q[-100:] @ k.T / 32**0.5
+    scores += inputs["position_bias"].double()[log_bucket(distance, len(inputs["position_bias"])).long()]
+    scores += inputs["time_bias"].double()[log_bucket(elapsed, len(inputs["time_bias"])).long()]
+    weights = torch.nn.functional.silu(scores) * (distance >= 0) / (position[-100:, None] + 1)
+    assert float((out - weights @ v).norm() / (weights @ v).norm()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_model_on_gpu_equals_model_on_cpu(precision: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HSTU, "log", lambda *args, **kwargs: None)
+    torch.manual_seed(0)
+    model = HSTU(100, embedding_dim=64, max_history=300)
+    rng = torch.Generator().manual_seed(0)
+    histories = [torch.randint(100, (n,), generator=rng).tolist() for n in (300, 1, 64, 7)]
+    batch = make_batch(histories, torch.randint(100, (4, 16), generator=rng).tolist())
+    expected = model.training_step(batch, 0)
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.cuda()
+    with torch.autocast("cuda", precision, enabled=precision != torch.float32):
+        loss = model.training_step(batch.to(torch.device("cuda")), 0)
+    loss.backward()
+    tolerance = 1e-4 if precision == torch.float32 else 3e-2
+    torch.testing.assert_close(loss.cpu(), expected, rtol=tolerance, atol=0)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad.cpu() - gradients[name]).norm() / gradients[name].norm()
+        assert error < 5 * tolerance, name

@@ -1,0 +1,50 @@
+"""The Triton kernels on a machine without a GPU: Triton's interpreter runs them, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys, torch
+from lightning_freescale.models import attention_cuda
+from lightning_freescale.models.buckets import relative_times
+from tests.models.cases import assert_close, attention_inputs, dense_result, relative_errors, run_attention
+
+def interpreted(q, k, v, offsets, timestamps, position_bias, time_bias):
+    plan = attention_cuda.plan(offsets, relative_times(timestamps, offsets))
+    return attention_cuda.attention(q, k, v, position_bias, time_bias, q.shape[-1] ** -0.5, plan)
+
+# Small tiles: the interpreter is slow, and far tiles, which take another path than near ones, come early.
+for config in (attention_cuda.Config(32, 16, 4, 1), attention_cuda.Config(16, 32, 4, 1)):
+    attention_cuda.configs = lambda *_: dict.fromkeys(("forward", "queries", "keys"), config)
+    for dtype, lengths, sorted_times in (
+        (torch.float32, [1, 0, 90, 2, 0], True),
+        (torch.float32, [33], False),
+        (torch.float16, [40], True),
+    ):
+        inputs = attention_inputs(lengths, heads=2, qk_dim=8, v_dim=12, dtype=dtype, sorted_times=sorted_times)
+        expected, tolerance = dense_result(inputs), 1e-6 if dtype == torch.float32 else 1e-3
+        assert_close(run_attention(interpreted, inputs), expected, tolerance)
+wrong = inputs | {"time_bias": inputs["time_bias"].roll(1)}
+assert relative_errors(run_attention(interpreted, wrong), expected)["out"] > 10 * tolerance
+inputs = attention_inputs([0, 0], dtype=torch.float32, position_buckets=3)
+assert not run_attention(interpreted, inputs)["dtime"].any()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_attention_gpu.py runs the compiled kernels")
+def test_interpreted_kernels_equal_dense_reference() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not work with this NumPy")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_freescale.data.batch import SeqBatch
+from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.models import HSTU
+from lightning_freescale.models.metrics import popularity_hit_rate
+from tests.models.cases import make_batch
+
+ITEMS = 30
+
+
+def tiny(**options: Any) -> HSTU:
+    torch.manual_seed(0)
+    return HSTU(ITEMS, **{"embedding_dim": 16, "max_history": 32, **options})
+
+
+def planted(samples: int = 64, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Histories that walk a fixed cycle over the items from a random start, and the item each goes on with."""
+    rng = torch.Generator().manual_seed(seed)
+    cycle = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(7)).tolist()
+    starts = torch.randint(ITEMS, (samples,), generator=rng).tolist()
+    lengths = torch.randint(2, 15, (samples,), generator=rng).tolist()
+    walks = [[cycle[(s + i) % ITEMS] for i in range(n + 1)] for s, n in zip(starts, lengths, strict=True)]
+    return [walk[:-1] for walk in walks], [walk[-1] for walk in walks]
+
+
+def training_batch(histories: Sequence[Sequence[int]], negatives: int = 8, seed: int = 0, **options: Any) -> SeqBatch:
+    rng = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(ITEMS, (len(histories), negatives), generator=rng).tolist()
+    return make_batch(histories, drawn, **options)
+
+
+def loader(batches: list[SeqBatch]) -> DataLoader:
+    return DataLoader(batches, batch_size=None)
+
+
+def trainer(tmp_path: Path, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }
+    return pl.Trainer(**defaults | options)
+
+
+@pytest.fixture
+def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps called without a Trainer have nowhere to log to."""
+    monkeypatch.setattr(HSTU, "log", lambda *args, **kwargs: None)
+
+
+def test_learns_a_planted_sequence(tmp_path: Path) -> None:
+    histories, _ = planted()
+    batches = [training_batch(histories[i : i + 16], seed=i) for i in range(0, 64, 16)]
+    held_out, targets = planted(40, seed=1)
+    model = tiny(lr=1e-2)
+    fit = trainer(tmp_path, max_epochs=15)
+    fit.fit(model, loader(batches), loader([make_batch(held_out, targets=targets)]))
+    counts = torch.bincount(torch.tensor([i for row in histories for i in row]), minlength=ITEMS)
+    popular = popularity_hit_rate(counts, torch.tensor(targets))
+    assert fit.callback_metrics["val/hr@10"] > 0.95 > 2 * popular
+    assert fit.callback_metrics["val/ndcg@10"] > 0.9
+    assert fit.callback_metrics["val/loss"] < 1.0
+    assert fit.callback_metrics["train/loss"] < 0.5
+
+
+def test_bfloat16_learns_too(tmp_path: Path) -> None:
+    histories, _ = planted()
+    held_out, targets = planted(40, seed=1)
+    fit = trainer(tmp_path, max_epochs=20, precision="bf16-mixed")
+    val = loader([make_batch(held_out, targets=targets)])
+    fit.fit(tiny(lr=2e-2, num_layers=1), loader([training_batch(histories)]), val)
+    assert fit.callback_metrics["val/hr@10"] > 0.9
+
+
+@pytest.mark.usefixtures("unlogged")
+def test_loss_is_the_mean_over_positions() -> None:
+    """So the loss of a batch is the mean of its samples' losses, weighted by the positions they predict."""
+    model = tiny()
+    histories = planted(6)[0] + [[3]]
+    whole = training_batch(histories)
+    drawn = whole.features["negatives"].values().view(7, 8).tolist()
+    total, count = 0.0, 0
+    for history, negatives in zip(histories, drawn, strict=True):
+        part = make_batch([history], [negatives])
+        weight = int(model.num_predicted(part))
+        assert weight == len(history) - 1
+        total, count = total + weight * model.training_step(part, 0).item(), count + weight
+    assert int(model.num_predicted(whole)) == count
+    assert model.training_step(whole, 0).item() == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.usefixtures("unlogged")
+@pytest.mark.parametrize("histories", [[[3], [5]], []])
+def test_nothing_to_predict_gives_zero_loss_with_gradients(histories: list[list[int]]) -> None:
+    model = tiny()
+    batch = training_batch(histories) if histories else make_batch([])
+    loss = model.training_step(batch, 0)
+    assert loss == 0
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name  # data parallel training waits for every gradient
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.usefixtures("unlogged")
+def test_outputs_depend_on_the_past_alone() -> None:
+    model = tiny().eval()
+    first = model(make_batch([[1, 2, 3, 4, 5], [9, 8]]))
+    second = model(make_batch([[1, 2, 3, 4, 25], [9, 8]]))
+    assert torch.equal(first[:4], second[:4])
+    assert not torch.allclose(first[4], second[4])
+    torch.testing.assert_close(model(make_batch([[9, 8]])), first[5:])  # nor on the batch
+
+
+def test_time_and_order_matter() -> None:
+    model = tiny().eval()
+    for layer in model.layers:
+        torch.nn.init.normal_(layer.time_bias)
+        torch.nn.init.normal_(layer.position_bias)
+    base = model(make_batch([[1, 2, 3]]))[-1]
+    assert not torch.allclose(model(make_batch([[1, 2, 3]], gap=86_400))[-1], base)
+    assert not torch.allclose(model(make_batch([[2, 1, 3]]))[-1], base)
+
+
+@pytest.mark.usefixtures("unlogged")
+def test_features_of_the_events() -> None:
+    model = tiny(feature_sizes={"rating": 5, "device": 3})
+    histories = [[1, 2, 3], [4, 5]]
+    rating, device = [[0, 4, 1], [2, 2]], [[0, 1, 2], [0, 0]]
+    loss = model.training_step(training_batch(histories, features={"rating": rating, "device": device}), 0)
+    loss.backward()
+    assert model.embedding.embeddings["device"].weight.grad.any()
+    other = model.training_step(
+        training_batch(histories, features={"rating": [[1, 4, 1], [2, 2]], "device": device}), 0
+    )
+    assert other != loss
+    with pytest.raises(InputError, match=r"features: keys \['history', 'negatives', 'device', 'rating'\]"):
+        model.training_step(training_batch(histories, features={"device": device, "rating": rating}), 0)
+    with pytest.raises(InputError, match="name the features"):
+        model.training_step(training_batch(histories), 0)
+
+
+def test_validation_among_a_part_of_the_catalogue(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out, targets = planted(20, seed=1)
+    batch = make_batch(held_out, targets=targets)
+    model = tiny()
+    whole = trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0]
+    model.hparams["max_eval_items"] = ITEMS
+    assert trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0] == whole
+    model.hparams["max_eval_items"] = 9
+    monkeypatch.setattr(logging.getLogger("lightning_freescale"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        part = trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0]
+    assert part["val/hr@10"] == 1.0  # at most nine items before the target
+    assert part["val/ndcg@10"] > whole["val/ndcg@10"]
+    assert "9 random items of 30" in caplog.text
+
+
+def test_validation_needs_targets(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="targets: None"):
+        trainer(tmp_path).validate(tiny(), loader([make_batch([[1, 2]])]), verbose=False)
+
+
+def test_validation_ranks_by_brute_force(tmp_path: Path) -> None:
+    held_out, targets = planted(20, seed=1)
+    model = tiny()
+    logged = trainer(tmp_path).validate(model, loader([make_batch(held_out, targets=targets)]), verbose=False)[0]
+    items = torch.nn.functional.normalize(model.embedding.embeddings["item"].weight, dim=-1)
+    hits, gains = [], []
+    for history, target in zip(held_out, targets, strict=True):
+        order = (items @ model(make_batch([history]))[-1]).argsort(descending=True).tolist()
+        rank = order.index(target)
+        hits.append(rank < 10)
+        gains.append(1 / torch.log2(torch.tensor(rank + 2.0)).item() if rank < 10 else 0.0)
+    assert logged["val/hr@10"] == pytest.approx(sum(hits) / 20)
+    assert logged["val/ndcg@10"] == pytest.approx(sum(gains) / 20)
+
+
+def test_tables_on_the_meta_device() -> None:
+    model = HSTU(10**9, embedding_dim=128, meta_tables=True, feature_sizes={"rating": 5})
+    tables = model.embedding.embeddings
+    assert all(table.weight.is_meta for table in tables.values())
+    assert not any(parameter.is_meta for parameter in model.layers.parameters())
+    for config in model.embedding.embedding_configs():  # what sharding calls on the rows it has allocated
+        shard = torch.full((50, 128), torch.nan)
+        config.init_fn(shard)
+        assert shard.norm(dim=1).mean() == pytest.approx(1, abs=0.05)
+
+
+def test_shards_of_two_ranks_and_two_tables_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = tiny().embedding.embedding_configs()[0].init_fn
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def draw(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        torch.manual_seed(0)  # as Lightning seeds all ranks
+        tables = torch.empty(5, 16), torch.empty(5, 16)
+        for table in tables:
+            init(table)
+        return tables
+
+    first, second = draw(0), draw(1)
+    assert torch.equal(first[0], draw(0)[0])
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.usefixtures("unlogged")
+def test_sampling_correction_follows_the_counts() -> None:
+    model = tiny()
+    batch = training_batch(planted(4)[0])
+    plain = model.training_step(batch, 0)
+    model.correct_sampling(torch.ones(ITEMS))
+    torch.testing.assert_close(model.training_step(batch, 0), plain)  # uniform: nothing to correct
+    model.correct_sampling(torch.arange(ITEMS))
+    assert not torch.isclose(model.training_step(batch, 0), plain)
+
+
+def test_checkpoint_restores_model_and_settings(tmp_path: Path) -> None:
+    model = tiny(num_heads=4, feature_sizes={"rating": 5}, temperature=0.1)
+    fit = trainer(tmp_path, max_epochs=0)
+    fit.fit(model, loader([training_batch([[1, 2]], features={"rating": [[0, 1]]})]))
+    fit.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    loaded = HSTU.load_from_checkpoint(tmp_path / "model.ckpt", map_location="cpu")
+    assert loaded.hparams == model.hparams
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    assert isinstance(tiny().configure_optimizers(), torch.optim.AdamW)
+    made = tiny(lr=1.0, warmup_steps=4, max_steps=10).configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    rates = []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[7] == pytest.approx(0.5)
+    assert rates[10:] == [0.0, 0.0]
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ConfigurationError, match="num_heads: 3 does not divide embedding_dim 16"):
+        tiny(num_heads=3)
+    assert tiny(num_heads=3, qk_dim=4, v_dim=5)(make_batch([[1, 2]])).shape == (2, 16)
+
+
+@pytest.mark.usefixtures("unlogged")
+def test_cost_coefficients_count_the_products() -> None:
+    """Against PyTorch's own count: of one event (linear maps), and of a long history (attention by its pairs)."""
+    model = tiny(num_heads=4, qk_dim=8, v_dim=4)
+    linear, attention, candidate = model.cost_coefficients()
+
+    def counted(batch: SeqBatch) -> int:
+        with FlopCounterMode(display=False) as counter:
+            model.training_step(batch, 0).backward()
+        return counter.get_total_flops()
+
+    once = counted(training_batch([[1]], negatives=0))
+    assert once == linear + 2 * attention
+    long = 200  # one chunk: all pairs, where the formula has half of them
+    pairs = counted(training_batch([[1] * long], negatives=0)) - linear * long
+    assert pairs == 2 * attention * long**2
+    with_negatives = counted(training_batch([[1] * long], negatives=8)) - linear * long - pairs
+    assert with_negatives == candidate * 8 * 7 * 32  # seven whole tiles of 32 positions

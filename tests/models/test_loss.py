@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_freescale.errors import InputError
+from lightning_freescale.models import loss as loss_module
+from lightning_freescale.models.loss import sampled_softmax
+
+
+def make_inputs(lengths: list[int], negatives: int, items: int = 7, dim: int = 3, seed: int = 0) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    total, drawn = sum(lengths), len(lengths) * negatives
+    return [
+        torch.randn(total, dim, generator=rng, dtype=torch.float64).requires_grad_(),
+        torch.randn(total, dim, generator=rng, dtype=torch.float64).requires_grad_(),
+        torch.randint(items, (total,), generator=rng),
+        torch.randn(drawn, dim, generator=rng, dtype=torch.float64).requires_grad_(),
+        torch.randint(items, (drawn,), generator=rng),
+        torch.tensor([0, *lengths]).cumsum(0),
+    ]
+
+
+def naive(
+    outputs: Tensor,
+    items: Tensor,
+    item_ids: Tensor,
+    negatives: Tensor,
+    negative_ids: Tensor,
+    offsets: Tensor,
+    log_q: Tensor | None = None,
+    mask: bool = True,
+) -> Tensor:
+    """One position at a time, with ``torch.nn.functional.cross_entropy``."""
+    samples = len(offsets) - 1
+    per_sample = len(negatives) // samples
+    total = 0.0 * (outputs.sum() + items.sum() + negatives.sum())
+    for b in range(samples):
+        drawn = slice(b * per_sample, (b + 1) * per_sample)
+        for t in range(int(offsets[b]), int(offsets[b + 1]) - 1):
+            target = item_ids[t + 1]
+            kept = negative_ids[drawn] != target if mask else slice(None)
+            logits = torch.cat([items[t + 1][None], negatives[drawn][kept]]) @ outputs[t]
+            if log_q is not None:
+                logits = logits - log_q[torch.cat([target[None], negative_ids[drawn][kept]])]
+            total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(0))
+    return total
+
+
+def assert_equal_with_gradients(inputs: list[Tensor], log_q: Tensor | None = None) -> None:
+    learned = [inputs[0], inputs[1], inputs[3]]
+    got, expected = sampled_softmax(*inputs, log_q), naive(*inputs, log_q)
+    torch.testing.assert_close(got, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(got * 3, learned), torch.autograd.grad(expected * 3, learned), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=4), st.integers(0, 5), st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_equals_a_loop_over_positions(lengths: list[int], negatives: int, seed: int) -> None:
+    assert_equal_with_gradients(make_inputs(lengths, negatives, seed=seed))
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_TILES", chunk)
+    assert_equal_with_gradients(make_inputs([40, 3, 100, 1], 4))
+
+
+def test_sampling_correction() -> None:
+    log_q = torch.linspace(-5, -1, 7, dtype=torch.float64)
+    inputs = make_inputs([9, 30], 5)
+    assert_equal_with_gradients(inputs, log_q)
+    assert not torch.isclose(sampled_softmax(*inputs, log_q), sampled_softmax(*inputs))
+
+
+def test_a_negative_that_is_the_target_is_masked() -> None:
+    inputs = make_inputs([20], 6, items=3)  # three items only: many clashes
+    assert not torch.isclose(naive(*inputs), naive(*inputs, mask=False))  # negative control: masking matters here
+    assert_equal_with_gradients(inputs)
+
+
+def test_all_negatives_masked_leaves_a_certain_target() -> None:
+    inputs = make_inputs([5, 4], 3, items=1)
+    got = sampled_softmax(*inputs)
+    assert got == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(got, [inputs[0], inputs[1], inputs[3]]))
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [], [0, 0]])
+def test_nothing_to_predict_is_zero_with_gradients(lengths: list[int]) -> None:
+    inputs = make_inputs(lengths, 4)
+    got = sampled_softmax(*inputs)
+    assert got == 0
+    for grad in torch.autograd.grad(got, [inputs[0], inputs[1], inputs[3]]):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_nan_reaches_the_loss() -> None:
+    inputs = make_inputs([5], 2)
+    inputs[0].data[1] = torch.nan
+    assert sampled_softmax(*inputs).isnan()
+
+
+def test_uneven_negatives_are_refused() -> None:
+    inputs = make_inputs([5, 5], 2)
+    with pytest.raises(InputError, match="negatives: 3 for 2 samples"):
+        sampled_softmax(*inputs[:3], inputs[3][:3], inputs[4][:3], inputs[5])
