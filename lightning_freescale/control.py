@@ -34,7 +34,7 @@ class Header(NamedTuple):
     """What one rank tells the others about one batch."""
 
     status: Status
-    samples: int = 0
+    weight: int = 0  # samples or tokens that this rank's mean loss is taken over
     stop: bool = False  # SIGTERM was received
     bad_step: int = -1  # first step whose loss was not finite, -1 if none
 
@@ -59,8 +59,8 @@ class Posted:
         except RuntimeError as error:
             raise self._control.missing_ranks(f"the header of batch {self._sequence}", error) from error
         self._headers = [
-            Header(Status(status), samples, bool(stop), bad_step)
-            for status, samples, stop, bad_step in (row.tolist() for row in self._received)
+            Header(Status(status), weight, bool(stop), bad_step)
+            for status, weight, stop, bad_step in (row.tolist() for row in self._received)
         ]
         return self._headers
 
@@ -82,12 +82,12 @@ class Control:
         self._bad_loss: tuple[int, float] | None = None  # (step, value)
 
     # ---- per batch ----------------------------------------------------------------------------------------------
-    def post(self, status: Status, samples: int = 0) -> Posted:
+    def post(self, status: Status, weight: int = 0) -> Posted:
         """Tell the other ranks about the batch just fetched. Returns at once."""
         self._read_losses(wait=False)
         self._posted += 1
         bad_step = self._bad_loss[0] if self._bad_loss else -1
-        return Posted(self, Header(status, samples, self.stop_requested, bad_step), self._posted)
+        return Posted(self, Header(status, weight, self.stop_requested, bad_step), self._posted)
 
     # ---- losses -------------------------------------------------------------------------------------------------
     def watch_loss(self, step: int, loss: Tensor) -> None:

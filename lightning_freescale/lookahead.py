@@ -28,7 +28,7 @@ class LookaheadLoader:
 
     Args:
         loader: any iterable of batches; its attributes stay visible (``sampler``, ``dataset``, ...), as Lightning needs.
-        stage: called on each batch when it is fetched, returns the staged batch and its number of samples.
+        stage: called on each batch when it is fetched, returns the staged batch and its weight in the loss.
         control: the ranks' side channel.
         limit: number of batches an epoch may have; ``inf`` if unknown.
         on_stop: called when any rank was asked to stop; raises.
@@ -91,13 +91,13 @@ class LookaheadLoader:
         try:
             if past_limit:
                 raise StopIteration
-            batch, samples = self._stage(next(source))
+            batch, weight = self._stage(next(source))
         except StopIteration:
             return _Fetched(None, None, self._control.post(Status.END), None)
         except Exception as error:  # raised on every rank when this batch is due
             return _Fetched(None, None, self._control.post(Status.ERROR), error)
         inner_state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-        return _Fetched(batch, inner_state, self._control.post(Status.BATCH, samples), None)
+        return _Fetched(batch, inner_state, self._control.post(Status.BATCH, weight), None)
 
     def _act_on(self, headers: list[Header], error: Exception | None) -> None:
         """Do what the ranks' words about the current batch ask for, on all of them alike."""
@@ -131,7 +131,7 @@ class LookaheadLoader:
             self._yielded = done
             return iter(self.loader), done
         for owner in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
-            if hasattr(owner, "resume"):
+            if owner is not None and hasattr(owner, "resume"):
                 owner.resume(done)
                 self._yielded = done
                 return iter(self.loader), done

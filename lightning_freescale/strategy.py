@@ -23,9 +23,9 @@ from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
 from lightning_freescale.embedding.prioritized import Groups
 from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.streams import SideStream
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.lookahead import LookaheadLoader
+from lightning_freescale.streams import SideStream
 
 if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespace
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -55,6 +55,9 @@ class FreeScaleMixin(_Base):
         prioritize: ``True``: rows that the next batch does not share are exchanged behind dense compute, shared ones first;
             the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
         transport: ``"auto"``: NCCL on CUDA, gloo on CPU.
+        loss_reduction: what the loss of ``training_step`` is a mean over, ``"sample"`` or ``"token"`` (events of the
+            histories). Ranks may hold different numbers of them: each rank's loss is weighted by its share, so that the
+            gradient is that of the mean over the global batch. A model's own attribute ``loss_reduction`` comes first.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         ddp_kwargs: as for :class:`lightning.pytorch.strategies.DDPStrategy`.
     """
@@ -72,6 +75,7 @@ class FreeScaleMixin(_Base):
         balance: Literal["fixed", "variable", "zigzag", "off"] = "fixed",
         prioritize: bool | Literal["auto"] = "auto",
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
+        loss_reduction: Literal["sample", "token"] = "sample",
         timeout: float | timedelta = 600.0,
         **ddp_kwargs: Any,
     ) -> None:
@@ -84,6 +88,7 @@ class FreeScaleMixin(_Base):
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer = sharding, embedding_optimizer
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
+        self._loss_reduction = loss_reduction
         self._sharded: DistributedModelParallel | None = None
         self._rows: dict[str, int] = {}
         self._base_lr: list[float] = []
@@ -109,6 +114,11 @@ class FreeScaleMixin(_Base):
             prioritize=False,
         )
 
+    @property
+    def _module(self) -> Any:
+        """The user's LightningModule: the Trainer connects it before it calls any hook."""
+        return self.lightning_module
+
     # ---- set-up: process groups, then the model ---------------------------------------------------------------------
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -123,6 +133,7 @@ class FreeScaleMixin(_Base):
         self._refuse_inexact(trainer)
         self._say_choices()
         fitting = trainer.state.fn == FITTING
+        assert self.model is not None
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
@@ -145,7 +156,7 @@ class FreeScaleMixin(_Base):
                 f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
             )
         self._refuse_accumulation(trainer)
-        if trainer.gradient_clip_val and tables.embedding_modules(self.lightning_module):
+        if trainer.gradient_clip_val and tables.embedding_modules(self._module):
             say_once(
                 f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters; the tables are updated inside "
                 "backward, row by row, and are not part of the norm"
@@ -170,7 +181,7 @@ class FreeScaleMixin(_Base):
             )
 
     def _shard(self) -> None:
-        module = self.lightning_module
+        module = self._module
         done = getattr(module, "_freescale", None)
         if done is None:
             done = self._rows, self._sharded = tables.rows_by_feature(module), self._wrap(module)
@@ -206,7 +217,7 @@ class FreeScaleMixin(_Base):
     def _prioritize_exchange(self) -> None:
         modules = {
             name: module
-            for name, module in self.lightning_module.named_modules()
+            for name, module in self._module.named_modules()
             if isinstance(module, ShardedEmbeddingCollection)
         }
         if not self._prioritize or not modules:
@@ -222,7 +233,7 @@ class FreeScaleMixin(_Base):
         super().setup_optimizers(trainer)
         assert self._sharded is not None
         fused = {id(parameter) for parameter in self._sharded.fused_optimizer.params.values()}
-        fused |= {id(p) for p in self.lightning_module.parameters() if hasattr(p, "_in_backward_optimizers")}
+        fused |= {id(p) for p in self._module.parameters() if hasattr(p, "_in_backward_optimizers")}
         for optimizer in self.optimizers:  # the user wrote Adam(self.parameters()); the tables have their own optimizer
             for group in optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in fused]
@@ -245,12 +256,12 @@ class FreeScaleMixin(_Base):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def _stop_together(self) -> None:
-        self.lightning_module.trainer._signal_connector.received_sigterm = True
+        self._module.trainer._signal_connector.received_sigterm = True
         raise self._sigterm_exception
 
     # ---- data: batches are checked and copied as soon as they are fetched ----------------------------------------------
     def process_dataloader(self, dataloader: object) -> LookaheadLoader:
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         assert self.control is not None
         training = trainer.training
         loader = LookaheadLoader(
@@ -266,14 +277,14 @@ class FreeScaleMixin(_Base):
 
     def _stage(self, batch: Any) -> tuple[Any, int]:
         staging.check(batch, self._rows)
-        samples = staging.count_samples(batch)
-        trainer = self.lightning_module.trainer
+        weight = staging.loss_weight(batch, self._reduction())
+        trainer = self._module.trainer
         hooks = trainer._data_connector._datahook_selector
         if self._is_overridden("on_before_batch_transfer", hooks.get_instance("on_before_batch_transfer")):
-            return batch, samples  # Lightning calls the user's hook on it when the batch is due
+            return batch, weight  # Lightning calls the user's hook on it when the batch is due
         batch = trainer.precision_plugin.convert_input(batch)
         move = super().batch_to_device
-        return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), samples
+        return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), weight
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         staged, found = staging.unwrap(batch)
@@ -283,10 +294,10 @@ class FreeScaleMixin(_Base):
     def on_train_start(self) -> None:
         super().on_train_start()
         # Reading trainer.estimated_stepping_batches in configure_optimizers() drops the loader's state (Lightning #20550).
-        self.lightning_module.trainer.fit_loop._load_combined_loader_states()
+        self._module.trainer.fit_loop._load_combined_loader_states()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_accumulation(self.lightning_module.trainer)  # a callback may schedule it
+        self._refuse_accumulation(self._module.trainer)  # a callback may schedule it
         self._follow_learning_rate()
         if self.schedule is not None:
             self.schedule.begin_step(*self._features_ahead(args[0]))
@@ -309,10 +320,26 @@ class FreeScaleMixin(_Base):
             group["lr"] = base * scale
         fused.step()  # hands the rate to the kernels, changes no weight
 
+    def _reduction(self) -> str:
+        """What the model's loss is a mean over: its own word (an attribute ``loss_reduction``) before the strategy's."""
+        reduction = getattr(self._module, "loss_reduction", None) or self._loss_reduction
+        if reduction not in staging.REDUCTIONS:
+            raise ConfigurationError(
+                f"loss_reduction={reduction!r} is unknown; choose one of {', '.join(staging.REDUCTIONS)}"
+            )
+        return reduction
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Weight the loss by this rank's share of the global batch: averaged over ranks, it is the global mean then."""
+        weights = [header.weight for header in self._train_loader.headers] if self._train_loader is not None else []
+        if len(set(weights)) > 1:
+            closure_loss = closure_loss * (weights[self.global_rank] * len(weights) / sum(weights))
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         assert self.control is not None
-        self.control.watch_loss(self.lightning_module.trainer.global_step, closure_loss)
+        self.control.watch_loss(self._module.trainer.global_step, closure_loss)
         if self.schedule is not None:
             self.schedule.before_backward()
 
@@ -335,11 +362,11 @@ class FreeScaleMixin(_Base):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.flush()
-        self._table_steps = table_state.steps(self.lightning_module)
+        self._table_steps = table_state.steps(self._module)
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        table_state.set_steps(self.lightning_module, self._table_steps)  # validation's lookups are no training steps
+        table_state.set_steps(self._module, self._table_steps)  # validation's lookups are no training steps
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     @property
@@ -358,7 +385,7 @@ class FreeScaleMixin(_Base):
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             sharded["table_optimizer"] = table_state.optimizer_tensors(self._sharded)
-            checkpoint["table_optimizer_steps"] = table_state.steps_of_all_ranks(self.lightning_module, self.control)
+            checkpoint["table_optimizer_steps"] = table_state.steps_of_all_ranks(self._module, self.control)
         checkpoints.save(Path(self.broadcast(filepath)), sharded, checkpoint, self.control)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -366,7 +393,7 @@ class FreeScaleMixin(_Base):
         assert self._sharded is not None
         path = Path(self.broadcast(checkpoint_path))
         checkpoints.verify(path, self.control)
-        module = self.lightning_module
+        module = self._module
         state: dict[str, Any] = {"state_dict": module.state_dict()}
         checkpoints.check_same_model(path, state["state_dict"], module.strict_loading)
         meta = checkpoints.load_meta(path, weights_only)
@@ -395,7 +422,7 @@ class FreeScaleMixin(_Base):
             or isinstance(exception, (FreeScaleError, KeyboardInterrupt))
         ):
             return  # our own errors name the rank already
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         exception.add_note(
             f"rank {self.global_rank} of {self.world_size}, step {trainer.global_step}: {self.control.last_words(exception)}"
         )
@@ -406,7 +433,7 @@ class FreeScaleMixin(_Base):
             self.schedule.close(flush=not self._failed)
             self.schedule = None
         if isinstance(self.model, DistributedDataParallel):
-            self.model = self.lightning_module
+            self.model = self._module
         if self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         assert self.cluster_environment is not None

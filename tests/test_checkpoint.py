@@ -54,7 +54,7 @@ def fit(
 ) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     model = ReadsSteppingBatches() if esb else toy.Model()
-    defaults = {"sharding": "row_wise", "embedding_optimizer": {"optimizer": "adagrad", "lr": 0.1}}
+    defaults = {"sharding": "row_wise", "embedding_optimizer": {"optimizer": "adagrad", "lr": 0.1}, "prioritize": True}
     strategy = FreeScaleStrategy(**(defaults | (strategy_options or {})))
     if folder is not None:
         save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=-1)
@@ -90,6 +90,23 @@ def test_resume_gives_the_batches_and_losses_of_the_uninterrupted_run(tmp_path: 
         assert rest["losses"] == whole["losses"][done:]
         assert toy.same(rest["weights"], whole["weights"])
         assert toy.same(rest["optimizer"], whole["optimizer"])
+
+
+def test_checkpoints_of_both_paths_are_the_same(tmp_path: Path) -> None:
+    """Saved in the middle, with gradients under way: they are applied before, and training goes on the same."""
+    runs = {
+        mode: run_ranks(fit, args=(2, str(tmp_path / str(mode)), None, None, {"prioritize": mode}))[0]
+        for mode in (True, False)
+    }
+    assert runs[True]["losses"] == runs[False]["losses"]
+    for name in ("epoch=0-step=5.ckpt", "epoch=1-step=30.ckpt"):
+        a, b = (fs.export(tmp_path / str(mode) / name, tmp_path / f"{mode}.pt") for mode in (True, False))
+        assert toy.same(a, b)
+    crossed = run_ranks(
+        fit, args=(2, None, str(tmp_path / "True" / "epoch=0-step=5.ckpt"), None, {"prioritize": False})
+    )[0]
+    assert crossed["losses"] == runs[True]["losses"][5:]
+    assert toy.same(crossed["optimizer"], runs[True]["optimizer"])
 
 
 def test_resume_at_the_end_of_a_limited_epoch(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
@@ -19,10 +19,25 @@ from tests.ranks import RankFailed, run_ranks
 
 
 class Plain(FreeScaleStrategy):
-    """The same strategy without the look-ahead loader: the slow path to compare with."""
+    """The same strategy without the look-ahead loader and without its exchange: the slow path to compare with."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "prioritize": False})
 
     def process_dataloader(self, dataloader: object) -> Any:
         return dataloader
+
+
+class Prioritized(FreeScaleStrategy):
+    """Leaves on the model what became of each embedding module."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "prioritize": True})
+
+    def teardown(self) -> None:
+        if self.schedule is not None:
+            self.lightning_module.lanes = {lane.name: lane.off or "prioritized" for lane in self.schedule.lanes}
+        super().teardown()
 
 
 def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: type = toy.Model) -> dict[str, Any]:
@@ -30,7 +45,13 @@ def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: t
     module = model()
     trainer = toy.trainer(strategy(embedding_optimizer={"optimizer": "adagrad", "lr": 0.1}), world, **options)
     trainer.fit(module, toy.loader(), toy.loader(8, shuffle=False))
-    return {"seen": module.seen, "losses": module.losses, "steps": trainer.global_step, "weights": toy.weights(module)}
+    return {
+        "seen": module.seen,
+        "losses": module.losses,
+        "steps": trainer.global_step,
+        "weights": toy.weights(module),
+        "lanes": getattr(module, "lanes", None),
+    }
 
 
 @pytest.mark.parametrize(
@@ -51,10 +72,11 @@ def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: t
     ],
     ids=str,
 )
-def test_lookahead_changes_nothing(options: dict[str, Any]) -> None:
+def test_lookahead_and_prioritized_exchange_change_nothing(options: dict[str, Any]) -> None:
     for plain, ahead in zip(
-        run_ranks(fit, args=(Plain, 2, options)), run_ranks(fit, args=(FreeScaleStrategy, 2, options)), strict=True
+        run_ranks(fit, args=(Plain, 2, options)), run_ranks(fit, args=(Prioritized, 2, options)), strict=True
     ):
+        assert ahead["lanes"] == {"embeddings": "prioritized"}
         assert ahead["steps"] == plain["steps"] > 0
         assert ahead["seen"] == plain["seen"]
         assert ahead["losses"] == plain["losses"]
@@ -65,7 +87,7 @@ def test_lookahead_changes_nothing(options: dict[str, Any]) -> None:
 def test_number_of_ranks(world: int) -> None:
     for plain, ahead in zip(
         run_ranks(fit, world, args=(Plain, world, {"max_steps": 6})),
-        run_ranks(fit, world, args=(FreeScaleStrategy, world, {"max_steps": 6})),
+        run_ranks(fit, world, args=(Prioritized, world, {"max_steps": 6})),
         strict=True,
     ):
         assert ahead["losses"] == plain["losses"]
@@ -107,14 +129,90 @@ class TwoCollections(toy.Model):
         return super().loss(batch) + self.more(batch.features)["clicks"].values().square().mean()
 
 
-@pytest.mark.parametrize("model", [MetaTables, Manual, TwoCollections], ids=lambda model: model.__name__)
-def test_models(model: type) -> None:
-    options = {"limit_val_batches": 1}
+class Thrice(toy.Model):
+    """Asks for the rows anew for every feature."""
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.head(torch.cat([toy.mean(self.embeddings(features)[key]) for key in toy.FEATURES], dim=1)).squeeze(
+            -1
+        )
+
+
+class SometimesTwice(toy.Model):
+    """Keeps to one call a step for a while, then makes a second."""
+
+    def loss(self, batch: toy.Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        if self.training and self.global_step >= 5:
+            loss = loss + self.embeddings(batch.features)["carts"].values().square().sum()
+        return loss
+
+
+class OwnFeatures(toy.Model):
+    """Builds its KeyedJaggedTensor inside the step."""
+
+    def loss(self, batch: toy.Batch) -> torch.Tensor:
+        features = KeyedJaggedTensor(batch.features.keys(), batch.features.values(), lengths=batch.features.lengths())
+        return torch.nn.functional.binary_cross_entropy_with_logits(self(features), batch.label)
+
+
+class PeeksWithoutGradient(toy.Model):
+    """Looks at the rows once more for a metric."""
+
+    def loss(self, batch: toy.Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        with torch.no_grad():
+            norm = self.embeddings(batch.features)["clicks"].values().norm()
+        return loss + 0 * norm
+
+
+class SkipsSteps(Manual):
+    """Takes no step in some of the batches, after the forward pass."""
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> None:  # type: ignore[override]
+        if batch_idx % 4 == 2:
+            toy.Model.training_step(self, batch, batch_idx)
+        else:
+            super().training_step(batch, batch_idx)
+
+
+class IgnoresATable(toy.Model):
+    """The loss does not depend on the table-wise sharded one."""
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        rows = self.embeddings(features)
+        return self.head(
+            torch.cat([toy.mean(rows["clicks"]), toy.mean(rows["carts"]), toy.mean(rows["carts"])], dim=1)
+        ).squeeze(-1)
+
+
+ON = {"embeddings": "prioritized"}
+TWICE = {"embeddings": "called more than once a step"}
+
+
+@pytest.mark.parametrize(
+    ("model", "lanes"),
+    [
+        (MetaTables, ON),
+        (Manual, ON),
+        (TwoCollections, ON | {"more": "prioritized"}),
+        (PeeksWithoutGradient, ON),
+        (SkipsSteps, ON),
+        (IgnoresATable, ON),
+        (Thrice, TWICE),
+        (SometimesTwice, TWICE),
+        (OwnFeatures, {"embeddings": "called with features that are not part of the batch"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models(model: type, lanes: dict[str, str]) -> None:
+    options = {"limit_val_batches": 1, "val_check_interval": 0.5}
     for plain, ahead in zip(
         run_ranks(fit, args=(Plain, 2, options, model)),
-        run_ranks(fit, args=(FreeScaleStrategy, 2, options, model)),
+        run_ranks(fit, args=(Prioritized, 2, options, model)),
         strict=True,
     ):
+        assert ahead["lanes"] == lanes
         assert all(torch.isfinite(torch.tensor(ahead["losses"])))
         assert ahead["losses"] == plain["losses"]
         assert toy.same(ahead["weights"], plain["weights"])
@@ -278,3 +376,38 @@ def test_a_failing_rank_ends_the_others_with_its_own_traceback() -> None:
         run_ranks(fit_broken, args=(Failing,), every_error=True, timeout=30)
     assert "the user's own mistake" in failure.value.errors[1]
     assert "rank 1 ended with ValueError: the user's own mistake" in failure.value.errors[0]
+
+
+# ---- shares of the global batch ------------------------------------------------------------------------------------------
+class Uneven:
+    """Rank r gets r + 1 samples a batch: the same global batches as one rank with all of them."""
+
+    def __init__(self, rank: int, world: int):
+        sizes = range(1, world + 1)
+        start = sum(sizes[:rank]) if world > 1 else 0
+        self.slices = [slice(6 * k + start, 6 * k + start + (sizes[rank] if world > 1 else 6)) for k in range(5)]
+        self.samples = toy.Samples(64)
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def __iter__(self) -> Any:
+        return (toy.collate([self.samples[i] for i in range(s.start, s.stop)]) for s in self.slices)
+
+
+def fit_uneven(rank: int, world: int, reduction: str | None = "sample") -> dict[str, torch.Tensor]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    model.loss_reduction = reduction
+    strategy = FreeScaleStrategy(sharding="row_wise", embedding_optimizer={"optimizer": "sgd", "lr": 0.1})
+    toy.trainer(strategy, world, max_epochs=1).fit(model, Uneven(rank, world))
+    return toy.weights(model)
+
+
+def test_unequal_shares_train_as_one_rank_with_the_whole_batch() -> None:
+    whole = run_ranks(fit_uneven, 1, args=(1,))[0]
+    shared = run_ranks(fit_uneven, 3, args=(3,))[0]
+    wrong = run_ranks(fit_uneven, 3, args=(3, "token"))[0]  # negative control: the loss is a mean over samples
+    for key, value in whole.items():
+        torch.testing.assert_close(shared[key], value, rtol=1e-4, atol=1e-6)
+    assert any((wrong[key] - value).abs().max() > 1e-3 for key, value in whole.items())

@@ -77,7 +77,8 @@ class Model(pl.LightningModule):
         if self.bags:
             pooled = self.embeddings(features).values()
         else:
-            pooled = torch.cat([_mean(self.embeddings(features)[key]) for key in FEATURES], dim=1)
+            rows = self.embeddings(features)
+            pooled = torch.cat([mean(rows[key]) for key in FEATURES], dim=1)
         return self.head(pooled).squeeze(-1)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -98,7 +99,7 @@ class Model(pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def _mean(jagged: Any) -> Tensor:
+def mean(jagged: Any) -> Tensor:
     """Mean over the events of each sample, ``[B, D]``."""
     lengths = jagged.lengths()
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())

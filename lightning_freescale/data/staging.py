@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.data.batch import SeqBatch, check_jagged
-from lightning_freescale.streams import SideStream
 from lightning_freescale.errors import InputError
+from lightning_freescale.streams import SideStream
 
 
 def parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
@@ -34,10 +34,19 @@ def parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
             stack.extend(reversed(list(vars(item).values())))
 
 
-def count_samples(batch: Any) -> int:
-    """Samples of this rank: the stride of the first KeyedJaggedTensor, else the first dimension of the first tensor."""
+REDUCTIONS = ("sample", "token")
+
+
+def loss_weight(batch: Any, reduction: str) -> int:
+    """What a mean loss over this rank's batch counts for in the mean over all ranks.
+
+    ``"sample"``: the stride of the first KeyedJaggedTensor, else the first dimension of the first tensor. ``"token"``: the
+    predicted positions of the histories, one less than their events each; for batches of other types, all ids.
+    """
+    if isinstance(batch, SeqBatch) and reduction == "token":
+        return int((batch.lengths - 1).sum())
     for features in parts(batch, KeyedJaggedTensor):
-        return features.stride()
+        return features.values().numel() if reduction == "token" else features.stride()
     for tensor in parts(batch, Tensor):
         return tensor.shape[0] if tensor.ndim else 1
     return 1

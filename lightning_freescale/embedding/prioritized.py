@@ -32,8 +32,8 @@ from lightning_freescale.embedding.collisions import (
     place_within,
 )
 from lightning_freescale.embedding.state import kernels_of
-from lightning_freescale.streams import SideStream, current_stream, keep_for
 from lightning_freescale.errors import FreeScaleError
+from lightning_freescale.streams import SideStream, current_stream, keep_for
 
 COLLISION, EXCLUSIVE = "collision", "exclusive"
 

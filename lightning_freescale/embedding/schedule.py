@@ -78,7 +78,8 @@ class Lane:
     # ---- a step ----------------------------------------------------------------------------------------------------------
     def begin(self, now: KeyedJaggedTensor, soon: KeyedJaggedTensor | None, later: KeyedJaggedTensor | None) -> None:
         moves = self.moves
-        if self.current is None or self.current.kjt is not now:  # the first prioritized step
+        if self.current is None or self.current.kjt is not now:  # the first step, or the one before took no backward
+            self.apply_late()
             self.drop()
             moves.take_over()
             self.current = moves.ask(now)
