@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_freescale._log import say_once
+from lightning_freescale.balance.planner import Planner
 from lightning_freescale.data.cache import cached
 from lightning_freescale.data.columns import TimeUnit
 from lightning_freescale.data.dataset import MIN_EVENTS, HistoryDataset
@@ -37,7 +38,10 @@ class SeqRecDataMixin:
         data: ``"synthetic"``, a path, or :class:`~.histories.Histories`.
         batch_size: samples per rank and step; the global batch has ``batch_size * world_size``.
         max_history: events kept of each history, the latest.
-        balance: how samples are dealt to the ranks by their cost; ``"off"`` deals them evenly by count.
+        balance: how the samples of a global batch are dealt to the ranks by their cost: ``"fixed"`` (equal sample counts),
+            ``"variable"`` (counts as they come), ``"zigzag"``, or a :class:`~lightning_freescale.balance.Planner`, which
+            says more; ``"off"`` deals them like cards. The samples of a step are the same with all of them. A stream
+            cannot be balanced here: the strategy does it.
         num_workers: processes per rank that collate batches; 0 collates in the training process.
         seed: of shuffling and negatives, and of synthetic data.
         num_negatives: sampled negatives of each training sample.
@@ -66,7 +70,7 @@ class SeqRecDataMixin:
         *,
         batch_size: int,
         max_history: int,
-        balance: str = "fixed",
+        balance: str | Planner = "fixed",
         num_workers: int = 0,
         seed: int = 0,
         num_negatives: int = 64,
@@ -96,7 +100,8 @@ class SeqRecDataMixin:
             raise ConfigurationError(f"feature_columns: a sequence of names, not {feature_columns!r}")
         if num_items is not None and not streaming:
             raise ConfigurationError("num_items: only with streaming=True; otherwise the items are counted")
-        self.data, self.batch_size, self.max_history, self.balance = data, batch_size, max_history, balance
+        self.data, self.batch_size, self.max_history = data, batch_size, max_history
+        self.planner = Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
         self.num_negatives, self.negatives = num_negatives, negatives
         self.format, self.min_events, self.streaming, self._num_items = format, min_events, streaming, num_items
@@ -155,11 +160,21 @@ class SeqRecDataMixin:
         _ = self.stream_index if self.streaming else self.histories
 
     def train_dataloader(self) -> DataLoader:
-        if self.balance != "off":
-            say_once(f"balance={self.balance!r}: not available at the source in this version, batches are not balanced")
+        self._say_balance()
         # What overfits must see the same batches each epoch; Lightning would replace a sampler that shuffles.
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader(self._negative_sampler(), self.shuffle and not overfit, self.drop_last)
+        return self._loader(self._negative_sampler(), self.shuffle and not overfit, self.drop_last, self.planner)
+
+    def _say_balance(self) -> None:
+        if self.planner is None or getattr(self.trainer, "world_size", 1) == 1:
+            return
+        mode = f"balance={self.planner.mode!r}"
+        if self.streaming:
+            say_once(
+                f"{mode}: the lengths of a stream are not known beforehand; it is balanced if the strategy does so"
+            )
+        else:
+            say_once(f"{mode}: balanced at the source, every rank reads the samples that make its work equal")
 
     def val_dataloader(self) -> DataLoader:
         return self._loader(None, shuffle=False, drop_last=False)
@@ -170,7 +185,9 @@ class SeqRecDataMixin:
             counts = self.stream_index.item_counts if self.streaming else self.histories.item_counts
         return NegativeSampler(self.num_items, self.num_negatives, self.negatives, counts, self.seed)
 
-    def _loader(self, negatives: NegativeSampler | None, shuffle: bool, drop_last: bool) -> DataLoader:
+    def _loader(
+        self, negatives: NegativeSampler | None, shuffle: bool, drop_last: bool, planner: Planner | None = None
+    ) -> DataLoader:
         trainer = self.trainer
         ranks: dict[str, Any] = {
             "num_replicas": trainer.world_size if trainer else 1,
@@ -189,7 +206,8 @@ class SeqRecDataMixin:
             )
             return StreamLoader(stream, epoch=(lambda: trainer.current_epoch) if trainer else None, **workers)
         dataset = HistoryDataset(self.histories, self.max_history, negatives)
-        sampler = (GlobalBatchSampler if shuffle else SequentialBatchSampler)(dataset, self.batch_size, **ranks)
+        kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
+        sampler = kind(dataset, self.batch_size, planner=planner, **ranks)
         # Lightning opens the first epoch's iterator before it sets the epoch; after a resume that is not epoch 0.
         sampler.set_epoch(trainer.current_epoch if trainer else 0)
         return DataLoader(dataset, sampler=sampler, batch_size=None, **workers)

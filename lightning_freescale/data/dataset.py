@@ -118,6 +118,11 @@ class HistoryDataset(Dataset):
         """``[len(self)]``, the history length of each sample."""
         return np.minimum(self.histories.lengths - 1, self.max_history)
 
+    @property
+    def candidates(self) -> NDArray[np.int64]:
+        """``[len(self)]``, how many negatives the positions of each sample are scored against, together."""
+        return (self.lengths - 1) * (self.negatives.count if self.negatives else 0)
+
     def __getitem__(self, users: int | Sequence[int]) -> SeqBatch:
         """Collate the samples of ``users [B]``; a :class:`~.sampler.LocalBatch` also says the negatives' epoch."""
         indices = np.atleast_1d(np.asarray(users, dtype=np.int64))
