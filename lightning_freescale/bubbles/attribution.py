@@ -109,21 +109,15 @@ def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
     busy: dict[Span, float] = {}  # seconds the engine spent in each span itself
     for start, end, span in segments:
         busy[span] = busy.get(span, 0.0) + end - start
+    values["input_wait"] = sum(seconds for span, seconds in busy.items() if span.kind.role is Role.WAITING)
     waits = np.full((len(EXCHANGES), SLOTS, 3), np.nan)
-    used = dict.fromkeys(EXCHANGES, 0)
-    # Waits of no length take a slot too: the same collective must have the same slot on every rank.
-    for span in sorted((span for span in step.spans if span.track == ENGINE), key=lambda span: span.start):
+    for span, slot in _slots(step.spans).items():
         seconds = busy.get(span, 0.0)
-        if span.kind.role is Role.WAITING:
-            values["input_wait"] += seconds
-        elif span.kind.role is Role.COMMUNICATION:
-            slot = used[span.kind]
-            used[span.kind] = slot + 1
-            if slot < SLOTS:
-                waits[EXCHANGES.index(span.kind), slot] = (span.arrived + offset, span.start + offset, seconds)
-            else:
-                part = "dense" if span.kind is Kind.ALLREDUCE else "embedding"
-                values[f"unmatched_{part}"] += seconds
+        if slot < SLOTS:
+            waits[EXCHANGES.index(span.kind), slot] = (span.arrived + offset, span.start + offset, seconds)
+        else:
+            part = "dense" if span.kind is Kind.ALLREDUCE else "embedding"
+            values[f"unmatched_{part}"] += seconds
     return np.concatenate([np.array([values[name] for name in _SCALARS]), waits.ravel()])
 
 
@@ -179,3 +173,45 @@ def attribute(accounts: NDArray[np.float64]) -> Bubbles:
         parts,
         {name: scalars[name] for name in COUNTS},
     )
+
+
+def label(steps: Sequence[Step]) -> list[list[tuple[float, float, str]]]:
+    """What the engine of each rank did in one step, for pictures: ``(start, end, label)``, disjoint and in order.
+
+    A label is the kind of a span, or ``"straggler"`` for the part of an exchange before the last rank joined it.
+
+    Args:
+        steps: the same step of every rank, on a common clock.
+    """
+    flat = [flatten((span for span in step.spans if span.track == ENGINE), step.start, step.end) for step in steps]
+    slots = [_slots(step.spans) for step in steps]
+    last: dict[tuple[Kind, int], float] = {}
+    for numbered in slots:
+        for span, slot in numbered.items():
+            last[span.kind, slot] = max(last.get((span.kind, slot), -np.inf), np.nan_to_num(span.arrived, nan=-np.inf))
+    labelled: list[list[tuple[float, float, str]]] = []
+    for segments, numbered in zip(flat, slots, strict=True):
+        labelled.append([])
+        for start, end, span in segments:
+            joined = start
+            if span in numbered:
+                joined = min(max(start, last[span.kind, numbered[span]]), end)
+                if joined > start:
+                    labelled[-1].append((start, joined, "straggler"))
+            if end > joined:
+                labelled[-1].append((joined, end, span.kind.value))
+    return labelled
+
+
+def _slots(spans: Iterable[Span]) -> dict[Span, int]:
+    """Number of each exchange on the engine's track among those of its kind, the same on every rank.
+
+    Waits of no length are numbered too, or the others would be matched with the wrong ones.
+    """
+    used = dict.fromkeys(EXCHANGES, 0)
+    numbered = {}
+    waits = (span for span in spans if span.track == ENGINE and span.kind.role is Role.COMMUNICATION)
+    for span in sorted(waits, key=lambda span: span.start):
+        numbered[span] = used[span.kind]
+        used[span.kind] += 1
+    return numbered

@@ -192,6 +192,13 @@ class CollisionEstimate:
         self.counting = False  # whether the batch is compared with the one before, or only remembered
         self._before: dict[Any, Tensor] = {}
 
+    def follow(self, count: bool, remember: bool) -> None:
+        """Say, before a step, what is wanted of it. It can be counted only if the step before was remembered."""
+        self.counting = count and self.watching
+        self.watching = remember
+        if not remember:
+            self._before.clear()
+
     def see(self, key: Any, lookup: Any, features: KeyedJaggedTensor, timeline: Timeline) -> None:
         """Look at the ids one lookup is asked for."""
         rows = _row_keys(lookup, features)
@@ -206,9 +213,6 @@ class CollisionEstimate:
             timeline.count("collisions", (bits[slots] & chosen).sum() * every)
             timeline.count("rows", chosen.sum() * every)
         self._before[key] = rows
-
-    def forget(self) -> None:
-        self._before.clear()
 
     def _slots(self, rows: Tensor, every: int) -> Tensor:
         """Bit of each row, ``BITS`` for those that are not in the sample."""
@@ -227,8 +231,11 @@ def _row_keys(lookup: Any, features: KeyedJaggedTensor) -> Tensor:
     """``[n]`` a number for the row behind each id: features that share a table share its rows."""
     tables = [table for group in lookup.grouped_configs for table in group.embedding_tables]
     of_feature = [index for index, table in enumerate(tables) for _ in table.feature_names]
-    parts = features.values().split(features.length_per_key())
-    return torch.cat([part.long() + (index << 48) for index, part in zip(of_feature, parts, strict=True)])
+    ids = features.values().long()
+    if not of_feature:  # whole tables, none of them on this rank
+        return ids
+    parts = ids.split(features.length_per_key())
+    return torch.cat([part + (index << 48) for index, part in zip(of_feature, parts, strict=True)])
 
 
 def _nbytes(value: Any) -> int:

@@ -212,7 +212,7 @@ class Timeline:
         """Call the track of a CUDA stream ``track`` in pictures and traces."""
         self._names.setdefault(stream.stream_id, track)
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------------
     def begin_step(self, index: int) -> None:
         """Record from here on. A step that was begun and not ended is forgotten."""
         anchor = None
@@ -265,7 +265,7 @@ class Timeline:
         inside.sort(key=lambda span: span.start)
         return replace(step, spans=tuple(inside))
 
-    # ---- within a step -------------------------------------------------------------------------------------------------
+    # ---- within a step ---------------------------------------------------------------------------------------------
     def span(
         self, kind: Kind | str, stream: torch.cuda.Stream | str | None = None, arrived: Moment | None = None
     ) -> AbstractContextManager[None]:

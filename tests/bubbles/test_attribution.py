@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightning_freescale.bubbles.attribution import (
     account,
     attribute,
     flatten,
+    label,
     overlap,
     union,
 )
@@ -42,7 +44,7 @@ def parts(result: Bubbles, rank: int) -> dict[str, float]:
     return {name: float(values[rank, 0]) for name, values in result.parts.items() if values[rank, 0]}
 
 
-# ---- the reference: one label per tick ------------------------------------------------------------------------------
+# ---- the reference: one label per tick -----------------------------------------------------------------------------
 def label_ticks(ranks: list[Step]) -> list[dict[str, float]]:
     """Seconds of each part, of ``useful`` and of ``hidden`` by rank. Ticks are one second, spans begin and end on them."""
     arrivals: dict[tuple[Kind, int], float] = {}
@@ -116,7 +118,7 @@ def test_equal_to_the_reference(ranks: list[list[Span]]) -> None:
         assert sum(values[rank, 0] for values in result.parts.values()) == pytest.approx(result.bubble[rank, 0])
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------------------------
 def test_straggler_and_transfer_are_told_apart() -> None:
     """Rank 1 computes 10 longer; the exchange then takes 4 on both."""
     early = step(span("dense_forward", 0, 10), span("gradient_exchange", 10, 24), span("optimizer", 24, 40))
@@ -203,3 +205,16 @@ def test_flatten_union_overlap() -> None:
 
 def test_an_account_has_a_fixed_width() -> None:
     assert account(step()).shape == account(step(span("allreduce", 1, 2))).shape == (WIDTH,)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(engine_spans(), min_size=1, max_size=3))
+def test_labels_add_up_to_the_parts(ranks: list[list[Span]]) -> None:
+    steps = [step(*spans) for spans in ranks]
+    result = bubbles(*steps)
+    for rank, labelled in enumerate(label(steps)):
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(labelled))
+        straggler = sum(end - start for start, end, name in labelled if name == "straggler")
+        dense = sum(end - start for start, end, name in labelled if name == "allreduce")
+        assert straggler == pytest.approx(result.parts["straggler"][rank, 0])
+        assert dense == pytest.approx(result.parts["exposed_dense"][rank, 0])

@@ -162,7 +162,7 @@ def test_roles() -> None:
     assert Kind.INPUT_WAIT.role is Role.WAITING
 
 
-# ---- transfers between ranks --------------------------------------------------------------------------------------------
+# ---- transfers between ranks ---------------------------------------------------------------------------------------
 PAUSE = 0.3
 
 
@@ -193,12 +193,12 @@ def follow(rank: int) -> tuple[Span, Span, float]:
 
 
 def test_a_transfer_shows_its_way_and_the_wait_for_it() -> None:
-    (first_way, first_wait, first_issued), (second_way, second_wait, _) = run_ranks(follow)
+    (first_way, first_wait, first_issued), (second_way, second_wait, second_issued) = run_ranks(follow)
     assert first_way.start == first_wait.arrived
     assert 0 <= first_way.start - first_issued < PAUSE / 2
     # Done when rank 1 had joined, half way through the pause of rank 0, which then has nothing left to wait for.
     assert first_way.end - first_way.start == pytest.approx(PAUSE, abs=PAUSE / 2)
-    assert first_way.end >= second_wait.arrived
+    assert first_way.end >= second_issued
     assert first_wait.start > first_way.end
     assert second_way.end <= second_wait.end + PAUSE / 2
 

@@ -1,0 +1,84 @@
+"""The figures of a logging interval, by the names they have in TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_freescale.bubbles import metrics
+from lightning_freescale.bubbles.attribution import PARTS, Bubbles
+
+TAGS = (
+    "bubble/total",
+    *(f"bubble/{part}" for part in PARTS),
+    "balance/imbalance",
+    "balance/sparsity",
+    "embedding/collision_rate",
+    "comm/overlap",
+    "throughput/samples_per_s",
+    "throughput/tokens_per_s",
+    "step/time_ms",
+)
+# Logged too, the last two where the model says what it computes, and the device's peak is known.
+MORE_TAGS = ("balance/cost_imbalance", "comm/mbytes_per_step", "throughput/tflops", "throughput/mfu")
+
+
+class Summary:
+    """Computes all tags from the bubbles of all ranks.
+
+    Args:
+        flops: whether ``counts["flops"]`` is known.
+        peak: FLOP/s of one device, if known.
+    """
+
+    def __init__(self, flops: bool = False, peak: float | None = None):
+        local: dict[str, Any] = {"sync_on_compute": False}  # every rank holds the steps of all ranks already
+        self._flops, self._peak = flops, peak
+        self._shares = {f"bubble/{part}": metrics.BubbleShare(**local) for part in ("total", *PARTS)}
+        self._imbalance, self._cost_imbalance = metrics.Imbalance(**local), metrics.Imbalance(**local)
+        self._sparsity, self._collisions = metrics.PaddingSparsity(**local), metrics.CollisionRate(**local)
+        self._overlap, self._bytes = metrics.OverlapEfficiency(**local), metrics.BytesExchanged(**local)
+        self._samples, self._tokens, self._compute = (metrics.Rate(**local) for _ in range(3))
+        self._mfu = metrics.Rate(peak=peak, **local)
+        self._time = metrics.StepTime(**local)
+
+    def __call__(self, bubbles: Bubbles) -> dict[str, float]:
+        """Values by tag, of the steps of ``bubbles`` alone."""
+        counts, wall = bubbles.counts, bubbles.wall
+        ranks, steps = wall.shape
+        seconds = wall.mean(axis=0)  # ranks run side by side
+        for name, share in self._shares.items():
+            part = name.removeprefix("bubble/")
+            share.update(bubbles.bubble if part == "total" else bubbles.parts[part], wall)
+        for index in range(steps):
+            self._imbalance.update(bubbles.useful[:, index])
+            self._cost_imbalance.update(counts["cost"][:, index])
+        self._sparsity.update(counts["tokens"], counts["padded"])
+        self._collisions.update(counts["collisions"], counts["rows"])
+        self._overlap.update(bubbles.hidden, bubbles.exposed)
+        self._bytes.update(counts["bytes"] / 1e6, ranks * steps)
+        self._samples.update(counts["samples"], seconds, ranks)
+        self._tokens.update(counts["tokens"], seconds, ranks)
+        self._time.update(wall, ranks * steps)
+        held: dict[str, Any] = {
+            **self._shares,
+            "balance/imbalance": self._imbalance,
+            "balance/sparsity": self._sparsity,
+            "embedding/collision_rate": self._collisions,
+            "comm/overlap": self._overlap,
+            "throughput/samples_per_s": self._samples,
+            "throughput/tokens_per_s": self._tokens,
+            "step/time_ms": self._time,
+            "balance/cost_imbalance": self._cost_imbalance,
+            "comm/mbytes_per_step": self._bytes,
+        }
+        if self._flops:
+            self._compute.update(counts["flops"] / 1e12, seconds, ranks)
+            held["throughput/tflops"] = self._compute
+            if self._peak:
+                self._mfu.update(counts["flops"], seconds, ranks)
+                held["throughput/mfu"] = self._mfu
+        values = {}
+        for name, metric in held.items():
+            values[name] = float(metric.compute())
+            metric.reset()
+        return values
