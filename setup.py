@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 headers = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
+ParallelCompile().install()  # one compiler per core
 setup(
     ext_modules=[
         Pybind11Extension(

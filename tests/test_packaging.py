@@ -1,0 +1,158 @@
+"""The package builds from its sdist with g++ alone, and the Makefile installs nothing twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from email import message_from_bytes
+from pathlib import Path
+
+import pybind11
+import pytest
+
+import lightning_freescale
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+LEFT_OUT = (".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "runs", "lightning_logs")
+
+
+def run(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+# ---- sdist and wheel ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in a copy: a build leaves its traces in the tree."""
+    folder = tmp_path_factory.mktemp("sdist")
+    tree = shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    script = "import setuptools.build_meta as b; b.build_sdist('..')"
+    done = run([sys.executable, "-c", script], cwd=tree)
+    assert done.returncode == 0, done.stdout
+    return next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> zipfile.ZipFile:
+    """Built from the sdist in an environment of its own: setuptools and pybind11, no torch."""
+    done = run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", ".", sdist], cwd=sdist.parent)
+    unreachable = "No matching distribution found for (setuptools|pybind11)|Failed to establish a new connection"
+    if done.returncode and re.search(unreachable, done.stdout):
+        pytest.skip("the package index, from which pip takes setuptools and pybind11, cannot be reached")
+    assert done.returncode == 0, done.stdout
+    return zipfile.ZipFile(next(sdist.parent.glob("*.whl")))
+
+
+def test_the_sdist_has_what_a_build_needs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert not [name for name in names if name.startswith("tests/")]
+
+
+@pytest.mark.timeout(300)  # downloads two packages, then compiles
+def test_the_wheel(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert [name for name in names if re.fullmatch(r"lightning_freescale/_C\.[^/]*\.so", name)]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_freescale", "lightning_freescale_cli.py"}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_freescale").rglob("*.py")}
+    assert modules <= set(names)
+    (metadata_file,) = (name for name in names if name.endswith("METADATA"))
+    metadata = message_from_bytes(wheel.read(metadata_file))
+    assert metadata["Version"] == lightning_freescale.__version__
+    required = [value.split(";")[0] for value in metadata.get_all("Requires-Dist", [])]
+    assert not [name for name in required if name.startswith("torchrec")]  # its own pins fit no CPU: installed apart
+    (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+    assert "freescale = lightning_freescale_cli:main" in wheel.read(entry_points).decode()
+
+
+@pytest.mark.timeout(300)
+def test_the_extension_of_the_wheel_loads_without_torch(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".so"))
+    path = wheel.extract(name, tmp_path)
+    script = (
+        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('_C', sys.argv[1]); "
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); "
+        "print(len([f for f in dir(module) if not f.startswith('_')]), 'torch' in sys.modules)"
+    )
+    done = run([sys.executable, "-I", "-c", script, path], cwd=tmp_path)
+    assert re.fullmatch(r"[1-9]\d* False\n", done.stdout), done.stdout
+
+
+# ---- the C++ -----------------------------------------------------------------------------------------------------------
+def compiled(source: Path) -> subprocess.CompletedProcess[str]:
+    """Warnings are errors in our code, not in Python's and pybind11's headers, which are all it may include."""
+    headers = [part for path in (sysconfig.get_path("include"), pybind11.get_include()) for part in ("-isystem", path)]
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    return run([os.environ.get("CXX", "g++"), *flags, *headers, source], cwd=source.parent)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_the_sources_compile_without_a_warning(source: Path) -> None:
+    done = compiled(source)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("line", ["#include <torch/torch.h>", "#include <cuda.h>", "int f(int unused) { return 0; }"])
+def test_that_compilation_would_notice(line: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.cpp").write_text(f"{line}\n")
+    assert compiled(tmp_path / "bad.cpp").returncode != 0
+
+
+# ---- the Makefile ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A tree in which ``make venv`` has been run: its stamps are newer than all they depend on."""
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    age = 100.0
+    for path in [*tmp_path.rglob("*"), tmp_path / ".venv" / ".stack", tmp_path / ".venv" / ".built"]:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        if path.name in (".stack", ".built"):
+            age += 100
+        os.utime(path, (age, age))
+    return tmp_path
+
+
+def planned(tree: Path) -> str:
+    """What ``make venv`` would run."""
+    done = run(["make", "-n", "venv"], cwd=tree)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_second_make_installs_nothing(installed: Path) -> None:
+    assert run(["make", "-q", "venv"], cwd=installed).returncode == 0
+    assert "pip" not in planned(installed)
+
+
+def test_a_changed_source_rebuilds_the_package_alone(installed: Path) -> None:
+    (installed / "csrc" / "jagged.h").touch()
+    assert run(["make", "-q", "venv"], cwd=installed).returncode == 1
+    assert "--editable" in planned(installed)
+    assert "torch==" not in planned(installed)
+
+
+def test_a_fresh_tree_installs_everything(installed: Path) -> None:
+    shutil.rmtree(installed / ".venv")
+    assert re.search(r"torch==.*fbgemm-gpu.*\n(.*\n)*.*--no-deps torchrec==.*\n(.*\n)*.*--editable", planned(installed))
