@@ -1,0 +1,143 @@
+"""Batches taken apart and put together, on one rank: bit for bit, of any type."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from lightning_freescale.balance.pack import agree, check_layout, pack, put_together, sample_sizes, take_apart
+from lightning_freescale.errors import InputError
+from tests.balance.batches import Ad, ad_batch, contents, lengths_of, seq_batch
+from tests.toy import Batch, Samples, collate
+
+KINDS = {"user's": ad_batch, "SeqBatch": seq_batch}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    first=st.lists(st.integers(0, 200), max_size=8),
+    second=st.lists(st.integers(0, 200), max_size=8),
+    kind=st.sampled_from(sorted(KINDS)),
+    data=st.data(),
+)
+def test_samples_of_two_batches_make_a_third(first: list[int], second: list[int], kind: str, data: Any) -> None:
+    make = KINDS[kind]
+    both = [take_apart(make(indices)) for indices in (first, second)]
+    owners = agree([samples.layout for samples in both])
+    orders = [data.draw(st.permutations(range(len(indices)))) for indices in (first, second)]
+    kept = [np.array(order[: data.draw(st.integers(0, len(order)))], dtype=np.int64) for order in orders]
+    packed = [pack(samples, owners, order) for samples, order in zip(both, kept, strict=True)]
+    lengths = np.concatenate([samples.lengths[order] for samples, order in zip(both, kept, strict=True)])
+    third = put_together(both[0], owners, lengths, np.concatenate([values for values, _ in packed]))
+    indices = [source[at] for source, order in zip((first, second), kept, strict=True) for at in order]
+    assert contents(third) == contents(make(indices))
+    assert type(third) is type(make([]))
+    assert sum(sizes.sum() for _, sizes in packed) == sum(len(values) for values, _ in packed)
+
+
+def test_everything_about_the_type_stays() -> None:
+    batch = ad_batch([3, 1, 4])
+    samples = take_apart(batch)
+    owners = agree([samples.layout])
+    twin = put_together(samples, owners, samples.lengths, pack(samples, owners, np.arange(3))[0])
+    assert isinstance(twin, Ad)
+    assert twin.nothing is None
+    for field in ("index", "event_time", "image"):
+        assert torch.equal(getattr(twin, field), getattr(batch, field))
+        assert getattr(twin, field).dtype == getattr(batch, field).dtype
+    assert twin.labels.vector.dtype == torch.bfloat16
+    assert torch.equal(twin.labels.vector, batch.labels.vector)
+    assert twin.features.lengths().dtype == torch.int32
+    assert torch.equal(twin.features.values(), batch.features.values())
+    assert torch.equal(twin.features.weights(), batch.features.weights())
+    assert twin.features.stride() == 3
+
+
+def test_a_batch_as_a_newcomer_writes_it() -> None:
+    """A plain dataclass around a DataLoader's collate, and lists and mappings in place of it."""
+    data = Samples(8)
+    batch = collate([data[at] for at in range(8)])
+    for nested in (batch, [batch.index, batch.features], {"x": batch.features, "y": (batch.label, batch.index)}):
+        samples = take_apart(nested)
+        owners = agree([samples.layout])
+        order = [5, 0, 7]
+        part = put_together(samples, owners, samples.lengths[order], pack(samples, owners, np.array(order))[0])
+        expected = collate([data[at] for at in order])
+        features = {Batch: lambda b: b.features, list: lambda b: b[1], dict: lambda b: b["x"]}[type(part)](part)
+        assert features.to_dict().keys() == expected.features.to_dict().keys()
+        assert torch.equal(features.values(), expected.features.values())
+        assert torch.equal(features.lengths(), expected.features.lengths())
+
+
+def test_timestamps_belong_to_the_events_whatever_the_numbers_allow() -> None:
+    batch = seq_batch([1])
+    one = dataclasses.replace(batch, features=batch.features, timestamps=batch.timestamps)
+    (at,) = [at for at, part in enumerate(take_apart(one).parts) if part.name == "batch.timestamps"]
+    assert take_apart(one).parts[at].owners == ((0,),)
+
+
+def test_ranks_settle_what_one_alone_cannot_tell() -> None:
+    """On the first rank a tensor of one row fits samples and events; the second knows better."""
+    alone = {"f": KeyedJaggedTensor(["k"], torch.tensor([5]), lengths=torch.tensor([1])), "time": torch.tensor([9])}
+    pair = {
+        "f": KeyedJaggedTensor(["k"], torch.tensor([5, 6, 7]), lengths=torch.tensor([1, 2])),
+        "time": torch.tensor([9, 8, 7]),
+    }
+    one, two = take_apart(alone), take_apart(pair)
+    assert agree([one.layout])[1] == (-1,)
+    assert agree([one.layout, two.layout])[1] == agree([two.layout, one.layout])[1] == (0,)
+    check_layout(two, one.layout, agree([one.layout, two.layout]))
+    with pytest.raises(
+        InputError, match=r"batch\['time'\]: 3 rows do not fit the samples, as they did in batches before"
+    ):
+        check_layout(two, one.layout, agree([one.layout]))
+
+
+def test_sizes() -> None:
+    lengths, candidates = sample_sizes(seq_batch([3, 4, 5]))
+    assert lengths.tolist() == [1 + lengths_of(index)[1] for index in (3, 4, 5)]
+    assert candidates.tolist() == [2 * (length - 1) for length in lengths]
+    lengths, candidates = sample_sizes(ad_batch([3, 4, 5]))
+    assert lengths.tolist() == [sum(lengths_of(index)[:2]) for index in (3, 4, 5)]
+    assert candidates.tolist() == [0, 0, 0]
+    assert sample_sizes(ad_batch([3, 4, 5]), key="a")[0].tolist() == [lengths_of(index)[0] for index in (3, 4, 5)]
+    with pytest.raises(InputError, match="a dict without a KeyedJaggedTensor has no lengths to balance by"):
+        sample_sizes({"x": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"user": [1, 2]}, r"batch\['user'\]\[0\]: a int cannot move between ranks; make it a tensor"),
+        ({"x": torch.zeros(2), "y": torch.tensor(1.0)}, r"batch\['y'\]: a scalar belongs to no sample"),
+        ({"x": torch.zeros(2), "y": torch.zeros(3)}, r"batch\['y'\]: 3 rows, neither one for each of 2 samples"),
+        ({}, "a dict without tensors has no samples"),
+        (
+            {"x": KeyedJaggedTensor(["k"], torch.arange(3), lengths=torch.tensor([1, 1]), stride=2)},
+            "lengths sum to 2 but there are 3 values",
+        ),
+        (
+            [JaggedTensor(torch.arange(2), lengths=torch.tensor(n)) for n in ([1, 1], [2])],
+            r"batch\[1\]: 1 samples, but batch\[0\] has 2",
+        ),
+        ({"x": torch.zeros(2, device="meta")}, r"batch\['x'\]: on meta; samples are exchanged on the host"),
+    ],
+)
+def test_what_cannot_be_dealt_is_named(batch: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        take_apart(batch)
+
+
+def test_batches_of_different_kinds_are_refused() -> None:
+    plain, featured = (take_apart(seq_batch([1, 2], feature=feature)) for feature in (False, True))
+    with pytest.raises(InputError, match=r"rank 1: its batch is not made like that of rank 0.*features\[action\]"):
+        agree([plain.layout, featured.layout])
+    with pytest.raises(InputError, match="batch: not made like those before it"):
+        check_layout(featured, plain.layout, agree([plain.layout]))
