@@ -40,7 +40,7 @@ def plan_attention(offsets: Tensor, timestamps: Tensor) -> Any:
         from lightning_freescale.models import attention_cuda  # Triton exists on CUDA machines only
 
         return attention_cuda.plan(offsets, relative_times(timestamps, offsets))
-    return attention_cpu.plan(offsets, relative_times(timestamps, offsets))
+    return attention_cpu.Plan(offsets, relative_times(timestamps, offsets))
 
 
 def hstu_attention(

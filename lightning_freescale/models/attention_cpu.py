@@ -15,23 +15,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_freescale.models.buckets import log_bucket
 
 PADDED_WORK = 1.25  # most that padding may multiply a group's sum of L^2 by,
 FREE_WORK = 2**14  # beyond this many scores, which cost no more than the calls of one more group
-CHUNK_SCORES = 2**18  # scores of a chunk, all heads: a few arrays of this size fit the cache
+CHUNK_SCORES = 2**17  # scores of a chunk, per head: a few arrays of this size fit the cache
 MIN_CHUNK = 32  # queries; shorter ones spend their time in calls
+KEPT_SCORES = 2**22  # a batch of at most this many scores keeps its buckets for all layers and for backward
 
 
 class Group(NamedTuple):
     """``G`` histories, padded to the longest of them, ``L``."""
 
-    size: int  # G
-    length: int  # L
-    rows: Tensor  # [G * L] the flat row of each slot; slots of padding name some row of the batch
-    valid: Tensor  # [G * L] bool, False for padding
+    rows: Tensor  # [G, L] the flat row of each slot; slots of padding name some row of their history
+    valid: Tensor  # [G, L] bool, False for padding
     times: Tensor  # [G, L] int32, relative
+
+
+class Chunk(NamedTuple):
+    """Queries ``start`` to ``stop`` of a group, against the keys before ``stop``."""
+
+    start: int
+    stop: int
+    buckets: Tensor  # [G * (stop - start) * stop] int32, entry of the joint bias table, position by time
+    mean: Tensor  # [stop - start, stop]: 1 / (i + 1) where query i may see key j <= i, else 0
 
 
 def group_lengths(lengths: list[int]) -> list[list[int]]:
@@ -52,124 +61,161 @@ def group_lengths(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def chunks(size: int, length: int, heads: int) -> Iterator[tuple[int, int]]:
+def chunk_ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
     """Cut the ``length`` queries of a group of ``size`` histories into ranges ``(start, stop)``."""
-    step = max(MIN_CHUNK, CHUNK_SCORES // (size * heads * length))
+    step = max(MIN_CHUNK, CHUNK_SCORES // (size * length))
     for start in range(0, length, step):
         yield start, min(start + step, length)
 
 
-def plan(offsets: Tensor, times: Tensor) -> list[Group]:
-    """Groups of one batch: ``offsets [B + 1]``, ``times [sum(L)]`` int32, relative to each history's first."""
-    lengths = offsets.diff().tolist()
-    groups = []
-    for samples in group_lengths(lengths):
-        longest = lengths[samples[0]]
-        slot = torch.arange(longest)
-        start = offsets[samples].long()[:, None]
-        valid = slot < offsets.diff()[samples][:, None]
-        rows = torch.where(valid, start + slot, start)
-        groups.append(Group(len(samples), longest, rows.flatten(), valid.flatten(), times[rows]))
-    return groups
+class Plan:
+    """Groups of a batch, and what of them all layers share.
+
+    Args:
+        offsets: ``[B + 1]``, from 0 to ``sum(L)``.
+        times: ``[sum(L)]`` int32, relative to each history's first event.
+    """
+
+    def __init__(self, offsets: Tensor, times: Tensor) -> None:
+        lengths = offsets.diff()
+        self.total = len(times)
+        self.groups = []
+        for samples in group_lengths(lengths.tolist()):
+            length, start = lengths[samples][:, None], offsets[samples].long()[:, None]
+            slot = torch.arange(int(length[0]))
+            valid = slot < length
+            rows = start + slot * valid
+            self.groups.append(Group(rows, valid, times[rows]))
+        self._keeps = sum(group.rows.shape[1] * group.rows.numel() for group in self.groups) <= KEPT_SCORES
+        self._chunks: dict[tuple[int, int, int, torch.dtype], list[Chunk]] = {}
+        self._slots: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def slots(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All groups' slots in the order ``[G, H, L]``, one group after the other.
+
+        Returns:
+            ``[slots]`` the row of each in the flat ``[sum(L) * H]``; ``[slots, 1]`` bool, whether it is no padding;
+            ``[sum(L) * H]`` the slot of each row.
+        """
+        if heads not in self._slots:
+            head = torch.arange(heads)[:, None]
+            rows = [(group.rows[:, None] * heads + head).flatten() for group in self.groups]
+            valid = [group.valid[:, None].expand(-1, heads, -1).flatten() for group in self.groups]
+            none = torch.empty(0, dtype=torch.int64)
+            all_rows, all_valid = torch.cat([none, *rows]), torch.cat([none.bool(), *valid])
+            slot_of_row = torch.empty(self.total * heads, dtype=torch.int64)
+            slot_of_row[all_rows[all_valid]] = all_valid.nonzero().flatten()
+            self._slots[heads] = all_rows, all_valid[:, None], slot_of_row
+        return self._slots[heads]
+
+    def chunks(self, number: int, positions: int, times: int, dtype: torch.dtype) -> Iterator[Chunk]:
+        """Chunks of group ``number``, for bias tables of these sizes: kept if small, else made anew each time."""
+        if not self._keeps:
+            return _make_chunks(self.groups[number], positions, times, dtype)
+        key = number, positions, times, dtype
+        if key not in self._chunks:
+            self._chunks[key] = list(_make_chunks(self.groups[number], positions, times, dtype))
+        return iter(self._chunks[key])
 
 
-def _bias(
-    group: Group, start: int, stop: int, position_bias: Tensor, time_bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bias ``[G, stop - start, stop]`` of a chunk, and the buckets it came from, flat."""
-    query = torch.arange(start, stop, dtype=torch.int32)[:, None]
-    by_position = log_bucket(query - torch.arange(stop, dtype=torch.int32), len(position_bias))
-    elapsed = group.times[:, start:stop, None] - group.times[:, None, :stop]
-    by_time = log_bucket(elapsed, len(time_bias))
-    bias = time_bias.index_select(0, by_time.flatten()).view(elapsed.shape)
-    bias += position_bias.index_select(0, by_position.flatten()).view(by_position.shape)
-    return bias, by_position.flatten(), by_time.flatten()
-
-
-def _causal_mean(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """``[stop - start, stop]``: ``1 / (i + 1)`` where query ``i`` may see key ``j <= i``, else 0."""
-    count = torch.arange(start + 1, stop + 1, dtype=dtype)
-    return count.reciprocal()[:, None].expand(-1, stop).tril(start)
+def _make_chunks(group: Group, positions: int, times: int, dtype: torch.dtype) -> Iterator[Chunk]:
+    size, length = group.rows.shape
+    position = torch.arange(length, dtype=torch.int32)
+    for start, stop in chunk_ranges(size, length):
+        by_position = log_bucket(position[start:stop, None] - position[:stop], positions)
+        by_time = log_bucket(group.times[:, start:stop, None] - group.times[:, None, :stop], times)
+        mean = (position[start:stop, None] + 1).to(dtype).reciprocal().expand(-1, stop).tril(start)
+        yield Chunk(start, stop, by_time.add_(by_position * times).flatten(), mean)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position_bias: Tensor,
-        time_bias: Tensor,
-        alpha: float,
-        groups: list[Group],
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: Plan
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
-        ctx.alpha, ctx.groups = alpha, groups
-        heads, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-        position_bias, time_bias = position_bias.to(wide), time_bias.to(wide)
-        out = torch.empty_like(v)
-        for group in groups:
-            q_, k_, v_ = (_gather(x, group, wide) for x in (q, k, v))
+        ctx.alpha, ctx.plan = alpha, plan
+        wide = torch.promote_types(q.dtype, torch.float32)
+        table = _joint_table(position_bias, time_bias, wide)
+        groups = zip(*(_gather(x, plan, wide) for x in (q, k, v)), strict=True)
+        outs = []
+        for number, (q_, k_, v_) in enumerate(groups):
             kt = k_.mT.contiguous()  # BLAS multiplies small matrices several times faster this way
             q_ *= alpha
-            out_ = torch.empty_like(v_)
-            for start, stop in chunks(group.size, group.length, heads):
-                bias, _, _ = _bias(group, start, stop, position_bias, time_bias)
-                scores = q_[:, start:stop] @ kt[..., :stop]
-                scores.view(heads, *bias.shape).add_(bias)
-                torch.nn.functional.silu(scores, inplace=True)
-                scores *= _causal_mean(start, stop, wide)
-                out_[:, start:stop] = scores @ v_[:, :stop]
-            _scatter(out, out_, group)
-        return out
+            out = torch.empty_like(v_)
+            for start, stop, buckets, mean in plan.chunks(number, len(position_bias), len(time_bias), wide):
+                weights = _scores(q_[:, start:stop], kt[..., :stop], table, buckets)
+                torch.nn.functional.silu(weights, inplace=True)
+                out[:, start:stop] = weights.mul_(mean) @ v_[:, :stop]
+            outs.append(out)
+        return _scatter(outs, v, plan)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, position_bias, time_bias = ctx.saved_tensors
-        heads, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-        position_table, time_table = position_bias.to(wide), time_bias.to(wide)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dposition, dtime = torch.zeros_like(position_table), torch.zeros_like(time_table)
-        for group in ctx.groups:
-            q_, k_, v_, dout_ = (_gather(x, group, wide) for x in (q, k, v, grads[0]))
+        plan, wide = ctx.plan, torch.promote_types(q.dtype, torch.float32)
+        table = _joint_table(position_bias, time_bias, wide)
+        dtable = torch.zeros_like(table)
+        groups = zip(*(_gather(x, plan, wide) for x in (q, k, v)), _gather(grad, plan, wide, pad=0), strict=True)
+        grads: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        for number, (q_, k_, v_, dout) in enumerate(groups):
             kt, vt = k_.mT.contiguous(), v_.mT.contiguous()
             q_ *= ctx.alpha
-            dout_.view(heads, -1, dout_.shape[-1])[:, ~group.valid] = 0
-            dq_, dk_, dv_ = torch.empty_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
-            for start, stop in chunks(group.size, group.length, heads):
-                bias, by_position, by_time = _bias(group, start, stop, position_table, time_table)
-                mean = _causal_mean(start, stop, wide)
-                scores = q_[:, start:stop] @ kt[..., :stop]
-                scores.view(heads, *bias.shape).add_(bias)
-                weights = torch.nn.functional.silu(scores).mul_(mean)
-                dv_[:, :stop] += weights.mT @ dout_[:, start:stop]
-                dweights = (dout_[:, start:stop] @ vt[..., :stop]).mul_(mean)
-                dscores = torch.ops.aten.silu_backward(dweights, scores)
-                dq_[:, start:stop] = dscores @ k_[:, :stop]
-                dk_[:, :stop] += dscores.mT @ q_[:, start:stop]
-                dbias = dscores.view(heads, *bias.shape).sum(0)  # [G, chunk, stop]
-                dtime += torch.bincount(by_time, dbias.flatten(), len(dtime))
-                dposition += torch.bincount(by_position, dbias.sum(0).flatten(), len(dposition))
-            dq_ *= ctx.alpha
-            for grad, padded in ((dq, dq_), (dk, dk_), (dv, dv_)):
-                _scatter(grad, padded, group)
-        return dq, dk, dv, dposition.to(position_bias.dtype), dtime.to(time_bias.dtype), None, None
+            dq, dk, dv = torch.empty_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
+            for start, stop, buckets, mean in plan.chunks(number, len(position_bias), len(time_bias), wide):
+                scores = _scores(q_[:, start:stop], kt[..., :stop], table, buckets)
+                gate = scores.sigmoid()
+                weights = scores.mul_(gate)
+                slope = torch.addcmul(gate, weights, gate, value=-1).add_(weights)  # of silu
+                dscores = (dout[:, start:stop] @ vt[..., :stop]).mul_(mean).mul_(slope)
+                dv[:, :stop] += weights.mul_(mean).mT @ dout[:, start:stop]
+                dq[:, start:stop] = dscores @ k_[:, :stop]
+                dk[:, :stop] += dscores.mT @ q_[:, start:stop]
+                dbias = dscores.unflatten(0, (-1, q.shape[1])).sum(1)  # [G, chunk, stop]
+                dtable += torch.bincount(buckets, dbias.flatten(), len(table))
+            for parts, part in zip(grads, (dq.mul_(ctx.alpha), dk, dv), strict=True):
+                parts.append(part)
+        dq, dk, dv = (_scatter(parts, x, plan) for parts, x in zip(grads, (q, k, v), strict=True))
+        by_pair = dtable.view(len(position_bias), -1)
+        dposition, dtime = by_pair.sum(1).to(position_bias.dtype), by_pair.sum(0).to(time_bias.dtype)
+        return dq, dk, dv, dposition, dtime, None, None
 
 
-def _gather(x: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """Rows of a group, heads first: ``[sum(L), H, D]`` to ``[H * G, L, D]``."""
-    return x.transpose(0, 1).index_select(1, group.rows).view(-1, group.length, x.shape[-1]).to(dtype)
+def _joint_table(position_bias: Tensor, time_bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[P * T]``: one lookup per score instead of two."""
+    return (position_bias.to(dtype)[:, None] + time_bias.to(dtype)).flatten()
 
 
-def _scatter(x: Tensor, padded: Tensor, group: Group) -> None:
-    """Write ``padded [H * G, L, D]`` without its padding back to the rows of ``x [sum(L), H, D]``."""
-    slots = padded.view(x.shape[1], -1, x.shape[-1]).transpose(0, 1)
-    x[group.rows[group.valid]] = slots[group.valid].to(x.dtype)
+def _scores(q: Tensor, kt: Tensor, table: Tensor, buckets: Tensor) -> Tensor:
+    """``[G * H, chunk, stop]`` scores with their bias."""
+    scores = q @ kt
+    bias = table.index_select(0, buckets).view(-1, 1, *scores.shape[1:])  # [G, 1, chunk, stop]
+    scores.view(len(bias), -1, *scores.shape[1:]).add_(bias)
+    return scores
+
+
+def _gather(x: Tensor, plan: Plan, dtype: torch.dtype, pad: int | None = None) -> list[Tensor]:
+    """``[sum(L), H, D]`` to ``[G * H, L, D]`` of each group; padding is some row of its history, or ``pad``."""
+    rows, valid, _ = plan.slots(x.shape[1])
+    slots = x.reshape(-1, x.shape[-1]).index_select(0, rows).to(dtype)
+    if pad is not None:
+        slots.masked_fill_(~valid, pad)
+    shapes = [(group.rows.shape[0] * x.shape[1], group.rows.shape[1]) for group in plan.groups]
+    parts = slots.split([pairs * length for pairs, length in shapes])
+    return [part.view(*shape, x.shape[-1]) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _scatter(parts: list[Tensor], like: Tensor, plan: Plan) -> Tensor:
+    """Inverse of :func:`_gather`: without the padding, as ``like``."""
+    if not parts:
+        return torch.zeros_like(like)
+    slots = torch.cat([part.view(-1, like.shape[-1]) for part in parts])
+    return slots.index_select(0, plan.slots(like.shape[1])[2]).view(like.shape).to(like.dtype)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, groups: list[Group]
+    q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: Plan
 ) -> Tensor:
     """:func:`~lightning_freescale.models.attention.hstu_attention` on CPU tensors."""
-    return _Attention.apply(q, k, v, position_bias, time_bias, alpha, groups)
+    return _Attention.apply(q, k, v, position_bias, time_bias, alpha, plan)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_freescale.models import attention_cpu
 from lightning_freescale.models.attention import dense_attention, hstu_attention, plan_attention
-from lightning_freescale.models.attention_cpu import FREE_WORK, MIN_CHUNK, PADDED_WORK, chunks, group_lengths
+from lightning_freescale.models.attention_cpu import FREE_WORK, MIN_CHUNK, PADDED_WORK, chunk_ranges, group_lengths
 from tests.models.cases import (
     YEAR,
     assert_close,
@@ -28,9 +28,11 @@ def test_equals_dense_reference(lengths: list[int], heads: int, sorted_times: bo
 
 
 @pytest.mark.parametrize("lengths", [[1], [130, 1, 0, 64, 129], [300, 290, 280, 5, 5, 5]])
-def test_equals_dense_reference_in_many_chunks(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cpu, "CHUNK_SCORES", 64)  # so that every chunk is as short as allowed
+@pytest.mark.parametrize("kept", [0, 2**22])
+def test_equals_dense_reference_in_many_chunks(lengths: list[int], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_cpu, "CHUNK_SCORES", 32)  # so that every chunk is as short as allowed
     monkeypatch.setattr(attention_cpu, "FREE_WORK", 500)
+    monkeypatch.setattr(attention_cpu, "KEPT_SCORES", kept)
     inputs = attention_inputs(lengths)
     assert_close(run_attention(hstu_attention, inputs), dense_result(inputs), 1e-13)
 
@@ -111,12 +113,12 @@ def test_plan_is_reusable_and_equal_to_none() -> None:
     assert torch.equal(first, hstu_attention(**inputs))
 
 
-def computed_scores(lengths: list[int], heads: int = 1) -> int:
-    """Scores that forward computes, padding and the upper triangle of a chunk included."""
+def computed_scores(lengths: list[int]) -> int:
+    """Scores that forward computes per head, padding and the upper triangle of a chunk included."""
     total = 0
     for group in group_lengths(lengths):
         longest = lengths[group[0]]
-        ranges = chunks(len(group), longest, heads)
+        ranges = chunk_ranges(len(group), longest)
         total += sum(len(group) * (stop - start) * stop for start, stop in ranges)
     return total
 
@@ -130,7 +132,7 @@ def test_groups_hold_each_history_once_and_padding_is_bounded(lengths: list[int]
         padded = len(group) * max(lengths[b] for b in group) ** 2
         assert padded <= PADDED_WORK * sum(lengths[b] ** 2 for b in group) + FREE_WORK
     for group in groups:
-        covered = [row for start, stop in chunks(len(group), lengths[group[0]], 2) for row in range(start, stop)]
+        covered = [row for start, stop in chunk_ranges(len(group), lengths[group[0]]) for row in range(start, stop)]
         assert covered == list(range(lengths[group[0]]))
 
 
@@ -144,8 +146,7 @@ def test_work_follows_the_sum_of_squares_not_the_longest() -> None:
 
 
 def test_chunks_of_a_long_history_bound_memory() -> None:
-    longest = max((stop - start) * stop * 8 for start, stop in chunks(1, 21_000, heads=8))
-    assert longest <= 8 * MIN_CHUNK * 21_000  # scores of all heads alive at a time
+    assert max((stop - start) * stop for start, stop in chunk_ranges(1, 21_000)) <= MIN_CHUNK * 21_000
 
 
 def test_dense_reference_is_the_formula() -> None:

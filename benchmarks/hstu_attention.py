@@ -1,0 +1,208 @@
+"""HSTU attention: jagged against dense and padded, forward and backward, on the device that is there.
+
+    python benchmarks/hstu_attention.py [--quick] [--sweep] [--json out.json]
+
+CUDA: bfloat16, median of event times. CPU: float32, one thread, best time. TFLOP/s count the causal pairs of the true
+lengths alone: 2 products forward, 5 backward (scores again, dq, dk, dv, and the weights' gradient), whatever more an
+implementation computes. "dense" pads to the longest history; "-" where its scores do not fit the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_freescale.models.attention import dense_attention, hstu_attention, plan_attention
+from lightning_freescale.models.buckets import num_buckets
+
+Row = dict[str, float | int | str]
+
+
+class Case(NamedTuple):
+    name: str
+    lengths: list[int]
+    heads: int
+    width: int  # Dqk = Dv
+
+
+def log_normal(samples: int, mean: float, longest: int, seed: int = 0) -> list[int]:
+    """Long-tailed lengths: log-normal, sigma 1.2."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - 0.72, 1.2, samples)
+    return drawn.clip(1, longest).astype(int).tolist()
+
+
+def cases(device: str, quick: bool) -> list[Case]:
+    if device == "cpu":
+        made = [
+            Case("32 log-normal to 200", log_normal(32, 60, 200), 2, 32),
+            Case("8 log-normal to 2,000", log_normal(8, 400, 2000), 2, 32),
+            Case("1 x 2,000", [2000], 2, 32),
+        ]
+        return made[:1] if quick else made
+    made = [
+        Case("256 x 1,024", [1024] * 256, 4, 64),
+        Case("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
+        Case("2,048 log-normal to 1,000", log_normal(2048, 100, 1000), 4, 64),
+        Case("1 x 21,000", [21_000], 8, 128),
+        Case("16 x 2,048", [2048] * 16, 8, 128),
+    ]
+    return made[:2] if quick else made
+
+
+def make_inputs(case: Case, device: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    total, dtype = sum(case.lengths), torch.float32 if device == "cpu" else torch.bfloat16
+    gaps = torch.empty(total).exponential_(1 / 3600).long() + 1  # one event an hour
+    made = {name: torch.randn(total, case.heads, case.width, dtype=dtype) for name in ("q", "k", "v")}
+    made |= {
+        "offsets": torch.tensor([0, *case.lengths]).cumsum(0),
+        "timestamps": torch.cat([part.cumsum(0) for part in gaps.split(case.lengths)]),
+        "position_bias": torch.randn(num_buckets(max(case.lengths))),
+        "time_bias": torch.randn(num_buckets(2**31 - 1)),
+    }
+    return {name: x.to(device).requires_grad_(x.is_floating_point()) for name, x in made.items()}
+
+
+def milliseconds(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """Median of CUDA event times, or the least wall time on a CPU, after a warm-up."""
+    call()
+    if device == "cpu":
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return 1e3 * min(times)
+    call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start_event, end_event in events:
+        start_event.record()
+        call()
+        end_event.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def time_both(
+    function: Callable[..., Tensor], inputs: dict[str, Tensor], device: str, repeats: int
+) -> tuple[float, float]:
+    """Milliseconds of forward and of backward."""
+    learned = [x for x in inputs.values() if x.requires_grad]
+    forward = milliseconds(lambda: function(**inputs), device, repeats)
+    out = function(**inputs)
+    dout = torch.randn_like(out)
+    backward = milliseconds(lambda: torch.autograd.grad(out, learned, dout, retain_graph=True), device, repeats)
+    return forward, backward
+
+
+def dense_fits(case: Case, device: str) -> bool:
+    """Six arrays of scores in float32 at the peak of backward, by count."""
+    need = 6 * 4 * len(case.lengths) * case.heads * max(case.lengths) ** 2
+    return need < (2**31 if device == "cpu" else 0.8 * torch.cuda.mem_get_info()[0])
+
+
+def measure(case: Case, device: str, repeats: int) -> Row:
+    inputs = make_inputs(case, device)
+    plan = plan_attention(inputs["offsets"], inputs["timestamps"])  # once per batch, shared by the layers
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    forward, backward = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, device, repeats)
+    product = 2 * case.heads * case.width * sum(n * (n + 1) // 2 for n in case.lengths)  # FLOPs of one product
+    row: Row = {
+        "case": case.name,
+        "heads x width": f"{case.heads} x {case.width}",
+        "tokens": sum(case.lengths),
+        "padding %": 100 * (1 - sum(case.lengths) / (len(case.lengths) * max(case.lengths))),
+        "forward ms": forward,
+        "backward ms": backward,
+        "forward TFLOP/s": 2 * product / forward / 1e9,
+        "backward TFLOP/s": 5 * product / backward / 1e9,
+    }
+    if device == "cuda":
+        row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    row |= {"dense forward ms": "-", "dense backward ms": "-", "speedup": "-"}
+    if dense_fits(case, device):
+        dense = time_both(dense_attention, inputs, device, max(2, repeats // 4))
+        row |= {
+            "dense forward ms": dense[0],
+            "dense backward ms": dense[1],
+            "speedup": sum(dense) / (forward + backward),
+        }
+    return row
+
+
+def sweep(repeats: int) -> list[Row]:
+    """Other launch parameters than ``attention_cuda.configs`` chose, one kernel at a time. CUDA only."""
+    from lightning_freescale.models import attention_cuda
+    from lightning_freescale.models.attention_cuda import Config
+
+    chosen, rows = attention_cuda.configs, []
+    tried = [
+        Config(64, 32, 4, 2),
+        Config(64, 32, 4, 3),
+        Config(64, 64, 4, 2),
+        Config(128, 32, 8, 2),
+        Config(128, 64, 8, 2),
+    ]
+    for case in (
+        Case("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
+        Case("16 x 2,048", [2048] * 16, 8, 128),
+    ):
+        inputs = make_inputs(case, "cuda")
+        for kernel in ("forward", "queries", "keys"):
+            for config in tried:
+                attention_cuda.configs = lambda *args, k=kernel, c=config: chosen(*args) | {k: c}
+                plan = plan_attention(inputs["offsets"], inputs["timestamps"])
+                try:
+                    times = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, "cuda", repeats)  # noqa: B023
+                except Exception as error:  # too much shared memory, for one: say so and try the next
+                    times = (float("nan"),) * 2
+                    print(f"{kernel} {tuple(config)}: {type(error).__name__}: {error}")
+                took = times[0] if kernel == "forward" else times[1]
+                rows.append(
+                    {"case": case.name, "kernel": kernel, "own, other, warps, stages": str(tuple(config)), "ms": took}
+                )
+    attention_cuda.configs = chosen
+    return rows
+
+
+def print_table(title: str, rows: list[Row]) -> None:
+    cells = [list(rows[0])] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    print(f"\n{title}")
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
+    parser.add_argument("--sweep", action="store_true", help="also time other launch parameters of the kernels (CUDA)")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    repeats = (5 if arguments.quick else 20) if device == "cuda" else 3
+    results = {"attention": [measure(case, device, repeats) for case in cases(device, arguments.quick)]}
+    name = torch.cuda.get_device_name() if device == "cuda" else "one CPU thread"
+    print_table(f"HSTU attention, {'bfloat16' if device == 'cuda' else 'float32'}, {name}", results["attention"])
+    if arguments.sweep and device == "cuda":
+        results["sweep"] = sweep(repeats)
+        print_table(
+            "Launch parameters: forward, or the whole backward with one of its kernels changed", results["sweep"]
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
