@@ -1,9 +1,9 @@
-"""A few words between all ranks for every batch, on the host, one or two batches ahead of their use.
+"""A few words between all ranks for every batch, on the host, some batches ahead of their use.
 
 Ranks must agree before they act: on whether everybody still has data, whether a batch is sound, whether someone was asked
 to stop or met a loss that is not finite. Asking with a blocking collective in every step would cost a wait for the slowest
 rank each time. Here each rank posts its :class:`Header` when it *fetches* a batch and reads everybody's when it *uses* that
-batch, two steps later: the answer is there by then, and all ranks act on it at the same step.
+batch, some steps later: the answer is there by then, and all ranks act on it at the same step.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Keeps the batches N+1 and N+2 while N trains. Resumable, and the same on every rank."""
+"""Keeps the batches after N while N trains. Resumable, and the same on every rank."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from lightning_freescale.control import Control, Header, Posted, Status
 from lightning_freescale.errors import InputError
 
-DEPTH = 2  # batches held beyond the current one
+DEPTH = 3  # batches held beyond the current one: two to work ahead on, and one whose header is still on its way
 
 
 class _Fetched(NamedTuple):
@@ -59,8 +60,11 @@ class LookaheadLoader:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # TypeError when unsized, which is what Lightning probes for
 
-    def upcoming(self, k: int = 1) -> Any:
-        """The staged batch ``k`` steps ahead, ``None`` if the data end before it."""
+    def upcoming(self, k: int) -> Any:
+        """The staged batch ``k`` steps ahead (1 or 2); ``None`` if any rank has none, so that all ranks act alike."""
+        for fetched in islice(self._queue, k):  # a rank that failed or ended says nothing of the batches after
+            if any(header.status != Status.BATCH for header in fetched.posted.wait()):
+                return None
         return self._queue[k - 1].batch if len(self._queue) >= k else None
 
     def __iter__(self) -> Iterator[Any]:
