@@ -111,8 +111,19 @@ class BubbleMonitorMixin(_Base):
         self._hidden: dict[int, float] = {}  # AllReduce behind backward: seconds by step
         self._next_picture = 0
         self._collisions_of = -1  # interval whose collisions are counted
+        self._loggers_with_images = self._warm_up(trainer)
         self._spent, self._span_cost = 0.0, _span_cost()  # seconds: recording in this interval, and of one span
         self._running = True
+
+    def _warm_up(self, trainer: Any) -> list[Any]:
+        """Open what is slow to open now rather than in a step. Returns the loggers that take pictures."""
+        if self._rank or not self._image_every:
+            return []
+        loggers = [logger for logger in trainer.loggers if hasattr(getattr(logger, "experiment", None), "add_image")]
+        if loggers and not picture.available():
+            say_once("no pictures of the timeline in TensorBoard: they need Pillow (pip install pillow)")
+            return []
+        return loggers
 
     def _peak_flops(self, trainer: Any) -> float | None:
         device = trainer.strategy.root_device
@@ -326,22 +337,15 @@ class BubbleMonitorMixin(_Base):
         values = self._summary(bubbles)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=gathering.step)
-        if pictured and self._rank == 0:
-            self._show(trainer, gathering.step, pictured)
+        if pictured and self._loggers_with_images:
+            image = picture.draw(pictured, title=f"step {gathering.steps[-1].index}")
+            for logger in self._loggers_with_images:
+                logger.experiment.add_image("bubble/timeline", image, gathering.step, dataformats="HWC")
         self._keep_steps(gathering.steps, bubbles)
         if self._adapt:
             worst = bubbles.counts["overhead"].mean(axis=1).max() / bubbles.wall.mean()
             self._wanted = int(min(max(1, math.ceil(worst / OVERHEAD)), self._interval))
         return values
-
-    def _show(self, trainer: Any, index: int, steps: list[Step]) -> None:
-        loggers = [logger for logger in trainer.loggers if hasattr(getattr(logger, "experiment", None), "add_image")]
-        if loggers and not picture.available():
-            say_once("no pictures of the timeline in TensorBoard: they need Pillow (pip install pillow)")
-            return
-        for logger in loggers:
-            image = picture.draw(steps, title=f"step {index}")
-            logger.experiment.add_image("bubble/timeline", image, index, dataformats="HWC")
 
     def _keep_steps(self, steps: list[Step], bubbles: Bubbles) -> None:
         """Write the steps to the run folder: all of them at first, later the same two on every rank."""

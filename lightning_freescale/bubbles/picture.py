@@ -93,7 +93,7 @@ def _axis(canvas: Any, font: Any, top: float, seconds: float, scale: float) -> N
 def available() -> bool:
     """Whether Pillow is installed."""
     try:
-        import PIL  # noqa: F401
+        from PIL import Image, ImageDraw, ImageFont  # noqa: F401
     except ImportError:
         return False
     return True
