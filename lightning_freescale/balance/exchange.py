@@ -1,0 +1,333 @@
+"""Balancing at run time: samples move between ranks, in the background, a batch or two before they are trained on.
+
+For streams and for loaders of any kind, whose lengths nobody knows beforehand. For every batch the ranks, on the host and
+over a process group of their own, (1) say whether they have one, (2) gather history lengths and candidate counts, (3)
+compute the same plan, and (4) send each sample to its rank, all of its parts in one AllToAll of bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_freescale.balance.pack import (
+    Layout,
+    Owner,
+    Samples,
+    agree,
+    check_layout,
+    pack,
+    packed_sizes,
+    put_together,
+    sample_sizes,
+    take_apart,
+)
+from lightning_freescale.balance.planner import Planner
+from lightning_freescale.errors import FreeScaleError, InputError
+
+Sizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
+DEPTH = 2  # batches made ready beyond the one in use
+CLOSE_SECONDS = 2.0  # how long to wait for the other ranks when an iteration is given up
+
+
+class PeerFailed(FreeScaleError):
+    """Another rank could not load its part of this batch; that rank says why."""
+
+
+class Word(IntEnum):
+    """What a rank says of its next batch, before anything of it moves."""
+
+    BATCH = 0
+    END = 1  # its data are at their end
+    ERROR = 2  # it could not be loaded
+    CLOSED = 3  # nobody asks for it any more
+
+
+@dataclass
+class ExchangeStats:
+    """Sums over the batches handed out.
+
+    Attributes:
+        batches: their number.
+        waited: seconds the training waited for a batch, whatever the reason.
+        exposed: seconds of it that the exchange accounts for: its time on the critical path.
+        exchanging: seconds the exchange took, hidden or not.
+        bytes_sent: to other ranks.
+    """
+
+    batches: int = 0
+    waited: float = 0.0
+    exposed: float = 0.0
+    exchanging: float = 0.0
+    bytes_sent: int = 0
+
+
+class ExchangeLoader:
+    """Iterates ``loader`` with the samples of every global batch dealt to the ranks by cost.
+
+    The samples of a step are those of all ranks' local batches, as without it; a new local batch holds its samples by
+    source rank, then by their place there. Its type is that of the old ones, see :mod:`~.pack`.
+
+    If a rank has no batch where others have one, all learn it before anything moves: the exception of a rank that failed
+    is raised there when its batch is due, and :class:`PeerFailed` on the others.
+
+    Args:
+        loader: any iterable of local batches on the host, of the same length on every rank; its attributes stay visible.
+        group: a gloo process group that nobody else uses.
+        planner: how to balance. A new one may be set at any time; it counts as soon as all ranks have it.
+        check: raises if a local batch cannot be trained on; called where it was loaded.
+        sizes: history lengths and candidate counts of a batch's samples.
+        pin_memory: put batches into page-locked memory.
+    """
+
+    balanced = True
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        group: dist.ProcessGroup,
+        planner: Planner,
+        check: Callable[[Any], None] | None = None,
+        sizes: Sizes = sample_sizes,
+        pin_memory: bool = False,
+    ):
+        self.loader, self.group = loader, group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.check, self.sizes, self.pin_memory = check, sizes, pin_memory
+        self.planners = [planner]  # all there have been: ranks may get a new one at different batches
+        self.stats = ExchangeStats()
+        self._run: _Run | None = None
+        self._state: dict | None = None
+
+    @property
+    def planner(self) -> Planner:
+        return self.planners[-1]
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self.planners.append(planner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: unpickling
+            raise AttributeError(name)
+        value = getattr(self.loader, name)
+        # The loader's own position is some batches ahead of the training.
+        return self._state_dict if name == "state_dict" else value
+
+    def _state_dict(self) -> dict | None:
+        return self._state
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # TypeError when unsized, which is what Lightning probes for
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().
+        self.close()
+        if self._run is not None:
+            self._run.finish()
+        run = self._run = _Run(self, iter(self.loader))
+        try:
+            while True:
+                asked = time.perf_counter()
+                made = run.take()
+                waited = time.perf_counter() - asked
+                if isinstance(made, BaseException):
+                    raise made
+                if made is None:
+                    return
+                self.stats.batches += 1
+                self.stats.waited += waited
+                self.stats.exposed += min(waited, made.seconds)
+                self.stats.exchanging += made.seconds
+                self.stats.bytes_sent += made.bytes_sent
+                self._state = made.state
+                yield made.batch
+        finally:
+            run.close()
+
+    def close(self) -> None:
+        """Give up the iteration under way. The thread ends as soon as the other ranks know, too."""
+        if self._run is not None:
+            self._run.close()
+
+
+class _Loaded(NamedTuple):
+    """A local batch, or why there is none."""
+
+    word: Word
+    samples: Samples | None = None
+    sizes: NDArray[np.int64] | None = None  # [n, 2] history lengths and candidate counts
+    state: dict | None = None  # the loader's own, after this batch
+    error: Exception | None = None
+
+
+class _Made(NamedTuple):
+    """A balanced batch."""
+
+    batch: Any
+    state: dict | None
+    seconds: float
+    bytes_sent: int
+
+
+class _Run:
+    """One iteration: the thread that makes batches, and the queue they wait in."""
+
+    def __init__(self, owner: ExchangeLoader, source: Iterator[Any]):
+        self._owner, self._source = owner, source
+        self._room = threading.Semaphore(DEPTH)
+        self._ready: queue.SimpleQueue[_Made | BaseException | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._agreed: tuple[Layout, list[Owner]] | None = None
+        self._number = 0  # of the batch
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="freescale-exchange", daemon=True)
+        self._thread.start()
+
+    # ---- in the training thread ------------------------------------------------------------------------------------
+    def take(self) -> _Made | BaseException | None:
+        """The next batch, what went wrong with it, or ``None`` at the end."""
+        made = self._ready.get()
+        self._room.release()
+        return made
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._closed.set()
+            self._room.release()
+            self._thread.join(CLOSE_SECONDS)
+
+    def finish(self) -> None:
+        """Wait until the other ranks have given up this iteration, too: the next one uses the same process group."""
+        self._thread.join()
+        if self._broken is not None:
+            raise FreeScaleError("the exchange of samples failed before; ranks are no longer in step") from self._broken
+
+    # ---- in the background -----------------------------------------------------------------------------------------
+    def _work(self) -> None:
+        try:
+            while True:
+                self._room.acquire()
+                if not self._advance():
+                    return
+        except Exception as error:
+            self._broken = error
+            if not isinstance(error, FreeScaleError):
+                self._broken = FreeScaleError(
+                    f"rank {self._owner.rank}: the exchange of samples for batch {self._number} failed: {error}"
+                )
+                self._broken.__cause__ = error
+            self._ready.put(self._broken)
+
+    def _advance(self) -> bool:
+        """Make one batch; whether there may be more."""
+        loaded = self._load()
+        start = time.perf_counter()
+        count = 0 if loaded.samples is None else loaded.samples.num_samples
+        mine = np.array([loaded.word, count, len(self._owner.planners)])
+        words, counts, planners = self._gather(mine).T
+        if words.any():
+            self._ready.put(loaded.error or self._refusal(loaded.word, words))
+            return False
+        assert loaded.samples is not None
+        assert loaded.sizes is not None
+        planner = self._owner.planners[planners.min() - 1]  # the latest that all ranks have
+        batch, sent = self._exchange(loaded.samples, loaded.sizes, counts, planner)
+        self._ready.put(_Made(batch, loaded.state, time.perf_counter() - start, sent))
+        self._number += 1
+        return True
+
+    def _load(self) -> _Loaded:
+        """The next local batch taken apart. All that can go wrong on this rank alone goes wrong here."""
+        owner = self._owner
+        try:
+            if self._closed.is_set():
+                return _Loaded(Word.CLOSED)
+            batch = next(self._source)
+            state = owner.loader.state_dict() if hasattr(owner.loader, "state_dict") else None
+            if owner.check is not None:
+                owner.check(batch)
+            samples = take_apart(batch)
+            if self._agreed is not None:
+                check_layout(samples, *self._agreed)
+            sizes = np.stack(owner.sizes(batch), axis=1).astype(np.int64)
+            if len(sizes) != samples.num_samples:
+                raise InputError(f"sizes: {len(sizes)} lengths for {samples.num_samples} samples")
+        except StopIteration:
+            return _Loaded(Word.END)
+        except Exception as error:  # raised where and when the batch is due
+            return _Loaded(Word.ERROR, error=error)
+        return _Loaded(Word.CLOSED if self._closed.is_set() else Word.BATCH, samples, sizes, state)
+
+    def _refusal(self, own: Word, words: NDArray[np.int64]) -> BaseException | None:
+        """What this rank makes of a batch that not all ranks have."""
+        if own != Word.BATCH:
+            return None
+        failed, missing = np.flatnonzero(words == Word.ERROR), np.flatnonzero(words)
+        if failed.size:
+            return PeerFailed(f"batch {self._number}: not loaded on rank {', '.join(map(str, failed))}")
+        return InputError(
+            f"the loader ended after {self._number} batches on rank {', '.join(map(str, missing))}, while rank "
+            f"{self._owner.rank} has more; every rank needs the same number of batches: pad or drop the last ones"
+        )
+
+    def _exchange(
+        self, samples: Samples, sizes: NDArray[np.int64], counts: NDArray[np.int64], planner: Planner
+    ) -> tuple[Any, int]:
+        """Deal the samples of all ranks, ``counts [world]`` of them: the new batch, and bytes sent. A collective."""
+        rank, world = self._owner.rank, self._owner.world_size
+        if self._agreed is None:
+            layouts: list[Any] = [None] * world
+            dist.all_gather_object(layouts, samples.layout, group=self._owner.group)
+            self._agreed = layouts[0], agree(layouts)
+        _, owners = self._agreed
+
+        padded = np.zeros((counts.max(), 2), dtype=np.int64)
+        padded[: len(sizes)] = sizes
+        sizes = np.concatenate([own[:count] for own, count in zip(self._gather(padded), counts, strict=True)])
+        plan = np.split(planner(*sizes.T, world=world), np.cumsum(counts)[:-1])  # by source rank
+
+        order = np.argsort(plan[rank], kind="stable")
+        sent = np.bincount(plan[rank], minlength=world)
+        received = np.array([(destinations == rank).sum() for destinations in plan])
+        columns = samples.lengths.shape[1]
+        lengths = self._all_to_all(samples.lengths[order].ravel(), sent * columns, received * columns)
+        lengths = lengths.reshape(-1, columns)
+
+        packed, packed_bytes = pack(samples, owners, order)
+        bytes_sent = _sum_runs(packed_bytes, sent)
+        bytes_received = _sum_runs(packed_sizes(samples, owners, lengths).sum(axis=1), received)
+        packed = self._all_to_all(packed, bytes_sent, bytes_received)
+        batch = put_together(samples, owners, lengths, packed, self._owner.pin_memory)
+        moved = int(bytes_sent.sum() - bytes_sent[rank]) + 8 * columns * int(sent.sum() - sent[rank])
+        return batch, moved
+
+    def _gather(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``[world, ...]`` from ``[...]`` of every rank."""
+        mine = torch.from_numpy(values)
+        received = [torch.empty_like(mine) for _ in range(self._owner.world_size)]
+        dist.all_gather(received, mine, group=self._owner.group)
+        return torch.stack(received).numpy()
+
+    def _all_to_all(self, values: NDArray, sent: NDArray[np.int64], received: NDArray[np.int64]) -> NDArray:
+        """``values``, ``sent [world]`` of them for each rank, to those ``received [world]`` from each rank."""
+        out = torch.empty(int(received.sum()), dtype=torch.from_numpy(values).dtype)
+        dist.all_to_all_single(out, torch.from_numpy(values), received.tolist(), sent.tolist(), group=self._owner.group)
+        return out.numpy()
+
+
+def _sum_runs(values: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum of the first ``runs[0]`` values, of the next ``runs[1]``, and so on."""
+    totals = np.concatenate([[0], np.cumsum(values)])
+    return np.diff(totals[np.concatenate([[0], np.cumsum(runs)])])

@@ -1,0 +1,311 @@
+"""Samples exchanged between real ranks: all of them arrive, once, bit for bit; and nobody is left waiting."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from lightning_freescale.balance import CostModel, Planner, straggler
+from lightning_freescale.balance.exchange import ExchangeLoader, PeerFailed
+from lightning_freescale.balance.partition import Mode
+from lightning_freescale.control import Control
+from lightning_freescale.errors import FreeScaleError, InputError
+from lightning_freescale.lookahead import LookaheadLoader
+from tests.balance.batches import ad_batch, contents, lengths_of, seq_batch
+from tests.ranks import run_ranks
+
+KINDS: dict[str, Callable[[list[int]], Any]] = {"user's": ad_batch, "SeqBatch": seq_batch}
+
+
+def local_indices(rank: int, step: int, world: int) -> list[int]:
+    """Samples that a rank loads: different on all ranks, and different numbers of them."""
+    count = 3 + (rank + step) % 3
+    return [1000 * step + 100 * rank + at for at in range(count)]
+
+
+class Loader:
+    """Local batches of one rank; can fail or end early, and knows its position."""
+
+    def __init__(self, rank: int, world: int, make: Callable, steps: int = 5, fails_at: int | None = None):
+        self.rank, self.world, self.make, self.steps, self.fails_at = rank, world, make, steps, fails_at
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(self.steps):
+            if step == self.fails_at:
+                raise KeyError(f"disk of rank {self.rank}")
+            self.given = step + 1
+            yield self.make(local_indices(self.rank, step, self.world))
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def connect(rank: int) -> dist.ProcessGroup:
+    dist.init_process_group("gloo")
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+
+
+def threads() -> int:
+    return sum(thread.name == "freescale-exchange" for thread in threading.enumerate())
+
+
+# ---- what arrives ----
+
+
+def _balanced(rank: int, world: int, kind: str, mode: Mode) -> list[list[tuple]]:
+    exchange = ExchangeLoader(Loader(rank, world, KINDS[kind]), group=connect(rank), planner=Planner(mode))
+    return [contents(batch) for batch in exchange]
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "mode"),
+    [(2, "user's", "fixed"), (2, "SeqBatch", "variable"), (3, "SeqBatch", "zigzag"), (4, "user's", "variable")],
+)
+def test_every_sample_arrives_once_bit_for_bit(world: int, kind: str, mode: Mode) -> None:
+    by_rank = run_ranks(_balanced, world=world, args=(world, kind, mode))
+    assert {len(steps) for steps in by_rank} == {5}
+    for step in range(5):
+        sources = [local_indices(rank, step, world) for rank in range(world)]
+        everything = contents(KINDS[kind]([index for indices in sources for index in indices]))
+        arrived = [by_rank[rank][step] for rank in range(world)]
+        assert sorted(sample for own in arrived for sample in own) == sorted(everything)
+        place = {repr(sample): at for at, sample in enumerate(everything)}
+        for own in arrived:  # by source rank, then by place
+            assert own
+            assert [place[repr(sample)] for sample in own] == sorted(place[repr(sample)] for sample in own)
+        if mode != "variable":
+            counts = [len(own) for own in arrived]
+            assert max(counts) - min(counts) <= 1
+    moved = [sample for sample in by_rank[0][1] if sample not in contents(KINDS[kind](local_indices(0, 1, world)))]
+    assert moved  # so that something was exchanged at all
+
+
+def test_the_comparison_sees_a_wrong_bit() -> None:
+    one, other = contents(ad_batch([3, 4])), contents(ad_batch([3, 4]))
+    assert one == other
+    batch = ad_batch([3, 4])
+    batch.event_time[-1] += 1
+    assert contents(batch) != one
+    assert contents(ad_batch([4, 3])) != one
+
+
+def _loads(rank: int, planner: Planner) -> tuple[list[float], dict]:
+    group = connect(rank)
+    exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=20), group=group, planner=planner)
+    loads = [float(planner.cost_model(batch.lengths.numpy()).sum()) for batch in exchange]
+    return loads, vars(exchange.stats)
+
+
+def test_loads_become_even_and_the_cost_is_reported() -> None:
+    planner = Planner("fixed", CostModel(1.0))
+    before = [
+        [sum(1 + lengths_of(index)[1] for index in local_indices(rank, step, 2)) for rank in range(2)]
+        for step in range(20)
+    ]
+    after, stats = zip(*run_ranks(_loads, args=(planner,)), strict=True)
+    idle = [np.mean([straggler(step, [0, 1], 2) for step in steps]) for steps in (before, zip(*after, strict=True))]
+    assert idle[1] < idle[0] / 2
+    for own in stats:
+        assert own["batches"] == 20
+        assert own["bytes_sent"] > 0
+        assert 0 <= own["exposed"] <= own["waited"]
+        assert own["exchanging"] > 0
+
+
+def _new_planner(rank: int) -> tuple[list[list[tuple]], int]:
+    """Every rank hears of a new planner at another batch."""
+    by_length, by_square = Planner("fixed", CostModel(1.0)), Planner("variable", CostModel(0.0, 1.0))
+    exchange = ExchangeLoader(Loader(rank, 3, seq_batch, steps=9), group=connect(rank), planner=by_length)
+    steps = []
+    for number, batch in enumerate(exchange):
+        if number == 2 * rank:
+            exchange.planner = by_square
+        steps.append(contents(batch))
+    return steps, len(exchange.planners)
+
+
+def test_ranks_may_learn_of_a_new_planner_at_different_batches() -> None:
+    by_rank = run_ranks(_new_planner, world=3)
+    assert [planners for _, planners in by_rank] == [2, 2, 2]
+    for step in range(9):
+        everything = contents(seq_batch([index for rank in range(3) for index in local_indices(rank, step, 3)]))
+        assert sorted(sample for own, _ in by_rank for sample in own[step]) == sorted(everything)
+    counts = [[len(own[step]) for own, _ in by_rank] for step in range(9)]
+    assert max(counts[0]) - min(counts[0]) <= 1
+
+
+# ---- when a rank has no batch ----
+
+
+def _uneven(rank: int, fails: bool) -> tuple[int, str]:
+    loader = Loader(rank, 3, seq_batch, steps=3 if rank == 1 and not fails else 6, fails_at=3 if rank == 1 else None)
+    exchange = ExchangeLoader(loader, group=connect(rank), planner=Planner())
+    steps = 0
+    try:
+        for _ in exchange:
+            steps += 1
+        outcome = "end"
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    assert threads() == 0
+    return steps, outcome
+
+
+def test_a_rank_that_ends_early_is_named() -> None:
+    by_rank = run_ranks(_uneven, world=3, args=(False,))
+    assert by_rank[1] == (3, "end")
+    for rank in (0, 2):
+        steps, outcome = by_rank[rank]
+        assert steps == 3
+        assert outcome.startswith(f"InputError: the loader ended after 3 batches on rank 1, while rank {rank} has more")
+
+
+def test_a_rank_that_fails_raises_its_own_error_when_the_batch_is_due() -> None:
+    by_rank = run_ranks(_uneven, world=3, args=(True,))
+    assert by_rank[1] == (3, "KeyError: 'disk of rank 1'")
+    assert by_rank[0] == by_rank[2] == (3, "PeerFailed: batch 3: not loaded on rank 1")
+
+
+def _refused(rank: int) -> tuple[int, str]:
+    def check(batch: Any) -> None:
+        if rank == 0 and int(batch.timestamps[0]) >= 2_000_000:
+            raise InputError("id 99 is outside its table")
+
+    exchange = ExchangeLoader(Loader(rank, 2, seq_batch), group=connect(rank), planner=Planner(), check=check)
+    steps = []
+    with pytest.raises(InputError if rank == 0 else PeerFailed) as raised:
+        steps.extend(exchange)
+    return len(steps), str(raised.value)
+
+
+def test_a_bad_batch_is_refused_where_it_was_loaded() -> None:
+    by_rank = run_ranks(_refused)
+    assert by_rank == [(2, "id 99 is outside its table"), (2, "batch 2: not loaded on rank 0")]
+
+
+def _different(rank: int) -> str:
+    loader = Loader(rank, 2, lambda indices: seq_batch(indices, feature=rank == 0))
+    exchange = ExchangeLoader(loader, group=connect(rank), planner=Planner())
+    with pytest.raises(InputError) as raised:
+        next(iter(exchange))
+    with pytest.raises(FreeScaleError, match="ranks are no longer in step"):
+        next(iter(exchange))
+    return str(raised.value)
+
+
+def test_ranks_with_batches_of_different_kinds_all_hear_of_it() -> None:
+    messages = run_ranks(_different)
+    assert messages[0] == messages[1]
+    assert "rank 1: its batch is not made like that of rank 0, they differ in batch.features[action]" in messages[0]
+
+
+def _dies(rank: int) -> str:
+    exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=50), group=connect(rank), planner=Planner())
+    steps = 0
+    try:
+        for _ in exchange:
+            steps += 1
+            if rank == 1 and steps == 3:
+                os._exit(1)
+    except FreeScaleError as error:
+        return f"{steps} {error}"
+    return "no error"
+
+
+def test_a_dead_rank_ends_the_others() -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(_dies, every_error=True)
+    assert list(raised.value.errors) == [1]  # type: ignore[attr-defined]  # the other rank came back by itself
+
+
+# ---- giving up, and starting again ----
+
+
+def _abandoned(rank: int) -> list[list[tuple]]:
+    exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=8), group=connect(rank), planner=Planner())
+    for taken in (1, 3, 0, 2):
+        iterator = iter(exchange)
+        for _ in range(taken):
+            next(iterator)
+        if taken % 2:
+            del iterator  # as a loop that is left with break
+            assert threads() == 0
+    return [contents(batch) for batch in exchange]
+
+
+def test_an_abandoned_iteration_neither_hangs_nor_leaks() -> None:
+    by_rank = run_ranks(_abandoned)
+    for step in range(8):
+        everything = contents(seq_batch([index for rank in range(2) for index in local_indices(rank, step, 2)]))
+        assert sorted(by_rank[0][step] + by_rank[1][step]) == sorted(everything)
+
+
+class Stateful(Loader):
+    def state_dict(self) -> dict:
+        return {"given": self.given}
+
+
+def _state(rank: int) -> tuple[list[dict], bool, bool, int]:
+    group = connect(rank)
+    exchange = ExchangeLoader(Stateful(rank, 2, seq_batch), group=group, planner=Planner())
+    states = [exchange.state_dict() for _ in exchange]
+    plain = ExchangeLoader(Loader(rank, 2, seq_batch), group=group, planner=Planner())
+    return states, hasattr(exchange, "load_state_dict"), hasattr(plain, "state_dict"), len(plain)
+
+
+def test_the_state_is_that_of_the_batch_handed_out() -> None:
+    for states, loads, plain, length in run_ranks(_state):
+        assert states == [{"given": number} for number in range(1, 6)]
+        assert not loads
+        assert not plain
+        assert length == 5
+
+
+# ---- behind the look-ahead loader, as the strategy uses it ----
+
+
+def _lookahead(rank: int, fails_at: int | None) -> tuple[list[list[tuple]], str]:
+    group = connect(rank)
+    control = Control(timedelta(seconds=20))
+    exchange = ExchangeLoader(
+        Loader(rank, 2, seq_batch, fails_at=fails_at if rank == 1 else None), group=group, planner=Planner()
+    )
+    loader = LookaheadLoader(
+        exchange,
+        stage=lambda batch: (batch, batch.num_samples),
+        control=control,
+        limit=lambda: 4,
+        on_stop=lambda: None,
+    )
+    seen: list[list[tuple]] = []
+    try:
+        for batch in loader:
+            seen.append(contents(batch))
+            assert [header.weight for header in loader.headers][rank] == batch.num_samples
+    except Exception as error:
+        return seen, f"{type(error).__name__}: {error}"
+    return seen, f"{threads()} threads"
+
+
+def test_behind_the_lookahead_all_ranks_end_together() -> None:
+    (zero, end), (one, other_end) = run_ranks(_lookahead, args=(None,))
+    assert end == other_end == "0 threads"
+    assert len(zero) == len(one) == 4  # the limit
+    for step in range(4):
+        everything = contents(seq_batch([index for rank in range(2) for index in local_indices(rank, step, 2)]))
+        assert sorted(zero[step] + one[step]) == sorted(everything)
+
+
+def test_behind_the_lookahead_all_ranks_raise_the_error_of_one() -> None:
+    (zero, error), (one, other_error) = run_ranks(_lookahead, args=(2,))
+    assert len(zero) == len(one) == 2
+    assert "rank 1: batch 2: KeyError: 'disk of rank 1'" in error
+    assert error == other_error
