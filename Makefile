@@ -28,6 +28,8 @@ lint: venv
 venv: $(VENV)/.built
 
 $(VENV)/.stack: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or later: make PYTHON=python3.12")'
+	@command -v $(CXX) > /dev/null || { echo "needs a C++ compiler, $(CXX)"; exit 1; }
 	@echo "installing $(TORCH), $(FBGEMM_$(STACK)) and $(TORCHREC) into $(VENV), which takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
@@ -36,7 +38,8 @@ $(VENV)/.stack: Makefile
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/*)
-	$(PIP) --no-build-isolation --editable ".[$(STACK),dev]"
+	PYTHONWARNINGS="ignore:Editable installation" \
+	$(PIP) --no-warn-conflicts --no-build-isolation --editable ".[$(STACK),dev]"
 	@touch $@
 
 clean:

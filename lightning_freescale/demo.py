@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         max_epochs=options.max_epochs,
         limit_train_batches=options.limit_train_batches,
         limit_val_batches=options.limit_val_batches,
-        logger=TensorBoardLogger(options.log_dir, name="hstu"),
+        logger=TensorBoardLogger(options.log_dir, name="hstu", default_hp_metric=False),
         callbacks=[speed, checkpoint, ProgressBar(leave=True)],
         log_every_n_steps=10,
         num_sanity_val_steps=0,
@@ -147,7 +147,7 @@ def results(trainer: pl.Trainer, data: fs.SeqRecDataModule, samples_per_second: 
         ("training loss, last step", metrics.get("train/loss"), ".3f"),
         ("validation loss", metrics.get("val/loss"), ".3f"),
         ("HR@10", metrics.get("val/hr@10"), ".3f"),
-        ("  of the 10 most popular", popular, ".3f"),
+        ("  popularity recommender", popular, ".3f"),
         ("NDCG@10", metrics.get("val/ndcg@10"), ".3f"),
         ("samples/s", samples_per_second, ".0f"),
     ]
@@ -174,7 +174,10 @@ def _short(path: str) -> str:
 
 
 # ---- options ----------------------------------------------------------------------------------------------------------
-def number(text: str) -> int | float:
+def number(text: str) -> int | float | None:
+    """A number of batches, a share of them, or all: what Lightning's limits take."""
+    if text == "all":
+        return None
     return float(text) if "." in text else int(text)
 
 
@@ -217,10 +220,10 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     group.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true", help="of the dense part")
     group.add_argument("--max-epochs", type=int, metavar="N", default=5, help="passes over the data")
     group.add_argument(
-        "--limit-train-batches", type=number, metavar="N", default=1.0, help="steps per epoch, or a share (0.1)"
+        "--limit-train-batches", type=number, metavar="N", default="all", help="steps per epoch, or a share (0.1)"
     )
     group.add_argument(
-        "--limit-val-batches", type=number, metavar="N", default=1.0, help="validation steps, or a share"
+        "--limit-val-batches", type=number, metavar="N", default="all", help="validation steps, or a share"
     )
     group.add_argument("--ckpt-path", metavar="PATH", help="checkpoint to resume from")
     group.add_argument("--log-dir", metavar="DIR", default="runs", help="where logs and checkpoints go")

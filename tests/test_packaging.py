@@ -73,8 +73,9 @@ def test_the_wheel(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert [name for name in names if re.fullmatch(r"lightning_freescale/_C\.[^/]*\.so", name)]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_freescale", "lightning_freescale_cli.py"}
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_freescale").rglob("*.py")}
-    assert modules <= set(names)
+    files = {path for path in (ROOT / "lightning_freescale").rglob("*") if path.is_file()}
+    files = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".so", ".pyc")}
+    assert files <= set(names)
     (metadata_file,) = (name for name in names if name.endswith("METADATA"))
     metadata = message_from_bytes(wheel.read(metadata_file))
     assert metadata["Version"] == lightning_freescale.__version__
