@@ -196,10 +196,9 @@ class HSTUMixin(_Module):
         if batch.targets is None or self._catalogue is None:
             raise InputError("targets: None; validation needs the held-out item of every sample")
         embedded = self.embedding(self._with_targets(batch, batch.targets))
-        last = batch.lengths.cumsum(0) - 1
-        with torch.autocast(batch.targets.device.type, enabled=False):
-            outputs = self.encode(embedded, batch)[last]
-            ids, items = self._catalogue
+        outputs = self.encode(embedded, batch)[batch.lengths.cumsum(0) - 1]
+        ids, items = self._catalogue
+        with torch.autocast(outputs.device.type, enabled=False):
             scores = outputs @ items.mT
             target_scores = (outputs * F.normalize(embedded[NEGATIVES].values().float(), dim=-1)).sum(-1)
             is_target = batch.targets[:, None] == ids

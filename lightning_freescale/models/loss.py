@@ -13,7 +13,7 @@ from lightning_freescale.errors import InputError
 from lightning_freescale.models.tiles import cut
 
 TILE = 32  # positions of one history scored together
-CHUNK_TILES = 8192  # the logits of at most 262,144 positions exist at a time
+CHUNK_TILES = 4096  # the logits of at most 131,072 positions exist at a time
 
 
 def sampled_softmax(

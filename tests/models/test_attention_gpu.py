@@ -16,7 +16,7 @@ from lightning_freescale.models.buckets import log_bucket, relative_times
 from tests.models.cases import assert_close, attention_inputs, dense_result, make_batch, relative_errors, run_attention
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -80,7 +80,8 @@ def test_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
     alone = {name: value if "bias" in name else value[:257] for name, value in inputs.items() if name != "offsets"}
     alone["offsets"] = torch.tensor([0, 257], device="cuda")
     together, single = run_attention(hstu_attention, inputs), run_attention(hstu_attention, alone)
-    assert torch.equal(together["out"][:257], single["out"])
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(together[name][:257], single[name]), name
     again = run_attention(hstu_attention, inputs)
     assert all(torch.equal(together[name], again[name]) for name in together)  # no atomics: the same bits every time
 

@@ -111,3 +111,30 @@ def test_uneven_negatives_are_refused() -> None:
     inputs = make_inputs([5, 5], 2)
     with pytest.raises(InputError, match="negatives: 3 for 2 samples"):
         sampled_softmax(*inputs[:3], inputs[3][:3], inputs[4][:3], inputs[5])
+
+
+@pytest.mark.gpu
+def test_a_million_positions_fit_on_gpu() -> None:
+    """1,000 histories of 1,000 events with 64 negatives each: its negatives gathered by position would be 15 GiB."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    total, drawn, dim = 1_000_000, 64_000, 64
+
+    def normal(rows: int) -> Tensor:
+        return torch.randn(rows, dim, generator=rng, device="cuda").requires_grad_()
+
+    outputs, items, negatives = normal(total), normal(total), normal(drawn)
+    ids = torch.randint(10_000, (total,), generator=rng, device="cuda")
+    negative_ids = torch.randint(10_000, (drawn,), generator=rng, device="cuda")
+    offsets = torch.arange(0, total + 1, 1000, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = sampled_softmax(outputs, items, ids, negatives, negative_ids, offsets)
+    grads = torch.autograd.grad(loss, [outputs, items, negatives])
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2**30
+    half = slice(0, total // 2)
+    parts = [
+        sampled_softmax(outputs[p], items[p], ids[p], negatives[n], negative_ids[n], offsets[:501])
+        for p, n in ((half, slice(0, drawn // 2)), (slice(total // 2, None), slice(drawn // 2, None)))
+    ]
+    torch.testing.assert_close(loss, parts[0] + parts[1], rtol=1e-5, atol=0)
+    assert all(grad.isfinite().all() for grad in grads)
