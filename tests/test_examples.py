@@ -174,6 +174,21 @@ def test_slurm() -> None:
     assert [has_trained(output) for output in outputs] == [True, False]
 
 
+# ---- the README --------------------------------------------------------------------------------------------------------
+def run_readme(rank: int, script: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(script, names)
+    return {"steps": names["trainer"].global_step, "ranks": names["trainer"].world_size}
+
+
+def test_the_usage_in_the_readme() -> None:
+    usage = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    shorter = "max_steps=2, limit_val_batches=1, accelerator='cpu', logger=False, enable_checkpointing=False"
+    assert "max_epochs=5" in usage
+    for result in run_ranks(run_readme, args=(usage.replace("max_epochs=5", shorter),)):
+        assert result == {"steps": 2, "ranks": 2}
+
+
 # ---- what the demo trains on -------------------------------------------------------------------------------------------
 def run_demo(rank: int, arguments: Sequence[str]) -> str:
     with redirect_stdout(io.StringIO()) as output:
