@@ -130,7 +130,7 @@ class Rate(Metric):
 class Imbalance(Metric):
     """Largest over mean of the ranks' loads (cost, or compute time), mean over steps: 1 is perfectly balanced.
 
-    Every rank updates once a step with its own load, or with ``[ranks]`` loads of all of them.
+    Every rank updates once a step with its own load; or one that knows them all, with ``[ranks]`` or ``[steps, ranks]`` loads.
     """
 
     full_state_update = False
@@ -143,8 +143,8 @@ class Imbalance(Metric):
         self.add_state("ranks", torch.ones((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, load: Any) -> None:
-        values = torch.as_tensor(load, dtype=torch.float64, device=self.device).reshape(1, -1)
-        self.loads.append(values)
+        values = torch.as_tensor(load, dtype=torch.float64, device=self.device)
+        self.loads.append(values if values.ndim == 2 else values.reshape(1, -1))
 
     def compute(self) -> Tensor:
         """Synced, the loads are those of rank 0's steps, then of rank 1's, ...: ``[ranks * steps, 1]``."""

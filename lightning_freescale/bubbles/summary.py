@@ -49,9 +49,8 @@ class Summary:
         for name, share in self._shares.items():
             part = name.removeprefix("bubble/")
             share.update(bubbles.bubble if part == "total" else bubbles.parts[part], wall)
-        for index in range(steps):
-            self._imbalance.update(bubbles.useful[:, index])
-            self._cost_imbalance.update(counts["cost"][:, index])
+        self._imbalance.update(bubbles.useful.T)
+        self._cost_imbalance.update(counts["cost"].T)
         self._sparsity.update(counts["tokens"], counts["padded"])
         self._collisions.update(counts["collisions"], counts["rows"])
         self._overlap.update(bubbles.hidden, bubbles.exposed)

@@ -58,7 +58,7 @@ def update(held: dict[str, Any], ranks: list[int], step: int) -> None:
     amount = LOAD[ranks, step]
     for name in ("rate", "mfu"):
         held[name].update(amount, WALL[0, step], ranks=len(ranks))
-    held["imbalance"].update(amount)
+    held["imbalance"].update(amount if step else amount[None])  # [ranks] or [steps, ranks]
 
 
 def on_ranks(rank: int) -> list[dict[str, float]]:

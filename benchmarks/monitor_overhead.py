@@ -1,0 +1,143 @@
+"""What watching costs: the time of steps that the monitor records against steps that it does not, in the same run.
+
+    python benchmarks/monitor_overhead.py [--json out.json] [--steps 240] [--ranks 2]
+
+An HSTU on synthetic histories, synchronous exchange. Blocks of recorded and unrecorded steps alternate, so that both see the
+same machine. By default the monitor records as few steps as it takes to stay below 0.5%; the last row is for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import lightning_freescale as fs
+from lightning_freescale.bubbles.monitor import OVERHEAD, BubbleMonitor
+from lightning_freescale.models import HSTU
+
+BLOCK = 6  # steps
+WARM_UP = 12
+
+
+class Alternating(BubbleMonitor):
+    """Records every step of every other block, and takes the time of all steps."""
+
+    def __init__(self) -> None:
+        super().__init__(every=1, image_every=0)
+        self.steps: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # wall and CPU seconds
+        self.publishing: list[float] = []
+        self.accounted: list[float] = []  # what the monitor itself believes recording a step takes, seconds
+        self._last: tuple[float, float] | None = None
+
+    def _records(self, index: int) -> bool:
+        return index // BLOCK % 2 == 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        now = (time.perf_counter(), time.thread_time())
+        # The first and last steps of a block pay for the other kind too: opening, gathering, publishing.
+        if self._last is not None and batch_idx > WARM_UP and 0 < batch_idx % BLOCK < BLOCK - 1:
+            self.steps[self._records(batch_idx)].append((now[0] - self._last[0], now[1] - self._last[1]))
+        self._last = now
+
+    def _publish(self, trainer: Any, gathering: Any) -> dict[str, float]:
+        self.accounted.append(gathering.steps[-1].counts["overhead"])
+        began = time.perf_counter()
+        values = super()._publish(trainer, gathering)
+        self.publishing.append(time.perf_counter() - began)
+        return values
+
+
+def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
+    """Figures of rank 0; ``None`` on the other ranks."""
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    pl.seed_everything(1, verbose=False)
+    data = fs.SeqRecDataModule(
+        batch_size=64 if cuda else 16,
+        max_history=1024 if cuda else 256,
+        balance="off",
+        num_negatives=32,
+        # Histories of one length: every step is the same work.
+        synthetic={
+            "users": (64 if cuda else 16) * ranks * (steps + 1),
+            "mean_length": 100.0,
+            "sigma": 0.0,
+            "min_length": 1024 if cuda else 64,
+            "max_length": 1024 if cuda else 64,
+        },
+    )
+    monitor = Alternating()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            strategy=fs.FreeScaleStrategy(balance="off", prioritize=False),
+            accelerator="cuda" if cuda else "cpu",
+            devices=ranks,
+            callbacks=[monitor],
+            logger=TensorBoardLogger(folder),
+            log_every_n_steps=2 * BLOCK,
+            max_steps=steps,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(
+            HSTU(data.num_items, embedding_dim=256 if cuda else 64, num_layers=4 if cuda else 2), datamodule=data
+        )
+    if not trainer.is_global_zero:
+        return None
+    (plain, plain_cpu), (recorded, recorded_cpu) = (
+        [1e3 * statistics.median(column) for column in zip(*monitor.steps[kind], strict=True)] for kind in (False, True)
+    )
+    accounted, publishing = (1e3 * statistics.median(times) for times in (monitor.accounted, monitor.publishing))
+    cost = max(recorded_cpu - plain_cpu, accounted)
+    every = max(1, math.ceil(accounted / plain / OVERHEAD))
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "ranks": ranks,
+        "steps": steps,
+        "step ms": plain,
+        "recorded step ms": recorded,
+        "host ms to record, by difference": recorded_cpu - plain_cpu,  # of CPU time: other processes do not blur it
+        "host ms to record, by its own account": accounted,
+        "share of a recorded step": cost / plain,
+        "publishing ms": publishing,
+        "recorded by default, every": every,
+        "overhead by default": cost / plain / every + publishing / plain / 50,  # Lightning logs every 50 steps
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    results = measure(arguments.ranks, arguments.steps)
+    if results is None:
+        return
+    width = max(map(len, results))
+    for name, value in results.items():
+        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
