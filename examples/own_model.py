@@ -83,13 +83,13 @@ class Shopper(L.LightningModule):
         self.log("accuracy", right.float().mean(), prog_bar=True, sync_dist=True, batch_size=len(right))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)  # of the head; the tables are updated inside backward
+        return torch.optim.Adam(self.parameters(), lr=1e-2)  # of the head; the tables are updated inside backward
 
 
 if __name__ == "__main__":
     L.seed_everything(0)
     # On GPUs: accelerator="cuda", devices=8. Settings of the tables: strategy=FreeScaleStrategy(embedding_optimizer=...).
-    trainer = L.Trainer(strategy="freescale", accelerator="cpu", devices=2, max_epochs=5, log_every_n_steps=10)
+    trainer = L.Trainer(strategy="freescale", accelerator="cpu", devices=2, max_epochs=2, log_every_n_steps=10)
     train, test = Subset(Visits(), range(3200)), Subset(Visits(), range(3200, 4000))
     trainer.fit(
         Shopper(),

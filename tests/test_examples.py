@@ -114,7 +114,7 @@ def test_the_demo_by_plain_python(tmp_path: Path) -> None:
 def test_own_model_by_plain_python() -> None:
     output = launch([sys.executable, str(EXAMPLES / "own_model.py")])
     assert "Starting with 2 processes" in output
-    assert float(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)[0]) > 0.8
+    assert float(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)[0]) > 0.9
 
 
 def test_own_model_by_torchrun() -> None:
