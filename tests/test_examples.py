@@ -97,6 +97,12 @@ def has_trained(output: str) -> bool:
     return "2 x cpu" in output and len(figures) == 1
 
 
+def test_a_failed_launch_is_noticed() -> None:
+    assert not has_trained("2 x cpu")
+    with pytest.raises(AssertionError, match="no such luck"):
+        launch([sys.executable, "-c", "raise SystemExit('no such luck')"])
+
+
 def test_the_demo_by_plain_python(tmp_path: Path) -> None:
     (command,) = documented("python examples/train_hstu.py")
     output = launch([*here(command, per_node=2), *TINY])
