@@ -107,6 +107,7 @@ def compiled(source: Path) -> subprocess.CompletedProcess[str]:
     return run([os.environ.get("CXX", "g++"), *flags, *headers, source], cwd=source.parent)
 
 
+@pytest.mark.timeout(300)
 def test_the_sources_compile_without_a_warning() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(compiled, SOURCES))
