@@ -13,12 +13,14 @@ STACK = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", 
 
 
 class Command(NamedTuple):
-    main: str  # "module:function", called as function(arguments, prog=...)
+    main: str  # "module:function", called as function(arguments, prog=...); returns the exit code, or None for 0
     help: str
 
 
 COMMANDS = {
     "demo": Command("lightning_freescale.demo:main", "train an HSTU recommender on two processes"),
+    "plan": Command("lightning_freescale.balance.plan:main", "say what balancing would win on your data"),
+    "report": Command("lightning_freescale.bubbles.report:main", "show where the time of a run went"),
     "export": Command("lightning_freescale.cli:export", "write a checkpoint as one plain, unsharded state dict"),
 }
 
@@ -32,11 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lightning_freescale.errors import FreeScaleError
 
     try:
-        run(options.arguments, prog=prog)
+        return run(options.arguments, prog=prog) or 0
     except FreeScaleError as error:  # says what to do; a traceback would hide it
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
