@@ -14,6 +14,10 @@
 namespace py = pybind11;
 using namespace freescale;
 
+namespace freescale {
+void bind_transport(py::module_& module);  // transport_bindings.cpp
+}
+
 namespace {
 
 // `work` must touch no Python object: other threads run Python meanwhile.
@@ -150,4 +154,5 @@ PYBIND11_MODULE(_C, module) {
       py::arg("costs").noconvert(), py::arg("ranks"));
   module.def("variable", &py_variable, py::arg("costs").noconvert(), py::arg("ranks"), py::arg("tokens").noconvert(),
              py::arg("max_tokens"), py::arg("shares").noconvert());
+  bind_transport(module);
 }

@@ -18,6 +18,7 @@ it blocks the host, as with gloo.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from typing_extensions import override
 
 from lightning_freescale.errors import InputError
 from lightning_freescale.transport.gloo import GlooMover
+from lightning_freescale.transport.host_staged import HostStaged
 from lightning_freescale.transport.options import Options
 from lightning_freescale.transport.parts import Parts
 
@@ -45,15 +47,21 @@ class FreeScaleGroup(_ProcessGroup):
         self._gloo = gloo
         self._set_default_backend(kinds.GLOO)
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        self._cpu = GlooMover(gloo)
-
-    # -- names ---------------------------------------------------------------------------------------------------------
+        self._store, self._timeout = store, timeout
+        self._movers: dict[torch.device, GlooMover | HostStaged] = {}
+        self._lock = threading.Lock()
+        if torch.cuda.is_available():
+            if options.reductions == "nccl" or (options.reductions == "auto" and dist.is_nccl_available()):
+                nccl_options = dist.ProcessGroupNCCL.Options()
+                nccl_options._timeout = timeout
+                nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options)
+                self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+            else:
+                self._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
 
     @override
     def getBackendName(self) -> str:
         return NAME
-
-    # -- collectives this backend moves itself -------------------------------------------------------------------------
 
     @override
     def alltoall_base(
@@ -115,7 +123,33 @@ class FreeScaleGroup(_ProcessGroup):
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
             raise InputError(f"{kind}: all tensors must be on one device, not {sorted(map(str, devices))}")
-        return self._cpu.exchange(kind, send, receive)
+        return self._mover(devices.pop()).exchange(kind, send, receive)
+
+    def _mover(self, device: torch.device) -> GlooMover | HostStaged:
+        """What moves tensors of this device. The first use of a queue is a collective: all ranks set it up together."""
+        with self._lock:
+            if device not in self._movers:
+                if device.type == "cpu" and self.freescale_options.cpu == "gloo":
+                    self._movers[device] = GlooMover(self._gloo)
+                else:
+                    store = dist.PrefixStore(f"queue/{device.type}", self._store)
+                    self._movers[device] = HostStaged(
+                        store, self.rank(), self.size(), self._timeout, device, self.freescale_options
+                    )
+            return self._movers[device]
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Memory and traffic of the host-staged queues of this group, by device."""
+        return {str(device): mover.report() for device, mover in self._movers.items() if isinstance(mover, HostStaged)}
+
+    @override
+    def shutdown(self) -> None:
+        try:
+            for mover in self._movers.values():
+                if isinstance(mover, HostStaged):
+                    mover.close(min(30.0, self._timeout.total_seconds()))
+        finally:
+            super().shutdown()
 
 
 def _create(group: Any, pg_options: Any) -> FreeScaleGroup:

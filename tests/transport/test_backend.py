@@ -12,7 +12,11 @@ import torch.distributed as dist
 from tests.ranks import RankFailed, run_ranks
 from tests.transport.collectives import DTYPES, all_to_all_case, in_group, random_tensor, same_bits
 
-ENGINES = [{"cpu": "gloo"}]
+ENGINES: list[dict[str, Any]] = [
+    {"cpu": "gloo"},
+    {"cpu": "queue", "chunk_bytes": 4096, "buffer_bytes": 1 << 20},
+    {"cpu": "queue", "priority": "high"},
+]
 engines = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: "-".join(map(str, engine.values())))
 
 

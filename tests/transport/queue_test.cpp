@@ -1,0 +1,513 @@
+// The queue on host memory, its ranks as threads of one process. Built and run by test_queue.py, under the
+// thread and address sanitizers. Usage: queue_test SCENARIO; exit status 0 is success.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <stdexcept>
+
+#include "../../csrc/transport_queue.h"
+
+using namespace freescale::transport;
+
+namespace {
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error("FAILED: " + what);
+}
+
+// Where all ranks of a test meet.
+class Meeting {
+ public:
+  explicit Meeting(int world) : world_(world) {}
+  void wait() {
+    std::unique_lock lock(mutex_);
+    const int round = round_;
+    if (++here_ == world_) {
+      here_ = 0;
+      ++round_;
+      all_here_.notify_all();
+      return;
+    }
+    all_here_.wait(lock, [&] { return round_ != round; });
+  }
+
+ private:
+  int world_, here_ = 0, round_ = 0;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+};
+
+struct Group {
+  int world;
+  Meeting meeting;
+  std::vector<std::string> hosts, addresses;
+  Settings settings;
+  std::vector<std::shared_ptr<Device>> devices;
+
+  Group(int world, int hosts_used, Settings given) : world(world), meeting(world), addresses(world), settings(given) {
+    for (int rank = 0; rank < world; ++rank) {
+      hosts.push_back("host" + std::to_string(rank % hosts_used));
+      devices.push_back(host_device());
+    }
+  }
+
+  std::unique_ptr<Queue> open(int rank) {
+    auto queue = std::make_unique<Queue>(devices[rank], rank, hosts, settings);
+    addresses[rank] = queue->address();
+    meeting.wait();
+    queue->connect(addresses);
+    meeting.wait();
+    queue->seal();
+    return queue;
+  }
+};
+
+// Runs `body(rank)` on every rank; the first exception is thrown again.
+void on_ranks(int world, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(world);
+  for (int rank = 0; rank < world; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+        try {
+          throw;
+        } catch (const std::exception& error) {
+          std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+        }
+        std::_Exit(1);  // the others would wait for this rank
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+using Bytes = std::vector<unsigned char>;
+
+unsigned char expected_byte(int exchange, int source, int target, std::size_t i) {
+  return static_cast<unsigned char>((i * 131 + exchange * 29 + source * 7 + target * 3 + (i >> 8)) & 0xff);
+}
+
+struct Buffers {
+  std::vector<Bytes> out, in;
+  std::vector<Part> sends, takes;
+  std::shared_ptr<Exchange> exchange;
+  int number = 0;
+};
+
+// Sizes of exchange `number`, the same on every rank: many empty, most small, some of many chunks.
+std::vector<std::vector<std::size_t>> sizes(int world, int number, std::size_t largest) {
+  std::mt19937 random(number * 7919 + world);
+  std::vector<std::vector<std::size_t>> bytes(world, std::vector<std::size_t>(world));
+  for (auto& row : bytes)
+    for (auto& cell : row) {
+      const unsigned kind = random() % 10;
+      cell = kind < 3 ? 0 : kind < 8 ? random() % 3000 : random() % (largest + 1);
+    }
+  return bytes;
+}
+
+Buffers fill(int rank, int world, int number, std::size_t largest) {
+  Buffers buffers;
+  buffers.number = number;
+  const auto bytes = sizes(world, number, largest);
+  for (int peer = 0; peer < world; ++peer) {
+    Bytes out(bytes[rank][peer]);
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = expected_byte(number, rank, peer, i);
+    buffers.out.push_back(std::move(out));
+    buffers.in.emplace_back(bytes[peer][rank], static_cast<unsigned char>(0xEE));
+  }
+  for (int peer = 0; peer < world; ++peer) {
+    buffers.sends.push_back({reinterpret_cast<Address>(buffers.out[peer].data()), buffers.out[peer].size()});
+    buffers.takes.push_back({reinterpret_cast<Address>(buffers.in[peer].data()), buffers.in[peer].size()});
+  }
+  return buffers;
+}
+
+long wrong_bytes(const Buffers& buffers, int rank) {
+  long wrong = 0;
+  for (std::size_t source = 0; source < buffers.in.size(); ++source)
+    for (std::size_t i = 0; i < buffers.in[source].size(); ++i)
+      wrong += buffers.in[source][i] != expected_byte(buffers.number, static_cast<int>(source), rank, i);
+  return wrong;
+}
+
+Settings small(bool high = false) {
+  Settings settings;
+  settings.high = high;
+  settings.chunk_bytes = 4096;
+  settings.buffer_bytes = 256 << 10;
+  settings.timeout = 60;
+  return settings;
+}
+
+// Many random uneven exchanges, several outstanding, slots reused many times over.
+long run_random(Group& group, int exchanges, std::size_t largest) {
+  std::atomic<long> wrong{0};
+  on_ranks(group.world, [&](int rank) {
+    auto queue = group.open(rank);
+    std::deque<std::unique_ptr<Buffers>> flying;
+    for (int number = 0; number < exchanges; ++number) {
+      flying.push_back(std::make_unique<Buffers>(fill(rank, group.world, number, largest)));
+      Buffers& buffers = *flying.back();
+      buffers.exchange = queue->exchange("all_to_all", buffers.sends, buffers.takes, 0);
+      if (flying.size() < 8) continue;
+      flying.front()->exchange->block(60);
+      wrong += wrong_bytes(*flying.front(), rank);
+      flying.pop_front();
+    }
+    for (auto& buffers : flying) {
+      buffers->exchange->block(60);
+      wrong += wrong_bytes(*buffers, rank);
+    }
+    const Report report = queue->report();
+    require(report.exchanges == static_cast<std::uint64_t>(exchanges), "exchanges are counted");
+    require(report.ring_bytes <= report.ring_bound_bytes, "the rings stay within their bound");
+    require(report.ring_bound_bytes <= group.settings.buffer_bytes, "and the bound within the option");
+    queue->close(30);
+  });
+  return wrong;
+}
+
+void random_exchanges(int world, int hosts, bool high, Word first = 0) {
+  Settings settings = small(high);
+  settings.first_chunk = first;
+  Group group(world, hosts, settings);
+  require(run_random(group, 40, 60'000) == 0, "every byte is right");
+}
+
+// ---- a device whose copies are recorded and held up by the test ----------------------------------------------------
+
+// What was copied, in order, as in "low out". Before each copy the stream's thread calls `before` with its count.
+struct Trace {
+  std::function<void(const std::string&, long)> before = [](const std::string&, long) {};
+
+  void add(const std::string& what) {
+    long count;
+    {
+      std::lock_guard lock(mutex_);
+      copies_.push_back(what);
+      count = std::count(copies_.begin(), copies_.end(), what);
+    }
+    before(what, count);
+  }
+  std::vector<std::string> copies() const {
+    std::lock_guard lock(mutex_);
+    return copies_;
+  }
+  // Waits until `what` has been copied `count` times, a while at most.
+  void await(const std::string& what, long count) const {
+    for (int i = 0; i < 20'000; ++i) {
+      const auto now = copies();
+      if (std::count(now.begin(), now.end(), what) >= count) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::string> copies_;
+};
+
+class TracedStream : public Stream {
+ public:
+  TracedStream(std::unique_ptr<Stream> inner, Trace& trace, std::string name)
+      : inner_(std::move(inner)), trace_(trace), name_(std::move(name)) {}
+  void to_host(std::byte* host, Address source, std::size_t bytes) override {
+    inner_->after(std::make_shared<Step>(trace_, name_ + " out"));
+    inner_->to_host(host, source, bytes);
+  }
+  void from_host(Address target, const std::byte* host, std::size_t bytes) override {
+    inner_->after(std::make_shared<Step>(trace_, name_ + " in"));
+    inner_->from_host(target, host, bytes);
+  }
+  void write(Word* word, Word value) override { inner_->write(word, value); }
+  void await(const Word* word, Word value) override { inner_->await(word, value); }
+  void after(std::shared_ptr<Mark> mark) override { inner_->after(mark); }
+  std::shared_ptr<Mark> mark() override { return inner_->mark(); }
+  Handle handle() const override { return 0; }
+
+ private:
+  class Step : public Mark {  // the stream's thread asks whether it has passed
+   public:
+    Step(Trace& trace, std::string what) : trace_(trace), what_(std::move(what)) {}
+    bool passed() override {
+      trace_.add(what_);
+      return true;
+    }
+    void hold(Handle) override {}
+
+   private:
+    Trace& trace_;
+    std::string what_;
+  };
+  std::unique_ptr<Stream> inner_;
+  Trace& trace_;
+  std::string name_;
+};
+
+class TracedDevice : public Device {
+ public:
+  explicit TracedDevice(Trace& trace) : trace_(trace) { set_gate_memory(gates_); }
+  std::string name() const override { return "traced host memory"; }
+  std::unique_ptr<Stream> stream() override { return std::make_unique<TracedStream>(inner_->stream(), trace_, label); }
+  std::shared_ptr<Mark> mark(Handle caller) override { return inner_->mark(caller); }
+  void pin(std::byte*, std::size_t) override {}
+  void unpin(std::byte*) override {}
+  std::string label = "low";  // of the streams made next
+
+ private:
+  Trace& trace_;
+  std::shared_ptr<Device> inner_ = host_device();
+  GateWords gates_[max_gates] = {};
+};
+
+// While a low-priority exchange of many chunks is under way, a second one of three chunks is issued. The third low chunk
+// is held up until the first chunk of the second exchange goes. Returns the low chunks that go between its first and
+// last.
+long overtaken(bool second_is_high) {
+  constexpr int world = 2;
+  constexpr std::size_t low_bytes = 40 * 4096, second_bytes = 3 * 4096;
+  Group low(world, 1, small(false)), second(world, 1, small(second_is_high));
+  std::vector<Trace> traces(world);
+  on_ranks(world, [&](int rank) {
+    Trace& trace = traces[rank];
+    trace.before = [&](const std::string& what, long count) {
+      if (what == "low out" && count == 3) trace.await("second out", 1);
+      if (what == "second out" && count == 2) {
+        if (second_is_high)
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the low one has its chance to be wrong
+        else
+          trace.await("low out", 4);
+      }
+    };
+    auto device = std::make_shared<TracedDevice>(trace);
+    low.devices[rank] = second.devices[rank] = device;
+    auto slow = low.open(rank);
+    device->label = "second";
+    auto fast = second.open(rank);
+    Bytes out(low_bytes, 1), in(low_bytes), urgent_out(second_bytes, 2), urgent_in(second_bytes);
+    const int peer = 1 - rank;
+    const auto parts = [&](Bytes& bytes) {
+      std::vector<Part> list(world);
+      list[peer] = {reinterpret_cast<Address>(bytes.data()), bytes.size()};
+      return list;
+    };
+    auto first = slow->exchange("low", parts(out), parts(in), 0);
+    trace.await("low out", 3);
+    auto next = fast->exchange("second", parts(urgent_out), parts(urgent_in), 0);
+    next->block(60);
+    first->block(60);
+    require(in == out && urgent_in == urgent_out, "both are right");
+    low.meeting.wait();
+    slow->close(10);
+    fast->close(10);
+  });
+  long between = 0;
+  for (const Trace& trace : traces) {
+    std::vector<std::string> out = trace.copies();
+    out.erase(std::remove_if(out.begin(), out.end(), [](auto& copy) { return copy.find(" out") == std::string::npos; }),
+              out.end());
+    const auto first = std::find(out.begin(), out.end(), "second out");
+    const auto last = std::find(out.rbegin(), out.rend(), "second out").base();
+    require(std::count(first, last, "second out") == 3, "all chunks went");
+    between += std::count(first, last, "low out");
+    require(!second_is_high || std::count(last, out.end(), "low out") == 37, "the rest of the low chunks went after");
+  }
+  return between;
+}
+
+void priority() {
+  require(overtaken(true) == 0, "low-priority chunks went between high-priority ones");
+  require(overtaken(false) >= 2, "between equals they do, so the check above can fail");
+}
+
+// Chunks that are announced before they are there must be seen as wrong bytes by the checks above.
+void early_flag() {
+  Settings settings = small();
+  settings.early_flag = true;
+  Group group(2, 1, settings);
+  std::vector<Trace> traces(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    traces[rank].before = [](const std::string& what, long) {
+      if (what == "low out") std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    };
+    group.devices[rank] = std::make_shared<TracedDevice>(traces[rank]);
+  }
+  require(run_random(group, 10, 20'000) > 0, "the fault is seen");
+}
+
+// ---- failures --------------------------------------------------------------------------------------------------------
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+std::vector<Part> to_peer(int peer, int world, Bytes& bytes) {
+  std::vector<Part> list(world);
+  list[peer] = {reinterpret_cast<Address>(bytes.data()), bytes.size()};
+  return list;
+}
+
+// Rank 1 does not take part: rank 0 times out, and rank 2, which needs rank 0 alone, ends with the same error.
+void timeout(int hosts) {
+  Settings settings = small();
+  settings.timeout = 0.3;
+  Group group(3, hosts, settings);
+  on_ranks(3, [&](int rank) {
+    auto queue = group.open(rank);
+    Bytes bytes(70'000, 1), more(100, 1);
+    const std::vector<Part> nothing(3);
+    std::string error;
+    if (rank == 0) {
+      auto exchange = queue->exchange("all_to_all", nothing, to_peer(1, 3, bytes), 0);
+      error = error_of([&] { exchange->block(30); });
+      require(has(error, "rank 0") && has(error, "all_to_all #0") && has(error, "70000 bytes from rank 1"), error);
+      require(has(error, "not done after"), error);
+      require(!error_of([&] { queue->exchange("all_to_all", nothing, nothing, 0); }).empty(), "later ones are refused");
+    } else if (rank == 2) {
+      queue->exchange("all_to_all", nothing, nothing, 0);
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 is the first to be late
+      auto exchange = queue->exchange("all_to_all", nothing, to_peer(0, 3, more), 0);
+      error = error_of([&] { exchange->block(30); });
+      require(has(error, "rank 0, all_to_all #0"), "rank 2 should report rank 0's error, not: " + error);
+    }
+    group.meeting.wait();
+    error_of([&] { queue->close(10); });
+  });
+}
+
+// A rank that leaves while another needs it.
+void leaver(int hosts) {
+  Group group(2, hosts, small());
+  on_ranks(2, [&](int rank) {
+    auto queue = group.open(rank);
+    if (rank == 1) {
+      queue->close(10);
+      queue.reset();
+      group.meeting.wait();
+      return;
+    }
+    group.meeting.wait();
+    Bytes bytes(5000);
+    auto exchange = queue->exchange("all_gather", std::vector<Part>(2), to_peer(1, 2, bytes), 0);
+    const std::string error = error_of([&] { exchange->block(30); });
+    require(has(error, "5000 bytes from rank 1") && has(error, hosts == 1 ? "has left" : "is gone"), error);
+  });
+}
+
+// Two ranks that disagree about sizes or about which collective comes next are told before bytes are mixed up.
+void disagreement(int hosts) {
+  for (const bool kind : {false, true}) {
+    Group group(2, hosts, small());
+    std::atomic<int> told{0};
+    on_ranks(2, [&](int rank) {
+      auto queue = group.open(rank);
+      Bytes out(100, 1), in(kind || rank == 1 ? 100 : 200, 0);
+      const std::string error = error_of([&] {
+        auto exchange = queue->exchange(kind && rank == 1 ? "broadcast" : "all_to_all", to_peer(1 - rank, 2, out),
+                                        to_peer(1 - rank, 2, in), 0);
+        exchange->block(30);
+        group.meeting.wait();
+      });
+      if (has(error, kind ? "another collective" : "200")) ++told;
+      else require(error.empty(), error);
+      if (!error.empty()) group.meeting.wait();
+      error_of([&] { queue->close(10); });
+    });
+    require(told >= 1, "nobody noticed");
+  }
+}
+
+// Ring: sender and receiver agree on every slot, and no slot is used again before it is free.
+void ring() {
+  std::mt19937 random(3);
+  for (const std::size_t largest : {std::size_t{8192}, std::size_t{100 * 4096}, std::size_t{3 << 20}}) {
+    Ring sender(largest, 64 << 10, 0xFFFFFF00u), receiver(largest, 64 << 10, 0xFFFFFF00u);
+    std::map<std::size_t, Word> owner;  // byte offset of a slot to the chunk it holds
+    Word taken = 0xFFFFFF00u;           // the receiver's counter: it takes as late as the sender's waits allow
+    std::size_t level = 0;
+    for (int i = 0; i < 400; ++i) {
+      const std::size_t bytes = random() % (2 * largest);
+      const auto slots = sender.take(bytes), same = receiver.take(bytes);
+      require(slots.size() == same.size(), "as many slots");
+      std::size_t total = 0;
+      for (std::size_t s = 0; s < slots.size(); ++s) {
+        require(slots[s].number == same[s].number && slots[s].offset == same[s].offset && slots[s].bytes == same[s].bytes,
+                "the same slots");
+        require(slots[s].offset + slots[s].bytes <= sender.region(), "inside the region");
+        total += slots[s].bytes;
+        if (slots[s].free && !reached(taken, *slots[s].free)) taken = *slots[s].free;
+        if (const auto before = owner.find(slots[s].offset); before != owner.end() && sender.level() == level)
+          require(reached(taken, before->second + 1), "a slot is written before it is free");
+        level = sender.level();
+        owner[slots[s].offset] = slots[s].number;
+      }
+      require(total == bytes, "all bytes have a place");
+    }
+  }
+}
+
+// Names of shared memory: unguessable, refused when they are not ours, gone when told.
+void segments() {
+  Segment own = Segment::create();
+  own.map(1 << 20);
+  own.commit(0, 1 << 20);
+  require(Segment::create().name() != own.name(), "names differ");
+  require(!error_of([] { Segment::open("freescale-nobody"); }).empty(), "an unknown name is refused");
+  require(!error_of([] { Segment::open("../etc/passwd"); }).empty(), "a foreign name is refused");
+  own.unlink();
+  require(!error_of([&] { Segment other = Segment::open(own.name()); }).empty(), "the name is gone");
+  own.data()[100] = std::byte{1};  // the memory is not
+}
+
+const std::map<std::string, std::function<void()>> scenarios{
+    {"random2", [] { random_exchanges(2, 1, false); }},
+    {"random4", [] { random_exchanges(4, 1, false); }},
+    {"random_high", [] { random_exchanges(3, 1, true); }},
+    {"random_hosts", [] { random_exchanges(4, 2, false); }},
+    {"random_hosts_high", [] { random_exchanges(2, 2, true); }},
+    {"random_wrap", [] { random_exchanges(2, 1, false, 0xFFFFFFF0u); }},
+    {"random_hosts_wrap", [] { random_exchanges(2, 2, false, 0xFFFFFFF0u); }},
+    {"priority", priority},
+    {"early_flag", early_flag},
+    {"timeout", [] { timeout(1); }},
+    {"timeout_hosts", [] { timeout(3); }},
+    {"leaver", [] { leaver(1); }},
+    {"leaver_hosts", [] { leaver(2); }},
+    {"disagreement", [] { disagreement(1); }},
+    {"disagreement_hosts", [] { disagreement(2); }},
+    {"ring", ring},
+    {"segments", segments},
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  try {
+    for (int i = 1; i < count; ++i) {
+      const auto scenario = scenarios.find(arguments[i]);
+      if (scenario == scenarios.end()) throw std::runtime_error(std::string("no scenario ") + arguments[i]);
+      scenario->second();
+      std::printf("%s ok\n", arguments[i]);
+      std::fflush(stdout);
+    }
+    if (count == 1)
+      for (const auto& scenario : scenarios) std::printf("%s\n", scenario.first.c_str());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
