@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -272,18 +273,20 @@ def _offsets(lengths: Tensor) -> Tensor:
     return F.pad(lengths.long().cumsum(0), (1, 0))
 
 
-def _init_table(weight: Tensor) -> None:
-    """Uniform rows of length about 1. Ranks, each with a shard, draw different rows although their seeds are equal."""
+def _draw_rows(weight: Tensor, dim: int) -> None:
+    """Uniform rows of length about 1 into ``weight``: a whole table of width ``dim``, a shard of one, or nothing.
+
+    Ranks draw different rows although their seeds are equal: each holds another shard.
+    """
     if weight.is_meta:
         return
+    seed = int(torch.randint(2**62, ()))  # drawn by every rank, to leave their generators alike
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    seed = int(torch.randint(2**62, ())) + rank
-    bound = math.sqrt(3 / weight.shape[1])
+    bound = math.sqrt(3 / dim)
     with torch.no_grad():
-        weight.uniform_(-bound, bound, generator=torch.Generator(weight.device).manual_seed(seed))
+        weight.uniform_(-bound, bound, generator=torch.Generator(weight.device).manual_seed(seed + rank))
 
 
 def _table(name: str, rows: int, dim: int, features: list[str]) -> EmbeddingConfig:
-    return EmbeddingConfig(
-        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, init_fn=_init_table
-    )
+    draw = partial(_draw_rows, dim=dim)
+    return EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, init_fn=draw)

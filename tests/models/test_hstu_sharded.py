@@ -1,0 +1,53 @@
+"""HSTU with its tables split over two real ranks: training, and ranking over a catalogue that no rank holds whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_freescale import FreeScaleStrategy
+from tests import toy
+from tests.models.cases import make_batch
+from tests.models.test_hstu import loader, planted, tiny, trainer, training_batch
+from tests.ranks import run_ranks
+
+
+def fit(rank: int, sharding: str, prioritize: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Train on this rank's half of the samples; return what validation logged last, and the whole weights."""
+    pl.seed_everything(0, verbose=False)
+    histories, _ = planted()
+    held_out, targets = planted(40, seed=1)
+    mine = slice(rank, None, 2)
+    batches = [training_batch(histories[i : i + 16][mine], seed=i + rank) for i in range(0, 64, 16)]
+    model = tiny(lr=1e-2, meta_tables=True)
+    strategy = FreeScaleStrategy(sharding=sharding, prioritize=prioritize, balance="off")
+    trained = toy.trainer(strategy, 2, max_epochs=12, limit_val_batches=1, use_distributed_sampler=False)
+    trained.fit(model, loader(batches), loader([make_batch(held_out[mine], targets=targets[mine])]))
+    logged = {name: float(value) for name, value in trained.callback_metrics.items() if name.startswith("val/")}
+    return logged, toy.weights(model)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "prioritize"),
+    [("row_wise", True), ("row_wise", False), ("table_wise", True), ("column_wise", False)],
+)
+def test_two_ranks_rank_the_whole_catalogue(sharding: str, prioritize: bool, tmp_path: Path) -> None:
+    (logged, weights), (also_logged, _) = run_ranks(fit, args=(sharding, prioritize))
+    assert logged == also_logged
+    assert logged["val/hr@10"] > 0.9
+
+    rows = weights["embedding.embeddings.item.weight"]
+    assert len(rows.unique(dim=0)) == len(rows)  # no two shards were drawn from the same random numbers
+    unsharded = tiny()
+    unsharded.load_state_dict(weights)
+    held_out, targets = planted(40, seed=1)
+    whole = [make_batch(held_out, targets=targets)]
+    alone = trainer(tmp_path).validate(unsharded, loader(whole), verbose=False)[0]
+    assert logged == pytest.approx(alone, rel=1e-4)
+    with torch.no_grad():  # negative control: other weights rank otherwise
+        unsharded.embedding.embeddings["item"].weight.normal_()
+    assert trainer(tmp_path).validate(unsharded, loader(whole), verbose=False)[0] != pytest.approx(alone, rel=1e-4)
