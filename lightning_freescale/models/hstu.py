@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,9 +181,12 @@ class HSTUMixin(_Module):
     def on_validation_epoch_start(self) -> None:
         """Look the catalogue up through the (maybe sharded) tables: a collective, so every rank does it."""
         count, limit = self.num_items, self.hparams["max_eval_items"]
-        ids = torch.arange(count)
-        if count > limit:
-            ids = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:limit]
+        if count <= limit:
+            ids = torch.arange(count)
+        else:
+            ids = torch.tensor(
+                random.Random(0).sample(range(count), limit)
+            )  # the same on every rank and in every epoch
             say_once(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
         lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
         lengths[0] = len(ids)
