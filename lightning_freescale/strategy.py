@@ -204,13 +204,14 @@ class FreeScaleMixin(_Base):
         kwargs = dict(self._ddp_kwargs)
         wrapper = {"static_graph": False} | {name: kwargs.pop(name) for name in _WRAPPER_ARGUMENTS if name in kwargs}
         weights = tables.table_weights(module)
-        sharded = DistributedModelParallel(
-            module,
-            device=device,
-            plan=plan,
-            sharders=sharders,
-            data_parallel_wrapper=DefaultDataParallelWrapper(**wrapper, ddp_kwargs=kwargs),
-        )
+        with tables.own_random_numbers(self.global_rank, device):
+            sharded = DistributedModelParallel(
+                module,
+                device=device,
+                plan=plan,
+                sharders=sharders,
+                data_parallel_wrapper=DefaultDataParallelWrapper(**wrapper, ddp_kwargs=kwargs),
+            )
         tables.fill_shards(module, weights)
         return sharded
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -189,6 +190,17 @@ def make_plan(
             device_type=device.type,
         )
     return ShardingPlan(plan=plan)
+
+
+@contextmanager
+def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Let shards of tables on ``meta`` be drawn from other random numbers on every rank, and leave no trace after.
+
+    Ranks are seeded alike: without this, the shards of a table would all hold the same rows.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(torch.initial_seed() + 1 + rank)
+        yield
 
 
 def table_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -278,17 +278,11 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _draw_rows(weight: Tensor, dim: int) -> None:
-    """Uniform rows of length about 1 into ``weight``: a whole table of width ``dim``, a shard of one, or nothing.
-
-    Ranks draw different rows although their seeds are equal: each holds another shard.
-    """
-    if weight.is_meta:
-        return
-    seed = int(torch.randint(2**62, ()))  # drawn by every rank, to leave their generators alike
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    bound = math.sqrt(3 / dim)
-    with torch.no_grad():
-        weight.uniform_(-bound, bound, generator=torch.Generator(weight.device).manual_seed(seed + rank))
+    """Uniform rows of length about 1 into ``weight``: a whole table of width ``dim``, a shard of one, or nothing."""
+    if not weight.is_meta:
+        bound = math.sqrt(3 / dim)
+        with torch.no_grad():
+            weight.uniform_(-bound, bound)
 
 
 def _table(name: str, rows: int, dim: int, features: list[str]) -> EmbeddingConfig:

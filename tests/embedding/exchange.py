@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ def build(
         collection,
         dict(zip(ROWS, placement, strict=True)),
         sharder=sharder,
-        local_size=world,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         world_size=world,
         device_type=device,
     )

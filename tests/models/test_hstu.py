@@ -206,24 +206,6 @@ def test_tables_on_the_meta_device() -> None:
         assert shard.norm(dim=1).mean() == pytest.approx(1, abs=0.05)
 
 
-def test_shards_of_two_ranks_and_two_tables_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = tiny().embedding.embedding_configs()[0].init_fn
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-
-    def draw(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-        torch.manual_seed(0)  # as Lightning seeds all ranks
-        tables = torch.empty(5, 16), torch.empty(5, 16)
-        for table in tables:
-            init(table)
-        return tables
-
-    first, second = draw(0), draw(1)
-    assert torch.equal(first[0], draw(0)[0])
-    assert not torch.equal(first[0], second[0])
-    assert not torch.equal(first[0], first[1])
-
-
 @pytest.mark.usefixtures("unlogged")
 def test_sampling_correction_follows_the_counts() -> None:
     model = tiny()

@@ -1,0 +1,99 @@
+"""A rank that trains HSTU through the Trainer, synchronously and prioritized; started by ``test_cluster.py``.
+
+Prints one JSON line on rank 0: losses of both runs, steps per second, what became of the exchange, and a checkpoint's round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+import lightning_freescale as fs
+from lightning_freescale.models import HSTU
+
+
+NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Recorder(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].detach())
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+
+def fit(prioritize: bool, steps: int, optimizer: str, folder: str) -> dict[str, Any]:
+    pl.seed_everything(3, verbose=False)
+    data = fs.SeqRecDataModule(
+        "synthetic",
+        batch_size=32,
+        max_history=1000,
+        balance="off",
+        num_negatives=32,
+        cache_dir=folder,
+        synthetic={"users": 6000, "items": 50_000, "mean_length": 300, "max_length": 1000},
+    )
+    model = HSTU(num_items=data.num_items, max_history=1000, embedding_dim=128, num_layers=3, num_heads=4)
+    strategy = fs.FreeScaleStrategy(
+        balance="off", prioritize=prioritize, embedding_optimizer={"optimizer": optimizer, "lr": 0.01}
+    )
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="gpu",
+        devices=1,
+        num_nodes=NODES,
+        precision="bf16-mixed",
+        max_steps=steps,
+        limit_val_batches=2,
+        val_check_interval=steps // 2,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorder],
+    )
+    trainer.fit(model, datamodule=data)
+    path = os.path.join(folder, f"{optimizer}-{prioritize}.ckpt")
+    trainer.save_checkpoint(path)
+    hr = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
+    half = len(recorder.times) // 2
+    seconds = (recorder.times[-1] - recorder.times[half]) / (len(recorder.times) - 1 - half)
+    return {
+        "losses": [float(loss) for loss in recorder.losses],
+        "ms": seconds * 1e3,
+        "val": hr,
+        "checkpoint": os.path.isdir(path),
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+def main() -> None:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    folder = os.environ.get("FOLDER") or tempfile.gettempdir()
+    results = {}
+    for optimizer in ("rowwise_adagrad", "adam"):
+        results[optimizer] = {str(mode): fit(mode, steps, optimizer, folder) for mode in (False, True)}
+    if RANK == 0:
+        print("RESULT " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A rank of the GPU comparison of both exchange paths; started by ``test_cluster.py``. Prints one JSON line on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+
+from tests.embedding import exchange
+from tests.embedding.exchange import SHARDINGS, build, make_schedule, random_batches, tables, train
+
+STEPS = 25
+exchange.ROWS.update(one=4000, two=600)
+exchange.DIM = 32
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results = []
+    for kind in SHARDINGS:
+        for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+            batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
+            rates = {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
+            plain = build(kind, optimizer, world, "cuda")
+            expected = train(plain, batches, None, "cuda", **rates)
+            again = build(kind, optimizer, world, "cuda")
+            repeated = train(again, batches, None, "cuda", **rates)
+            module = build(kind, optimizer, world, "cuda")
+            schedule = make_schedule(module)
+            got = train(module, batches, schedule, "cuda", **rates)
+            torch.cuda.synchronize()
+            a, b, c = tables(plain), tables(module), tables(again)
+            line = {
+                "kind": kind,
+                "optimizer": optimizer,
+                "lane": schedule.lanes[0].off or "prioritized",
+                "loss": _worst([abs(x - y) / max(1.0, abs(x)) for x, y in zip(expected, got, strict=True)]),
+                "weights": _worst([float((a[key] - b[key]).abs().max()) for key in a if a[key].numel()]),
+                "repeat": _worst([float((a[key] - c[key]).abs().max()) for key in a if a[key].numel()]),
+                "moved": _worst([float(a[key].abs().max()) for key in a if a[key].numel()]),
+            }
+            results.append(line)
+            dist.barrier()
+    if rank == 0:
+        print("RESULT " + json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+def _worst(values: list[float]) -> float:
+    worst = torch.tensor(max(values, default=0.0), device="cuda")
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+if __name__ == "__main__":
+    main()
