@@ -1,0 +1,119 @@
+"""Balanced training through the Trainer: the same steps, losses and quality as without, at the source and by exchange."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale import FreeScaleStrategy, SeqBatch, SeqRecDataModule
+from lightning_freescale.balance import Planner
+from lightning_freescale.balance.exchange import ExchangeLoader
+from lightning_freescale.models import HSTU
+from tests import toy
+from tests.ranks import run_ranks
+
+OPTIMIZER = {"optimizer": "rowwise_adagrad", "lr": 0.1}
+SYNTHETIC = {"users": 120, "items": 60, "clusters": 6, "mean_length": 12, "sigma": 1.2, "max_length": 80}
+
+
+class Recorder(HSTU):
+    """Keeps what it was shown: the first time of each history names its user; and what it lost on how much."""
+
+    def on_train_start(self) -> None:
+        self.users: list[list[int]] = []
+        self.totals: list[tuple[float, int]] = []
+
+    def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        starts = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0))[:-1]
+        self.users.append(batch.timestamps[starts].tolist())
+        tokens = int(self.num_predicted(batch))
+        self.totals.append((loss.item() * tokens, tokens))
+        return loss
+
+
+class Exchanging(FreeScaleStrategy):
+    """Wraps every train loader in an exchange, balanced already or not."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if self.lightning_module.trainer.training:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+            dataloader = ExchangeLoader(dataloader, group=group, planner=Planner("variable"))
+        return super().process_dataloader(dataloader)
+
+
+def _fit(rank: int, world: int, cache: Path, ways: list[tuple[str, bool]], seeds: int, epochs: int) -> dict[Any, Any]:
+    """For each way (balance at the source, exchange) and seed: users and totals of every step, and HR@10."""
+    found = {}
+    for balance, exchange in ways:
+        for seed in range(seeds):
+            pl.seed_everything(seed, verbose=False)
+            kind = Exchanging if exchange else FreeScaleStrategy
+            strategy = kind(balance="off", embedding_optimizer=OPTIMIZER)
+            data = SeqRecDataModule(
+                batch_size=16 // world,
+                max_history=64,
+                balance=balance,
+                num_negatives=8,
+                seed=seed,
+                cache_dir=cache,
+                synthetic={**SYNTHETIC, "seed": 0},
+            )
+            model = Recorder(data.num_items, embedding_dim=16, num_layers=1, num_heads=2, max_history=64, lr=5e-3)
+            options = {"max_epochs": epochs, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+            trainer = toy.trainer(strategy, world, **options)
+            trainer.fit(model, datamodule=data)
+            found[balance, exchange, seed] = (
+                model.users,
+                np.array(model.totals),
+                float(trainer.callback_metrics["val/hr@10"]),
+            )
+    return found
+
+
+WAYS = [("off", False), ("fixed", False), ("variable", False), ("off", True)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    torch.set_num_threads(1)
+    return run_ranks(_fit, args=(2, tmp_path_factory.mktemp("cache"), WAYS, 3, 4), timeout=110)
+
+
+def test_every_step_has_the_same_samples(runs: list[dict[Any, Any]]) -> None:
+    def by_step(way: tuple[str, bool]) -> list[list[int]]:
+        steps = zip(*(rank[(*way, 0)][0] for rank in runs), strict=True)
+        return [sorted(user for own in step for user in own) for step in steps]
+
+    plain = by_step(WAYS[0])
+    assert len(plain) == 4 * 8
+    for way in WAYS[1:]:
+        assert by_step(way) == plain
+        assert [rank[(*way, 0)][0] for rank in runs] != [rank[(*WAYS[0], 0)][0] for rank in runs]
+
+
+def test_losses_are_the_same(runs: list[dict[Any, Any]]) -> None:
+    def losses(way: tuple[str, bool]) -> list[float]:
+        total = sum(rank[(*way, 0)][1] for rank in runs)
+        return (total[:, 0] / total[:, 1]).tolist()
+
+    plain = losses(WAYS[0])
+    assert plain[-1] < 0.8 * plain[0]
+    for way in WAYS[1:]:
+        assert losses(way) == pytest.approx(plain, rel=1e-3)
+
+
+def test_quality_is_the_same_within_noise_over_three_seeds(runs: list[dict[Any, Any]]) -> None:
+    rates = {way: [runs[0][(*way, seed)][2] for seed in range(3)] for way in WAYS}
+    noise = max(np.std(rates[WAYS[0]]), 0.02)
+    for way in WAYS[1:]:
+        assert np.mean(rates[way]) == pytest.approx(np.mean(rates[WAYS[0]]), abs=2 * noise)
+    assert np.mean(rates[WAYS[0]]) > 2 * 10 / SYNTHETIC["items"]  # it has learnt something
