@@ -67,6 +67,10 @@ class Device {
   std::vector<Gate> gates() const;
   std::atomic<int> urgent{0};  // high-priority queues with chunks for the network: low-priority ones let them go first
 
+  // Held while a queue issues operations that belong together. The device may run two streams as one queue: the
+  // closing and the opening of a gate must then not have another queue's wait for that gate between them.
+  std::mutex issue;
+
  protected:
   struct alignas(64) GateWords {
     Word out;

@@ -186,6 +186,7 @@ void Queue::enqueue(const std::vector<Part>& out, const std::vector<Part>& in, c
 // for must not hold up a low-priority transfer, which the peer may need first.
 void Queue::send_rounds(const std::vector<Part>& out, const Pieces& sends, std::size_t first, std::size_t last) {
   const auto gates = settings_.high ? std::vector<Gate>() : device_->gates();
+  std::lock_guard issue(device_->issue);
   if (gate_) {
     for (int peer = 0; peer < world(); ++peer) {
       const std::size_t end = std::min(last, sends[peer].size());
@@ -211,6 +212,7 @@ void Queue::send_rounds(const std::vector<Part>& out, const Pieces& sends, std::
 
 void Queue::take_rounds(const std::vector<Part>& in, const Pieces& takes, std::size_t first, std::size_t last) {
   const auto gates = settings_.high ? std::vector<Gate>() : device_->gates();
+  std::lock_guard issue(device_->issue);
   for (std::size_t round = first; round < last; ++round) {
     if (gate_) {
       for (int peer = 0; peer < world(); ++peer)

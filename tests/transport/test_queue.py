@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale import ConfigurationError
+from lightning_freescale import _C, ConfigurationError
 from lightning_freescale.transport import TransportError
 from lightning_freescale.transport.host_staged import refuse_single_connection
+from lightning_freescale.transport.parts import Parts
+from lightning_freescale.transport.rendezvous import Rendezvous
 from tests.ranks import RankFailed, run_ranks
 from tests.transport.collectives import all_to_all_case, in_group, same_bits
 
@@ -95,6 +99,72 @@ def test_thread_sanitizer_sees_a_flag_that_is_set_too_early(sanitized: dict[str,
 def test_wrong_bytes_of_an_early_flag_are_counted(sanitized: dict[str, Path]) -> None:
     ran = _run(sanitized["address"], "early_flag")  # the scenario succeeds when its own check finds wrong bytes
     assert ran.returncode == 0, ran.stderr
+
+
+# -- the calls to the CUDA driver, answered by one that runs on the host ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    source = Path(__file__).parent / "fake_driver.cpp"
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=100)
+    return library
+
+
+def _on_fake_gpu(rank: int, world: int, driver: str, priority: str) -> str:
+    ctypes.CDLL(driver, mode=ctypes.RTLD_GLOBAL)  # found by its name when the transport asks for libcuda.so.1
+    problem, version, devices = _C.cuda_facts()
+    assert (problem, version, devices) == ("", 13000, 1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    device = _C.cuda_device(0)
+    store = dist.PrefixStore("queue", dist.distributed_c10d._get_default_store())
+    meeting = Rendezvous(store, rank, world, timedelta(seconds=20))
+    queue = _C.TransportQueue(
+        device=device,
+        rank=rank,
+        hosts=meeting.tell("hosts", f"host{rank % 2}"),  # two ranks share memory, the third is elsewhere
+        high=priority == "high",
+        chunk_bytes=4096,
+        buffer_bytes=1 << 20,
+        timeout=20,
+        bind_to="127.0.0.1",
+    )
+    queue.connect(meeting.tell("addresses", queue.address()))
+    meeting.tell("connected", "")
+    queue.seal()
+    flying = []
+    for seed in range(30):
+        source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32, width=3000)
+        output = torch.empty_like(right)
+        send, receive = Parts.split(source, in_splits, world, "input"), Parts.split(output, out_splits, world, "output")
+        exchange = queue.exchange(
+            "all_to_all",
+            [part.data_ptr() for part in send.parts],
+            send.sizes,
+            [part.data_ptr() for part in receive.parts],
+            receive.sizes,
+            0,
+        )
+        flying.append((exchange, source, output, right))
+    for exchange, _, output, right in flying:
+        exchange.hold(0)
+        exchange.block(20)
+        assert exchange.done()
+        assert same_bits(output, right)
+    assert queue.report()["ring_bytes"] > 0
+    dist.barrier()
+    queue.close(10)
+    assert queue.failure() is None
+    return device.name
+
+
+@pytest.mark.parametrize("priority", ["low", "high"])
+def test_driver_calls_keep_the_rules(driver: Path, priority: str) -> None:
+    assert run_ranks(_on_fake_gpu, 3, (3, str(driver), priority)) == ["Fake GPU (cuda:0)"] * 3
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -193,8 +263,6 @@ def _with_engine(rank: int, world: int, seconds: float, fn: Any) -> Any:
     """As ``in_group`` with the queue, set up before ``fn`` runs; only the transfers have the short timeout."""
     dist.init_process_group("gloo", rank=rank, world_size=world)
     group: Any = dist.new_group(backend="freescale", pg_options=QUEUE)
-    from datetime import timedelta
-
     group._timeout = timedelta(seconds=seconds)
     group._mover(torch.device("cpu"))
     return fn(rank, world, group)

@@ -1,0 +1,163 @@
+// A CUDA driver for machines without one: its streams are threads and its device memory is host memory. It is stricter
+// than the real one, so that csrc/transport_cuda.cpp is held to the rules where no GPU is: a context must be current,
+// copies must use pinned memory that was registered in one piece, words must lie in pinned memory.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+constexpr int invalid = 1, not_ready = 600, no_context = 201, already_registered = 712;
+
+struct Event {
+  std::mutex mutex;
+  bool recorded = false, done = true;
+};
+
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable ready;
+  std::deque<std::function<void()>> work;
+  std::thread thread{[this] { run(); }};
+  void push(std::function<void()> operation) {
+    std::lock_guard lock(mutex);
+    work.push_back(std::move(operation));
+    ready.notify_one();
+  }
+  void run() {
+    while (true) {
+      std::unique_lock lock(mutex);
+      ready.wait(lock, [this] { return !work.empty(); });
+      auto operation = std::move(work.front());
+      work.pop_front();
+      lock.unlock();
+      operation();
+    }
+  }
+};
+
+int context;  // there is one
+thread_local int current = 0;
+std::mutex registry;
+std::map<const char*, std::size_t> registered;
+
+bool pinned(const void* start, std::size_t bytes) {
+  std::lock_guard lock(registry);
+  auto region = registered.upper_bound(static_cast<const char*>(start));
+  if (region == registered.begin()) return false;
+  --region;
+  return static_cast<const char*>(start) + bytes <= region->first + region->second;
+}
+
+template <typename Done>
+void poll(Done done) {
+  while (!done()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+std::uint32_t* word_at(unsigned long long address) { return reinterpret_cast<std::uint32_t*>(address); }
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cuDeviceGetCount(int* count) { return *count = 1, 0; }
+int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? 0 : 101; }
+int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "Fake GPU"), 0; }
+int cuDevicePrimaryCtxRetain(void** out, int) { return *out = &context, 0; }
+int cuCtxPushCurrent_v2(void* given) { return given == &context ? (++current, 0) : invalid; }
+int cuCtxPopCurrent_v2(void** out) { return current > 0 ? (--current, *out = &context, 0) : no_context; }
+int cuCtxSetCurrent(void* given) { return given == &context ? (current = 1, 0) : invalid; }
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, 0; }
+int cuGetErrorName(int code, const char** name) { return *name = code == invalid ? "CUDA_ERROR_INVALID_VALUE" : "?", 0; }
+int cuGetErrorString(int, const char** text) { return *text = "fake", 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return *mode == 2 ? 0 : invalid; }
+
+int cuStreamCreateWithPriority(Stream** out, unsigned flags, int priority) {
+  if (!current) return no_context;
+  if (flags != 1 || priority != -5) return invalid;
+  return *out = new Stream, 0;
+}
+int cuStreamDestroy_v2(Stream*) { return current ? 0 : no_context; }  // left to the end of the process
+
+int cuEventCreate(Event** out, unsigned flags) {
+  if (!current) return no_context;
+  return flags == 2 ? (*out = new Event, 0) : invalid;
+}
+int cuEventDestroy_v2(Event*) { return current ? 0 : no_context; }  // a stream may still wait for it
+int cuEventRecord(Event* event, Stream* stream) {
+  if (!current) return no_context;
+  std::lock_guard lock(event->mutex);
+  event->recorded = true;
+  event->done = stream == nullptr;  // nothing ever runs on the default stream
+  if (stream) stream->push([event] { std::lock_guard lock(event->mutex); event->done = true; });
+  return 0;
+}
+int cuEventQuery(Event* event) {
+  if (!current) return no_context;
+  std::lock_guard lock(event->mutex);
+  return event->recorded ? (event->done ? 0 : not_ready) : invalid;
+}
+int cuStreamWaitEvent(Stream* stream, Event* event, unsigned flags) {
+  if (!current) return no_context;
+  if (flags != 0) return invalid;
+  if (stream) stream->push([event] { poll([event] { std::lock_guard lock(event->mutex); return event->done; }); });
+  return 0;
+}
+
+int cuStreamWriteValue32_v2(Stream* stream, unsigned long long address, std::uint32_t value, unsigned flags) {
+  if (!current) return no_context;
+  if (flags != 0 || address % 4 || !pinned(word_at(address), 4)) return invalid;
+  stream->push([=] { __atomic_store_n(word_at(address), value, __ATOMIC_RELEASE); });
+  return 0;
+}
+int cuStreamWaitValue32_v2(Stream* stream, unsigned long long address, std::uint32_t value, unsigned flags) {
+  if (!current) return no_context;
+  if (flags != 0 || address % 4 || !pinned(word_at(address), 4)) return invalid;
+  stream->push([=] {
+    poll([=] { return static_cast<std::int32_t>(__atomic_load_n(word_at(address), __ATOMIC_ACQUIRE) - value) >= 0; });
+  });
+  return 0;
+}
+
+int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, std::size_t bytes, Stream* stream) {
+  if (!current) return no_context;
+  if (!bytes || !device || !pinned(host, bytes)) return invalid;
+  stream->push([=] { std::memcpy(host, reinterpret_cast<const void*>(device), bytes); });
+  return 0;
+}
+int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, std::size_t bytes, Stream* stream) {
+  if (!current) return no_context;
+  if (!bytes || !device || !pinned(host, bytes)) return invalid;
+  stream->push([=] { std::memcpy(reinterpret_cast<void*>(device), host, bytes); });
+  return 0;
+}
+
+int cuMemHostRegister_v2(void* start, std::size_t bytes, unsigned flags) {
+  if (!current) return no_context;
+  if (flags != 3 || reinterpret_cast<std::uintptr_t>(start) % 4096 || bytes % 4096) return invalid;
+  std::lock_guard lock(registry);
+  auto* first = static_cast<const char*>(start);
+  for (const auto& [other, size] : registered)
+    if (first < other + size && other < first + bytes) return already_registered;
+  registered[first] = bytes;
+  return 0;
+}
+int cuMemHostUnregister(void* start) {
+  if (!current) return no_context;
+  std::lock_guard lock(registry);
+  return registered.erase(static_cast<const char*>(start)) ? 0 : invalid;
+}
+int cuMemHostGetDevicePointer_v2(unsigned long long* out, void* start, unsigned flags) {
+  if (flags != 0 || !pinned(start, 1)) return invalid;
+  return *out = reinterpret_cast<unsigned long long>(start), 0;
+}
+}

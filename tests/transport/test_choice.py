@@ -1,0 +1,65 @@
+"""What the transport says about a machine, and which backend it chooses. Nothing here needs a GPU or finds one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_freescale import ConfigurationError
+from lightning_freescale.transport import Capabilities, capabilities, choose
+from lightning_freescale.transport.rendezvous import host_id
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_this_machine_says_why_it_is_not_sm_free() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("for machines without CUDA")
+    found = capabilities()
+    assert not found.sm_free
+    assert "libcuda.so.1" in found.reason or "CUDA" in found.reason
+    assert found.shared_memory_bytes > 0
+    assert found.host == host_id()
+
+
+def test_host_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREESCALE_HOST_ID", "node7")
+    assert host_id() == "node7"
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "overlapped", "sm_free_here", "expected"),
+    [
+        ("auto", CPU, True, False, ("gloo", False)),
+        ("host", CPU, True, False, ("freescale", False)),
+        ("gloo", CUDA, True, True, ("gloo", False)),
+        ("nccl", CUDA, True, True, ("nccl", False)),
+        ("host", CUDA, False, True, ("freescale", True)),
+        ("auto", CUDA, True, True, ("freescale", True)),
+        ("auto", CUDA, False, True, ("nccl", False)),
+        ("auto", CUDA, True, False, ("nccl", False)),
+    ],
+)
+def test_choice(
+    transport: str,
+    device: torch.device,
+    overlapped: bool,
+    sm_free_here: bool,
+    expected: tuple[str, bool],
+) -> None:
+    found = Capabilities(sm_free_here, "no driver", None, 1, 1 << 30, "host", nccl=True)
+    choice = choose(transport, device, overlapped=overlapped, found=found)  # type: ignore[arg-type]
+    assert (choice.backend, choice.sm_free) == expected
+    assert choice.reason
+    if transport == "auto" and device == CUDA and not sm_free_here:
+        assert "no driver" in choice.reason  # a fallback says why
+
+
+def test_impossible_wishes_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="transport='nccl'"):
+        choose("nccl", CPU, overlapped=True)
+    with pytest.raises(ConfigurationError, match="transport='pigeon'"):
+        choose("pigeon", CPU, overlapped=True)  # type: ignore[arg-type]
+    found = Capabilities(False, "no driver", None, 0, 0, "host", nccl=True)
+    with pytest.raises(ConfigurationError, match="transport='host' cannot run here: no driver"):
+        choose("host", CUDA, overlapped=True, found=found)
