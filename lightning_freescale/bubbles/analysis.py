@@ -13,6 +13,7 @@ from lightning_freescale.bubbles.summary import Summary
 
 WORTH_SAYING = 0.03  # share of the step below which a part is not worth advice
 EVEN = 1.05  # imbalance below which the ranks count as balanced
+ALWAYS = 0.8  # share of the steps from which on one rank is called the straggler
 
 
 class Advice(NamedTuple):
@@ -101,26 +102,27 @@ def _straggler(analysis: Analysis, settings: dict[str, Any], share: str, step: f
     text, after = _predict(step, lost)
     bubbles = analysis.bubbles
     # The rank that waits least is the one the others wait for: what does it spend more time on than they do?
-    late = int(bubbles.parts["straggler"].mean(axis=1).argmin())
+    late = bubbles.parts["straggler"].argmin(axis=0)  # [steps]
     spent = {"useful": bubbles.useful, "input_wait": bubbles.parts["input_wait"], "other": bubbles.parts["other"]}
-    more = {name: float(np.median(values, axis=1)[late] - np.median(values)) for name, values in spent.items()}
+    steps = np.arange(len(late))
+    more = {name: float((values[late, steps] - values.mean(axis=0)).mean()) for name, values in spent.items()}
     reason = max(more, key=lambda name: more[name])
+    times = np.bincount(late)
+    who = f"rank {times.argmax()}" if times.max() > ALWAYS * len(late) else "a rank, not always the same,"
     cost = analysis.summary["balance/cost_imbalance"]
     if reason == "input_wait":
-        return Advice(
-            f"{share} straggler wait: the ranks wait for rank {late}, which waits for its loader; {text}.", after
-        )
+        return Advice(f"{share} straggler wait: the ranks wait for {who} that waits for its loader; {text}.", after)
     if reason == "other":
         return Advice(
-            f"{share} straggler wait: the ranks wait for rank {late}, which spends longer outside of the step (logging, "
+            f"{share} straggler wait: the ranks wait for {who} that spends longer outside of the step (logging, "
             f"checkpoints, callbacks); {text}.",
             after,
         )
     if cost < EVEN:
         return Advice(
-            f"{share} straggler wait, although the ranks' batches cost the same: rank {late} computes longest "
-            f"({analysis.summary['balance/imbalance']:.2f}x the mean). Look for a slow device, or something else that runs "
-            f"beside it; {text}.",
+            f"{share} straggler wait, although the ranks' batches cost the same: they wait for {who} that computes longer "
+            f"(the slowest takes {analysis.summary['balance/imbalance']:.2f}x the mean). Look for a slow device, or "
+            f"something else that runs beside it; {text}.",
             after,
         )
     if settings.get("balance", "off") == "off":

@@ -100,7 +100,8 @@ class BubbleMonitorMixin(_Base):
         self._flops = hasattr(pl_module, "cost_coefficients")
         self._cost_model = self._cost or (CostModel(*pl_module.cost_coefficients()) if self._flops else CostModel())
         self._summary = Summary(self._flops, self._peak_flops(trainer) if self._flops else None)
-        self._writer = RecordWriter(rank_file(Path(trainer.log_dir or "."), self._rank), self._header(trainer))
+        if not trainer.fast_dev_run:  # which leaves nothing behind
+            self._writer = RecordWriter(rank_file(Path(trainer.log_dir or "."), self._rank), self._header(trainer))
         self._kept = 0
         self._interval = max(1, trainer.log_every_n_steps)
         self._next = -1  # index of the step that is under way; unknown before the first has ended
@@ -355,8 +356,8 @@ class BubbleMonitorMixin(_Base):
             chosen = [steps[index] for index in sorted({order[-1], order[(len(order) - 1) // 2]})]
         for step in chosen:
             self._keep(step)
-        assert self._writer is not None
-        self._writer.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def _keep(self, step: Step) -> None:
         if self._writer is not None:
@@ -370,7 +371,8 @@ class BubbleMonitor(BubbleMonitorMixin, pl.Callback):
 
 def add_monitor(trainer: Any, monitor: type[BubbleMonitorMixin]) -> None:
     """Give ``trainer`` a monitor, if it has a logger to tell and no monitor yet."""
-    if trainer.loggers and not any(isinstance(callback, BubbleMonitorMixin) for callback in trainer.callbacks):
+    present = any(isinstance(callback, BubbleMonitorMixin) for callback in trainer.callbacks)
+    if trainer.loggers and not trainer.fast_dev_run and not present:
         trainer.callbacks.append(monitor())
 
 

@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="OUT",
         type=Path,
-        help=f"where to write the trace for Perfetto or chrome://tracing (default: RUN_DIR/{FOLDER}/trace.json)",
+        help=f"where to write the first run's trace for Perfetto (default: RUN_DIR/{FOLDER}/trace.json)",
     )
 
 
@@ -169,9 +169,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; write the trace, and the page if it is asked for."""
     analyses = [analyse(read_run(path)) for path in (args.run, args.other) if path is not None]
     print("\n\n".join([*map(describe, analyses), *([compare(*analyses)] if len(analyses) == 2 else [])]))
-    trace = args.trace or args.run / FOLDER / "trace.json"
-    write_trace(analyses[0].run, trace)
-    print(f"\ntrace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)")
+    print()
+    for analysis, chosen in zip(analyses, (args.trace, None), strict=False):
+        trace = chosen or analysis.run.path / FOLDER / "trace.json"
+        write_trace(analysis.run, trace)
+        print(f"trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)")
     if args.html is not None:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page(analyses))

@@ -197,6 +197,7 @@ class Timeline:
         self._device: torch.device | None = None
         self._compute: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
+        self._watchers: dict[str, torch.cuda.Stream] = {}
         self._names: dict[int, str] = {}
         self._pool: list[torch.cuda.Event] = []
 
@@ -206,7 +207,7 @@ class Timeline:
         if device.type == "cuda":
             self._compute = torch.cuda.current_stream(device)
             self._side = torch.cuda.Stream(device)
-            self._names = {self._compute.stream_id: ENGINE}
+            self._names[self._compute.stream_id] = ENGINE
 
     def name(self, stream: torch.cuda.Stream, track: str) -> None:
         """Call the track of a CUDA stream ``track`` in pictures and traces."""
@@ -274,26 +275,36 @@ class Timeline:
         Args:
             kind: of the span.
             stream: where it happens, see the class.
-            arrived: when this rank joined the collective, if that was before the span.
+            arrived: when this rank joined the collective, if that was before the span; ``nan`` for work around an exchange
+                that waits for no other rank.
         """
         return _Open(self, Kind(kind), stream, arrived) if self.active else _NOTHING
 
-    def transfer(self, kind: Kind | str, work: Any) -> Transfer:
+    def transfer(self, kind: Kind | str, work: Any, nbytes: int = 0) -> Transfer:
         """Follow a collective that was just started, ``work = dist.all_to_all_single(..., async_op=True)``.
 
         Its whole way shows on a track of its own, and the wait for it (:meth:`Transfer.waiting`) on the track that waits.
+        ``nbytes``: what this rank sends.
         """
         kind = Kind(kind)
         if not self.active:
             # The clock is cheap, so that a wait in the next, recorded step knows when this rank had joined.
             return Transfer(self, kind, self.clock() if self._compute is None else None)
+        self.count("bytes", nbytes)
         issued, recording, track = self.mark(), self._recording, f"{kind.value} (async)"
 
-        def finished(_: object) -> None:
-            if recording is not None:  # runs on a stream, or in a thread, that has waited for the transfer
+        def finished(_: object = None) -> None:
+            if recording is not None:
                 recording.spans.append((kind, track, issued, self.mark(), issued))
 
-        work.get_future().add_done_callback(finished)
+        if self._compute is None:
+            work.get_future().add_done_callback(finished)
+        else:  # a stream of our own waits for it: a future's callback would borrow one that others may be using
+            if track not in self._watchers:
+                self._watchers[track] = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._watchers[track]):
+                work.wait()
+                finished()
         return Transfer(self, kind, issued)
 
     def iterate(self, kind: Kind | str, source: Iterable[Any]) -> Iterator[Any]:

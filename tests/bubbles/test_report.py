@@ -11,11 +11,12 @@ import pytest
 
 from lightning_freescale.bubbles import report
 from lightning_freescale.bubbles.analysis import analyse
-from lightning_freescale.bubbles.records import RecordWriter, histogram, rank_file, read_run
+from lightning_freescale.bubbles.records import RecordWriter, histogram, rank_file, read_run, to_record
+from lightning_freescale.bubbles.timeline import Step
 from lightning_freescale.bubbles.trace import write_trace
 from lightning_freescale.errors import InputError
 from tests.bubbles import browser as browsers
-from tests.bubbles.made import write_run
+from tests.bubbles.made import engine, write_run
 
 STEPS = [(10.0, 20.0)] * 8 + [(10.0, 40.0)]  # ms by rank; rank 0 waits, most in the last step
 
@@ -57,6 +58,35 @@ def test_advice(computes: list, exchange: float, settings: dict, words: list[str
     assert all(word in analysis.advice[0].text for word in words), analysis.advice
 
 
+def slowed(index: int, rank: int, part: str) -> Step:
+    """Rank 1 spends 30 ms longer on ``part``; rank 0 waits for it in the exchange. Both batches cost the same."""
+    start = 100.0 + index * 0.06
+    parts = {"input_wait": 3.0, "idle": 1.0, "dense_forward": 10.0}
+    late = parts | {part: parts[part] + 30.0}
+    wait = 5.0 + (30.0 if rank == 0 else 0.0)
+    spans = engine(*(late if rank else parts).items(), ("gradient_exchange", wait), start=start)
+    return Step(index, start, start + 0.05, spans, {"cost": 7.0, "rows": 10})
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("dense_forward", ["although the ranks' batches cost the same", "rank 1 that computes longer"]),
+        ("input_wait", ["rank 1 that waits for its loader"]),
+        ("idle", ["rank 1 that spends longer outside of the step"]),
+    ],
+)
+def test_advice_names_the_straggler_and_its_reason(part: str, words: list[str], tmp_path: Path) -> None:
+    for rank in range(2):
+        writer = RecordWriter(rank_file(tmp_path, rank), {"world": 2})
+        for index in range(4):
+            writer.write(to_record(slowed(index, rank, part)))
+        writer.close()
+    analysis = analyse(read_run(tmp_path))
+    assert analysis.ms("straggler") == pytest.approx(15.0)
+    assert any(all(word in advice.text for word in words) for advice in analysis.advice), analysis.advice
+
+
 def test_histogram() -> None:
     assert histogram([0, 1, 2, 3, 4, 1000]) == [2, 2, 1, 0, 0, 0, 0, 0, 0, 1]
     assert histogram([]) == []
@@ -87,6 +117,7 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert ["step", "ms", "59.00", "39.00", "0.66"] in lines
     assert ["straggler", "ms", "20.00", "0.00", "0.00"] in lines
     assert ["embedding/collision_rate", "12.0%", "12.0%", "1.00"] in lines
+    assert all((run / "freescale" / "trace.json").exists() for run in (before, after))
 
 
 def test_main_is_the_same_with_arguments_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
