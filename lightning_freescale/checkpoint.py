@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -99,9 +98,7 @@ def _checksums(folder: Path, control: Control) -> dict[str, list[int]]:
     """``{file name: [size, CRC-32]}`` of all files but the list itself; the ranks share the reading. A collective."""
     names = sorted(file.name for file in folder.iterdir() if file.name != CHECKSUMS)
     mine = {name: _checksum(folder / name) for name in names[control.rank :: control.world_size]}
-    parts: list[Any] = [None] * control.world_size
-    dist.all_gather_object(parts, mine, group=control.group)
-    return {name: value for part in parts for name, value in part.items()}
+    return {name: value for part in control.gather(mine) for name, value in part.items()}
 
 
 def _checksum(file: Path) -> list[int]:

@@ -130,14 +130,11 @@ class Control:
     def agree(self, error: BaseException | None, where: str = "") -> None:
         """Raise on every rank if ``error`` is given on any of them, naming the ranks. A collective."""
         mine = None if error is None else (type(error).__name__, str(error))
-        failures: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(failures, mine, group=self.group)
-        except RuntimeError as failure:
-            raise self.missing_ranks(where or "agreement on errors", failure) from error or failure
-        found = [(rank, *failure) for rank, failure in enumerate(failures) if failure is not None]
+        found = [(rank, *failure) for rank, failure in enumerate(self.gather(mine)) if failure is not None]
         if not found:
             return
+        # A rank that only reports another's failure adds nothing to it.
+        found = [failure for failure in found if failure[1] != "PeerFailed"] or found
         kind = getattr(errors, found[0][1], FreeScaleError)
         prefix = f"{where}: " if where else ""
         # Ranks that failed alike are named together; a library's own exceptions keep their type in the text.
@@ -147,6 +144,15 @@ class Control:
         raise kind(
             "\n".join(f"rank {', '.join(map(str, ranks))}: {prefix}{text}" for text, ranks in texts.items())
         ) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order. A collective."""
+        values: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise self.missing_ranks("a gather", error) from error
+        return values
 
     def missing_ranks(self, what: str, error: Exception) -> FreeScaleError:
         """The error to raise when ``what`` did not arrive from all ranks: says what became of the others."""

@@ -49,7 +49,9 @@ class LookaheadLoader:
         self._queue: deque[_Fetched] = deque()
         self._yielded = 0  # batches of this epoch handed out
         self._inner_state: dict | None = None
-        self._resume: dict | None = None
+        self.batches_done = 0  # of the epoch to come, by a resume
+        self.shift = 0  # how many more they are than the number saved, which was that of another world size
+        self._inner_resume: dict | None = None
         self.headers: list[Header] = []  # of the batch handed out last, by rank
 
     def __getattr__(self, name: str) -> Any:
@@ -126,30 +128,41 @@ class LookaheadLoader:
             )
 
     # ---- resume --------------------------------------------------------------------------------------------------
-    def _open(self) -> tuple[Iterator[Any], int]:
-        """An iterator over the wrapped loader, past the batches that were trained on before a resume."""
-        state, self._resume = self._resume or {"batches": 0, "inner": None}, None
-        done = state["batches"]
-        if done and state["inner"] is not None and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state["inner"])
-            self._yielded = done
-            return iter(self.loader), done
+    def _resumable(self) -> Any:
+        """What can skip batches without loading them: the loader's sampler or dataset, if it has ``resume``."""
         for owner in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
             if owner is not None and hasattr(owner, "resume"):
-                owner.resume(done)
-                self._yielded = done
-                return iter(self.loader), done
-        source = iter(self.loader)
-        for _ in range(done):  # a loader that cannot skip: load and drop
-            next(source, None)
+                return owner
+        return None
+
+    def _open(self) -> tuple[Iterator[Any], int]:
+        """An iterator over the wrapped loader, past the batches that were trained on before a resume."""
+        done, inner, self.batches_done, self._inner_resume = self.batches_done, self._inner_resume, 0, None
         self._yielded = done
+        if done and inner is not None and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(inner)
+            return iter(self.loader), done
+        source = iter(self.loader)
+        if self._resumable() is None:
+            for _ in range(done):  # a loader that cannot skip: load and drop
+                next(source, None)
         return source, done
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch. Lightning saves rank 0's alone, so it must not differ between ranks."""
         if self._queue and self._queue[0].batch is None and self._queue[0].error is None:
-            return {"batches": 0, "inner": None}  # saved on the last batch: resuming starts the next epoch
-        return {"batches": self._yielded, "inner": self._inner_state}
+            return {"batches": 0, "position": None, "inner": None}  # saved on the last batch: the next epoch is next
+        owner = self._resumable()
+        position = owner.position(self._yielded) if hasattr(owner, "position") else None
+        return {"batches": self._yielded, "position": position, "inner": self._inner_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resume = state
+        self.batches_done, self._inner_resume = state["batches"], state["inner"]
+        if not self.batches_done:
+            return
+        owner = self._resumable()
+        if owner is not None and state["position"] is not None:
+            self.batches_done = owner.resume(state["batches"], state["position"])
+            self.shift = self.batches_done - state["batches"]
+        elif owner is not None:
+            owner.resume(self.batches_done)

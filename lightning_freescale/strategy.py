@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,12 +19,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import checkpoint as checkpoints
 from lightning_freescale._log import say_once
+from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.exchange import ExchangeLoader
+from lightning_freescale.balance.planner import Planner, rule_of_thumb
 from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
 from lightning_freescale.embedding.prioritized import Groups
 from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.trial import Trial, Verdict, decide
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.lookahead import LookaheadLoader
 from lightning_freescale.streams import SideStream
@@ -51,9 +57,13 @@ class FreeScaleMixin(_Base):
         embedding_optimizer: optimizer of the tables, e.g. ``{"optimizer": "rowwise_adagrad", "lr": 0.02}``; one of ``sgd``,
             ``adagrad``, ``rowwise_adagrad`` and, on CUDA, ``adam``. It runs inside backward. Its learning rate follows the
             scheduler of the model's first optimizer: same relative change.
-        balance: ``"off"``; other values are accepted and said to be without effect in this version.
+        balance: how samples move between ranks so that all have the same work: ``"fixed"`` (equal sample counts),
+            ``"variable"`` (counts as they come), ``"zigzag"``, a :class:`~lightning_freescale.balance.Planner`, or
+            ``"off"``. It takes effect for train loaders that are not balanced at the source already, as
+            ``SeqRecDataModule``'s are; the global batch of a step and its gradient stay what they were.
         prioritize: ``True``: rows that the next batch does not share are exchanged behind dense compute, shared ones first;
             the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
+            ``"auto"``: the first steps try both, and the faster path stays.
         transport: ``"auto"``: NCCL on CUDA, gloo on CPU.
         loss_reduction: what the loss of ``training_step`` is a mean over, ``"sample"`` or ``"token"`` (events of the
             histories). Ranks may hold different numbers of them: each rank's loss is weighted by its share, so that the
@@ -72,7 +82,7 @@ class FreeScaleMixin(_Base):
         *,
         sharding: Mapping[str, str] | str | None = None,
         embedding_optimizer: Mapping[str, Any] | None = None,
-        balance: Literal["fixed", "variable", "zigzag", "off"] = "fixed",
+        balance: Literal["fixed", "variable", "zigzag", "off"] | Planner = "fixed",
         prioritize: bool | Literal["auto"] = "auto",
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
@@ -96,7 +106,11 @@ class FreeScaleMixin(_Base):
         self._copies: SideStream | None = None
         self.control: Control | None = None
         self.schedule: Schedule | None = None
+        self.verdict: Verdict | None = None  # of prioritize="auto", once it is known
+        self._trial: Trial | None = None
+        self._trial_step = 0
         self._exchange_groups: Groups | None = None
+        self._balance_group: torch.distributed.ProcessGroup | None = None
         self._train_loader: LookaheadLoader | None = None
         self._failed = False
 
@@ -170,10 +184,6 @@ class FreeScaleMixin(_Base):
             )
 
     def _say_choices(self) -> None:
-        if self._balance != "off":
-            say_once(
-                f"balance={self._balance!r} has no effect in this version: batches are trained as the loader gives them"
-            )
         backend = self._get_process_group_backend()
         if self._transport not in ("auto", backend):
             raise ConfigurationError(
@@ -223,9 +233,15 @@ class FreeScaleMixin(_Base):
         }
         if not self._prioritize or not modules:
             return
+        if self._prioritize == "auto" and self.world_size == 1:
+            say_once("prioritize='auto': synchronous, for one rank has nobody to exchange with")
+            return
         if self._exchange_groups is None:
             self._exchange_groups = Groups(*(torch.distributed.new_group(timeout=self._wait) for _ in range(2)))
         self.schedule = Schedule(modules, self._exchange_groups, self._copies)
+        if self._prioritize == "auto":
+            self._trial, self._trial_step = Trial(), 0
+            self.schedule.activate(False)
 
     def model_to_device(self) -> None:
         """Nothing to do: sharding has placed the tables and moved the dense part."""
@@ -265,6 +281,8 @@ class FreeScaleMixin(_Base):
         trainer = self._module.trainer
         assert self.control is not None
         training = trainer.training
+        if training:
+            dataloader = self._balanced(dataloader)
         loader = LookaheadLoader(
             dataloader,  # type: ignore[arg-type]
             stage=self._stage,
@@ -275,6 +293,35 @@ class FreeScaleMixin(_Base):
         if training:
             self._train_loader = loader
         return loader
+
+    def _balanced(self, dataloader: Any) -> Any:
+        """``dataloader``, its samples dealt to the ranks by cost unless that was done at the source."""
+        planner = self._plan_by_model(Planner.of(self._balance))
+        sampler: Any = getattr(dataloader, "sampler", None)
+        if getattr(sampler, "balanced", False):
+            sampler.planner = self._plan_by_model(sampler.planner)
+            say_once(f"balance: the loader is balanced at the source ({sampler.planner.mode}), nothing is exchanged")
+            return dataloader
+        if planner is None or self.world_size == 1:
+            return dataloader
+        if self._balance_group is None:
+            self._balance_group = torch.distributed.new_group(backend="gloo", timeout=self._wait)
+        say_once(f"balance={planner.mode!r}: samples are exchanged between ranks, on the host, ahead of their step")
+        return ExchangeLoader(
+            dataloader,
+            group=self._balance_group,
+            planner=planner,
+            check=lambda batch: staging.check(batch, self._rows),
+            pin_memory=self.root_device.type == "cuda",
+        )
+
+    def _plan_by_model(self, planner: Planner | None) -> Planner | None:
+        """``planner`` with the cost of a sample that the model tells of itself, if it does and none was chosen."""
+        coefficients = getattr(self._module, "cost_coefficients", None)
+        if planner is None or coefficients is None or planner.cost_model != rule_of_thumb():
+            return planner
+        linear, quadratic, candidate = coefficients()
+        return replace(planner, cost_model=CostModel(linear=linear, quadratic=quadratic, candidate=candidate))
 
     def _stage(self, batch: Any) -> tuple[Any, int]:
         staging.check(batch, self._rows)
@@ -295,14 +342,40 @@ class FreeScaleMixin(_Base):
     def on_train_start(self) -> None:
         super().on_train_start()
         # Reading trainer.estimated_stepping_batches in configure_optimizers() drops the loader's state (Lightning #20550).
-        self._module.trainer.fit_loop._load_combined_loader_states()
+        fit_loop = self._module.trainer.fit_loop
+        fit_loop._load_combined_loader_states()
+        if self._train_loader is not None and self._train_loader.shift:
+            # On another number of ranks the epoch has other batches: count those that the samples done so far make.
+            progress = fit_loop.epoch_loop.batch_progress.current
+            for count in ("ready", "started", "processed", "completed"):
+                setattr(progress, count, getattr(progress, count) + self._train_loader.shift)
+            self._train_loader.shift = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_accumulation(self._module.trainer)  # a callback may schedule it
         self._follow_learning_rate()
         if self.schedule is not None:
+            if self._trial is not None:
+                self._try_both(self.schedule, self._trial)
             self.schedule.begin_step(*self._features_ahead(args[0]))
         return super().training_step(*args, **kwargs)
+
+    def _try_both(self, schedule: Schedule, trial: Trial) -> None:
+        """Before a step of ``prioritize="auto"``'s trial: take the time, choose the path, and in the end decide."""
+        step, self._trial_step = self._trial_step, self._trial_step + 1
+        if trial.at_boundary(step):
+            schedule.flush()
+            if self.root_device.type == "cuda":
+                torch.cuda.synchronize(self.root_device)
+            trial.note(step, time.perf_counter())
+        if step < trial.steps:
+            schedule.activate(trial.prioritized(step))
+            return
+        assert self.control is not None
+        self._trial = None
+        self.verdict = decide(self.control.gather(trial.result()))
+        schedule.activate(self.verdict.prioritized)
+        say_once(f"prioritize='auto': {self.verdict}")
 
     def _features_ahead(self, batch: Any) -> list[list[KeyedJaggedTensor]]:
         """The KeyedJaggedTensors of this batch and of the next two; empty lists where there is no batch."""

@@ -52,19 +52,22 @@ class Loader:
             yield self.make() if self.rank == 1 and index == 3 else self.good()
 
 
-def fit(rank: int, name: str, done: Any) -> None:
+def fit(rank: int, name: str, balance: str, done: Any) -> None:
     model = toy.Model()
     try:
-        toy.trainer(FreeScaleStrategy(timeout=20), 2, max_epochs=1).fit(model, Loader(rank, BAD[name][0]))
+        toy.trainer(FreeScaleStrategy(timeout=20, balance=balance), 2, max_epochs=1).fit(
+            model, Loader(rank, BAD[name][0])
+        )
     finally:
         done[rank] = len(model.losses)
 
 
+@pytest.mark.parametrize("balance", ["fixed", "off"])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_batch(name: str) -> None:
+def test_bad_batch(name: str, balance: str) -> None:
     done = torch.zeros(2, dtype=torch.int64).share_memory_()
     with pytest.raises(RankFailed) as failure:
-        run_ranks(fit, args=(name, done), every_error=True)
+        run_ranks(fit, args=(name, balance, done), every_error=True)
     assert set(failure.value.errors) == {0, 1}
     for text in failure.value.errors.values():
         message = text[text.rindex("lightning_freescale.errors.InputError") :]
@@ -150,7 +153,8 @@ def test_a_rank_with_fewer_batches(kind: type, batches: int) -> None:
         run_ranks(fit_loader, args=(lambda rank: kind(rank, batches),), every_error=True)
     for rank in (0, 1):
         message = failure.value.errors[rank].split("InputError: ")[-1]
-        assert message.startswith(f"rank 1: the loader ended after {batches} batches"), message
+        assert f"the loader ended after {batches} batches" in message
+        assert "rank 1" in message
         assert "rank 0 has more" in message
 
 
@@ -159,7 +163,8 @@ def test_a_rank_with_no_samples() -> None:
         run_ranks(fit_loader, args=(lambda rank: Endless(rank, 0),), every_error=True)
     for rank in (0, 1):
         message = failure.value.errors[rank].split("InputError: ")[-1]
-        assert message.startswith("rank 1: the loader ended after 0 batches (no samples at all)"), message
+        assert "the loader ended after 0 batches" in message
+        assert "rank 1" in message
 
 
 def test_equal_loaders_end_without_error() -> None:

@@ -54,7 +54,12 @@ def fit(
 ) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     model = ReadsSteppingBatches() if esb else toy.Model()
-    defaults = {"sharding": "row_wise", "embedding_optimizer": {"optimizer": "adagrad", "lr": 0.1}, "prioritize": True}
+    defaults = {
+        "sharding": "row_wise",
+        "embedding_optimizer": {"optimizer": "adagrad", "lr": 0.1},
+        "prioritize": True,
+        "balance": "off",
+    }
     strategy = FreeScaleStrategy(**(defaults | (strategy_options or {})))
     if folder is not None:
         save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=-1)

@@ -22,7 +22,7 @@ class Plain(FreeScaleStrategy):
     """The same strategy without the look-ahead loader and without its exchange: the slow path to compare with."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "prioritize": False})
+        super().__init__(**{**kwargs, "prioritize": False, "balance": "off"})
 
     def process_dataloader(self, dataloader: object) -> Any:
         return dataloader
@@ -32,7 +32,7 @@ class Prioritized(FreeScaleStrategy):
     """Leaves on the model what became of each embedding module."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "prioritize": True})
+        super().__init__(**{**kwargs, "prioritize": True, "balance": "off"})
 
     def teardown(self) -> None:
         if self.schedule is not None:

@@ -44,6 +44,7 @@ class Lane:
         self.name, self.moves = name, moves
         self.slot: int | None = None  # which KeyedJaggedTensor of the batch, once known
         self.off: str | None = None  # why the module stays synchronous
+        self.active = True  # whether steps are prioritized for the time being
         self.calls: list[KeyedJaggedTensor] = []  # of this step, with gradients
         self.late: BatchState | None = None  # its exclusive gradients are not applied yet
         self.current: BatchState | None = None
@@ -57,7 +58,7 @@ class Lane:
         features = args[0] if args else kwargs.get("features")
         if torch.is_grad_enabled() and self.moves.module.training:
             self.calls.append(features)
-            if self.slot is not None:
+            if self.slot is not None and self.active:
                 current = self.current
                 if current is not None and current.kjt is features and not current.used:
                     return self.moves.join(current, self._gradient_arrived)
@@ -157,6 +158,20 @@ class Schedule:
             lane.moves.module.forward = lane.forward  # as TorchRec's own pipelines do
         self._batch: list[KeyedJaggedTensor] = []
 
+    @property
+    def prioritized(self) -> list[str]:
+        """Names of the modules whose exchange is prioritized at present."""
+        return [lane.name for lane in self.lanes if lane.active and lane.slot is not None]
+
+    def activate(self, active: bool) -> None:
+        """Prioritize from the next step on, or go back to the synchronous path. Both paths give the same training."""
+        for lane in self.lanes:
+            if lane.active and not active:
+                lane.apply_late()
+                lane.drop()
+                lane.moves.table_stream.join()
+            lane.active = active
+
     def begin_step(
         self, batch: list[KeyedJaggedTensor], soon: list[KeyedJaggedTensor], later: list[KeyedJaggedTensor]
     ) -> None:
@@ -170,7 +185,7 @@ class Schedule:
         self._end_step()
         self._batch = batch
         for lane in self.lanes:
-            if lane.slot is not None:
+            if lane.slot is not None and lane.active:
                 lane.begin(*(_pick(part, lane.slot) for part in (batch, soon, later)))
 
     def before_backward(self) -> None:

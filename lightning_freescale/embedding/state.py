@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -54,8 +53,7 @@ def steps(module: nn.Module) -> dict[str, int]:
 
 def steps_of_all_ranks(module: nn.Module, control: Control) -> dict[str, int]:
     """:func:`steps`, also of collections this rank holds no table of. A collective."""
-    parts: list[Any] = [None] * control.world_size
-    dist.all_gather_object(parts, steps(module), group=control.group)
+    parts = control.gather(steps(module))
     return {name: max(part.get(name, 0) for part in parts) for part in parts for name in part}
 
 
