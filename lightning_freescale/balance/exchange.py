@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from lightning_freescale._log import say_once
 from lightning_freescale.balance.pack import (
+    CannotBalance,
     Layout,
     Owner,
     Samples,
@@ -51,6 +53,7 @@ class Word(IntEnum):
     END = 1  # its data are at their end
     ERROR = 2  # it could not be loaded
     CLOSED = 3  # nobody asks for it any more
+    PLAIN = 4  # a sound batch, but its samples cannot be told apart
 
 
 @dataclass
@@ -79,7 +82,8 @@ class ExchangeLoader:
     source rank, then by their place there. Its type is that of the old ones, see :mod:`~.pack`.
 
     If a rank has no batch where others have one, all learn it before anything moves: the exception of a rank that failed
-    is raised there when its batch is due, and :class:`PeerFailed` on the others.
+    is raised there when its batch is due, and :class:`PeerFailed` on the others. If the samples of some batch cannot be
+    told apart, all ranks train that batch and those after it where they were loaded, and say why.
 
     Args:
         loader: any iterable of local batches on the host, of the same length on every rank; its attributes stay visible.
@@ -107,6 +111,7 @@ class ExchangeLoader:
         self.check, self.sizes, self.pin_memory = check, sizes, pin_memory
         self.planners = [planner]  # all there have been: ranks may get a new one at different batches
         self.stats = ExchangeStats()
+        self.unbalanced: str | None = None  # why batches are trained where they are loaded, if they are
         self._run: _Run | None = None
         self._state: dict | None = None
 
@@ -166,19 +171,20 @@ class _Loaded(NamedTuple):
     """A local batch, or why there is none."""
 
     word: Word
+    batch: Any = None
+    state: dict | None = None  # the loader's own, after this batch
     samples: Samples | None = None
     sizes: NDArray[np.int64] | None = None  # [n, 2] history lengths and candidate counts
-    state: dict | None = None  # the loader's own, after this batch
     error: Exception | None = None
 
 
 class _Made(NamedTuple):
-    """A balanced batch."""
+    """A batch to hand out, and what balancing it took."""
 
     batch: Any
     state: dict | None
-    seconds: float
-    bytes_sent: int
+    seconds: float = 0.0
+    bytes_sent: int = 0
 
 
 class _Run:
@@ -190,6 +196,7 @@ class _Run:
         self._ready: queue.SimpleQueue[_Made | BaseException | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._agreed: tuple[Layout, list[Owner]] | None = None
+        self._plain = False
         self._number = 0  # of the batch
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="freescale-exchange", daemon=True)
@@ -233,59 +240,82 @@ class _Run:
     def _advance(self) -> bool:
         """Make one batch; whether there may be more."""
         loaded = self._load()
+        if self._plain:
+            return self._hand_on(loaded)
         start = time.perf_counter()
         count = 0 if loaded.samples is None else loaded.samples.num_samples
         mine = np.array([loaded.word, count, len(self._owner.planners)])
         words, counts, planners = self._gather(mine).T
-        if words.any():
+        if not np.isin(words, (Word.BATCH, Word.PLAIN)).all():
             self._ready.put(loaded.error or self._refusal(loaded.word, words))
             return False
-        assert loaded.samples is not None
-        assert loaded.sizes is not None
-        planner = self._owner.planners[planners.min() - 1]  # the latest that all ranks have
-        batch, sent = self._exchange(loaded.samples, loaded.sizes, counts, planner)
+        try:
+            if (plain := np.flatnonzero(words == Word.PLAIN)).size:
+                raise loaded.error or CannotBalance(f"samples cannot be told apart on rank {_names(plain)}")
+            planner = self._owner.planners[planners.min() - 1]  # the latest that all ranks have
+            batch, sent = self._exchange(loaded, counts, planner)
+        except CannotBalance as reason:  # on all ranks at this batch, of which nothing has moved
+            self._plain, self._owner.unbalanced = True, str(reason)
+            say_once(f"balance: batches are trained where they are loaded, for their samples cannot move: {reason}")
+            return self._hand_on(loaded)
         self._ready.put(_Made(batch, loaded.state, time.perf_counter() - start, sent))
         self._number += 1
         return True
 
+    def _hand_on(self, loaded: _Loaded) -> bool:
+        """Hand out a local batch as it was loaded, or what became of it; whether there may be more."""
+        sound = loaded.word in (Word.BATCH, Word.PLAIN)
+        self._ready.put(_Made(loaded.batch, loaded.state) if sound else loaded.error)
+        return sound
+
     def _load(self) -> _Loaded:
         """The next local batch taken apart. All that can go wrong on this rank alone goes wrong here."""
         owner = self._owner
+        if self._closed.is_set():
+            return _Loaded(Word.CLOSED)
         try:
-            if self._closed.is_set():
-                return _Loaded(Word.CLOSED)
             batch = next(self._source)
             state = owner.loader.state_dict() if hasattr(owner.loader, "state_dict") else None
             if owner.check is not None:
                 owner.check(batch)
+        except StopIteration:
+            return _Loaded(Word.END)
+        except Exception as error:  # raised where and when the batch is due
+            return _Loaded(Word.ERROR, error=error)
+        if self._closed.is_set():
+            return _Loaded(Word.CLOSED)
+        if self._plain:
+            return _Loaded(Word.BATCH, batch, state)
+        try:
             samples = take_apart(batch)
             if self._agreed is not None:
                 check_layout(samples, *self._agreed)
             sizes = np.stack(owner.sizes(batch), axis=1).astype(np.int64)
             if len(sizes) != samples.num_samples:
-                raise InputError(f"sizes: {len(sizes)} lengths for {samples.num_samples} samples")
-        except StopIteration:
-            return _Loaded(Word.END)
-        except Exception as error:  # raised where and when the batch is due
+                raise CannotBalance(f"{len(sizes)} lengths for {samples.num_samples} samples")
+        except CannotBalance as reason:
+            return _Loaded(Word.PLAIN, batch, state, error=reason)
+        except Exception as error:
             return _Loaded(Word.ERROR, error=error)
-        return _Loaded(Word.CLOSED if self._closed.is_set() else Word.BATCH, samples, sizes, state)
+        return _Loaded(Word.BATCH, batch, state, samples, sizes)
 
     def _refusal(self, own: Word, words: NDArray[np.int64]) -> BaseException | None:
         """What this rank makes of a batch that not all ranks have."""
-        if own != Word.BATCH:
+        if own in (Word.END, Word.CLOSED):
             return None
-        failed, missing = np.flatnonzero(words == Word.ERROR), np.flatnonzero(words)
-        if failed.size:
-            return PeerFailed(f"batch {self._number}: not loaded on rank {', '.join(map(str, failed))}")
+        if (failed := np.flatnonzero(words == Word.ERROR)).size:
+            return PeerFailed(f"batch {self._number}: not loaded on rank {_names(failed)}")
+        ended = np.flatnonzero((words == Word.END) | (words == Word.CLOSED))
         return InputError(
-            f"the loader ended after {self._number} batches on rank {', '.join(map(str, missing))}, while rank "
-            f"{self._owner.rank} has more; every rank needs the same number of batches: pad or drop the last ones"
+            f"the loader ended after {self._number} batches on rank {_names(ended)}, while rank {self._owner.rank} has more; "
+            "every rank needs the same number of batches: pad or drop the last ones"
         )
 
-    def _exchange(
-        self, samples: Samples, sizes: NDArray[np.int64], counts: NDArray[np.int64], planner: Planner
-    ) -> tuple[Any, int]:
+    def _exchange(self, loaded: _Loaded, counts: NDArray[np.int64], planner: Planner) -> tuple[Any, int]:
         """Deal the samples of all ranks, ``counts [world]`` of them: the new batch, and bytes sent. A collective."""
+        samples, sizes = loaded.samples, loaded.sizes
+        assert samples is not None
+        assert sizes is not None
         rank, world = self._owner.rank, self._owner.world_size
         if self._agreed is None:
             layouts: list[Any] = [None] * world
@@ -325,6 +355,10 @@ class _Run:
         out = torch.empty(int(received.sum()), dtype=torch.from_numpy(values).dtype)
         dist.all_to_all_single(out, torch.from_numpy(values), received.tolist(), sent.tolist(), group=self._owner.group)
         return out.numpy()
+
+
+def _names(ranks: NDArray[np.int64]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _sum_runs(values: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -28,6 +28,10 @@ Owner = tuple[int, ...]
 ONE_ROW: Owner = (-1,)
 
 
+class CannotBalance(InputError):
+    """The batch is sound, but nobody can tell whose rows are whose, or its samples fit no other rank's batch."""
+
+
 class Part(NamedTuple):
     """One tensor of a batch.
 
@@ -91,7 +95,7 @@ class Samples(NamedTuple):
 
 
 def take_apart(batch: Any) -> Samples:
-    """The samples of a batch on the host. Raises :class:`InputError` if some part of it cannot be dealt to samples."""
+    """The samples of a batch on the host. Raises :class:`CannotBalance` if some part of it cannot be dealt to samples."""
     counts: list[tuple[str, int]] = []
     names: list[str] = []
     columns: list[NDArray[np.int64]] = []
@@ -118,11 +122,11 @@ def take_apart(batch: Any) -> Samples:
 
     _map(visit, "batch", batch)
     if not parts:
-        raise InputError(f"batch: a {type(batch).__name__} without tensors has no samples to balance")
+        raise CannotBalance(f"batch: a {type(batch).__name__} without tensors has no samples")
     name, count = counts[0] if counts else (parts[0].name, len(parts[0].rows))
     for other, number in counts:
         if number != count:
-            raise InputError(f"{other}: {number} samples, but {name} has {count}")
+            raise CannotBalance(f"{other}: {number} samples, but {name} has {count}")
     lengths = np.stack([*columns, np.ones(count, dtype=np.int64)], axis=1)
     samples = Samples(batch, count, tuple(names), lengths, parts)
     for at in dense:
@@ -137,9 +141,9 @@ def _owners(part: Part, samples: Samples) -> tuple[Owner, ...]:
     fit = [ONE_ROW] if rows == samples.num_samples else []
     fit += [(column,) for column in range(len(samples.names)) if samples.lengths[:, column].sum() == rows]
     if not fit:
-        raise InputError(
+        raise CannotBalance(
             f"{part.name}: {rows} rows, neither one for each of {samples.num_samples} samples nor one for each event of "
-            f"{', '.join(samples.names) or 'a jagged tensor'}; balancing cannot tell whose they are (or set balance='off')"
+            f"{', '.join(samples.names) or 'a jagged tensor'}"
         )
     return tuple(fit)
 
@@ -147,32 +151,29 @@ def _owners(part: Part, samples: Samples) -> tuple[Owner, ...]:
 def agree(layouts: Sequence[Layout]) -> list[Owner]:
     """Who owns the rows of each part, from the layouts of all ranks: the first way that fits them all.
 
-    Raises :class:`InputError`, the same on every rank, if their batches differ in kind.
+    Raises :class:`CannotBalance`, the same on every rank, if their batches differ in kind.
     """
     first = layouts[0]
     for rank, layout in enumerate(layouts):
         if difference := first.difference(layout):
-            raise InputError(
-                f"rank {rank}: its batch is not made like that of rank 0, they differ in {difference}; samples cannot move "
-                "between batches of different fields, keys, dtypes or shapes"
-            )
+            raise CannotBalance(f"the batches of ranks 0 and {rank} differ in {difference}")
     agreed = []
     for at, (name, *_) in enumerate(first.parts):
         common = [owner for owner in first.owners[at] if all(owner in layout.owners[at] for layout in layouts)]
         if not common:
-            raise InputError(f"{name}: no way to deal its rows to samples fits the batches of all ranks")
+            raise CannotBalance(f"{name}: no way to deal its rows to samples fits the batches of all ranks")
         agreed.append(common[0])
     return agreed
 
 
 def check_layout(samples: Samples, layout: Layout, owners: Sequence[Owner]) -> None:
-    """Raise :class:`InputError` unless the batch is made like those the ranks have agreed on."""
+    """Raise :class:`CannotBalance` unless the batch is made like those the ranks have agreed on."""
     if difference := samples.layout.difference(layout):
-        raise InputError(f"batch: not made like those before it, they differ in {difference}")
+        raise CannotBalance(f"batch: it and those before differ in {difference}")
     for part, owner in zip(samples.parts, owners, strict=True):
         if owner not in part.owners:
             kind = "samples" if owner == ONE_ROW else f"events of {', '.join(samples.names[s] for s in owner)}"
-            raise InputError(f"{part.name}: {len(part.rows)} rows do not fit the {kind}, as they did in batches before")
+            raise CannotBalance(f"{part.name}: {len(part.rows)} rows do not fit the {kind}, as in batches before")
 
 
 def pack(
@@ -255,7 +256,7 @@ def sample_sizes(batch: Any, key: str | None = None) -> tuple[NDArray[np.int64],
         jagged = features if key is None else features[key]
         lengths = jagged.lengths().numpy().astype(np.int64).reshape(-1, features.stride()).sum(axis=0)
         return lengths, np.zeros_like(lengths)
-    raise InputError(f"batch: a {type(batch).__name__} without a KeyedJaggedTensor has no lengths to balance by")
+    raise CannotBalance(f"batch: a {type(batch).__name__} without a KeyedJaggedTensor has no lengths to balance by")
 
 
 def _map(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
@@ -274,10 +275,7 @@ def _map(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
         for key, value in vars(item).items():
             object.__setattr__(twin, key, _map(visit, f"{name}.{key}", value))  # a dataclass may be frozen
         return twin
-    raise InputError(
-        f"{name}: a {type(item).__name__} cannot move between ranks; make it a tensor with a row per sample, or set "
-        "balance='off'"
-    )
+    raise CannotBalance(f"{name}: of type {type(item).__name__}, not a tensor with a row per sample")
 
 
 def _jagged_lengths(name: str, leaf: JaggedTensor | KeyedJaggedTensor) -> tuple[list[str], NDArray[np.int64]]:
@@ -286,14 +284,14 @@ def _jagged_lengths(name: str, leaf: JaggedTensor | KeyedJaggedTensor) -> tuple[
     if isinstance(leaf, JaggedTensor):
         return [name], lengths[None]
     if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
-        raise InputError(f"{name}: keys of different batch sizes (variable stride) cannot be dealt to samples")
+        raise CannotBalance(f"{name}: its keys have different batch sizes (variable stride)")
     keys = leaf.keys()
     return [f"{name}[{key}]" for key in keys], lengths.reshape(len(keys), leaf.stride())
 
 
 def _on_host(name: str, tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
-        raise InputError(f"{name}: on {tensor.device}; samples are exchanged on the host, before they go to the device")
+        raise CannotBalance(f"{name}: on {tensor.device}, but samples are exchanged on the host")
     if tensor.ndim == 0:
-        raise InputError(f"{name}: a scalar belongs to no sample; give it a row per sample, or set balance='off'")
+        raise CannotBalance(f"{name}: a scalar belongs to no sample")
     return tensor.detach().contiguous()

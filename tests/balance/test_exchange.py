@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_freescale.balance import CostModel, Planner, straggler
 from lightning_freescale.balance.exchange import ExchangeLoader, PeerFailed
+from lightning_freescale.balance.pack import sample_sizes
 from lightning_freescale.balance.partition import Mode
 from lightning_freescale.control import Control
 from lightning_freescale.errors import FreeScaleError, InputError
@@ -191,33 +193,64 @@ def test_a_bad_batch_is_refused_where_it_was_loaded() -> None:
     assert by_rank == [(2, "id 99 is outside its table"), (2, "batch 2: not loaded on rank 0")]
 
 
-def _different(rank: int) -> str:
-    loader = Loader(rank, 2, lambda indices: seq_batch(indices, feature=rank == 0))
-    exchange = ExchangeLoader(loader, group=connect(rank), planner=Planner())
-    with pytest.raises(InputError) as raised:
-        next(iter(exchange))
+# ---- when samples cannot be told apart ----
+
+
+def _plain(rank: int, kind: str) -> tuple[list[Any], str | None, int]:
+    """Batches that differ between ranks, that hold something else than rows, or that change in the middle."""
+
+    def make(indices: list[int]) -> Any:
+        step = indices[0] // 1000
+        if kind == "ranks differ":
+            return seq_batch(indices, feature=rank == 0)
+        if kind == "a number":
+            return {"batch": seq_batch(indices), "step": step}
+        padded = torch.zeros(len(indices), 4 if step < 2 or rank == 0 else 5)
+        return {"batch": seq_batch(indices), "padded": padded}
+
+    exchange = ExchangeLoader(
+        Loader(rank, 2, make),
+        group=connect(rank),
+        planner=Planner(),
+        sizes=lambda batch: sample_sizes(batch["batch"] if isinstance(batch, dict) else batch),
+    )
+    epochs = [[contents(batch["batch"] if isinstance(batch, dict) else batch) for batch in exchange] for _ in range(2)]
+    assert epochs[0] == epochs[1]
+    return epochs[0], exchange.unbalanced, threads()
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_plain", "reasons"),
+    [
+        ("ranks differ", 0, ["the batches of ranks 0 and 1 differ in batch.features[action]"] * 2),
+        ("a number", 0, ["batch['step']: of type int, not a tensor with a row per sample"] * 2),
+        ("padding", 2, ["samples cannot be told apart on rank 1", "batch: it and those before differ in"]),
+    ],
+)
+def test_all_ranks_train_what_they_loaded_from_there_on(kind: str, first_plain: int, reasons: list[str]) -> None:
+    by_rank = run_ranks(_plain, args=(kind,))
+    for rank, (steps, reason, left) in enumerate(by_rank):
+        assert reason is not None
+        assert reason.startswith(reasons[rank])
+        assert left == 0
+        for step in range(5):
+            feature = kind != "ranks differ" or rank == 0
+            own = contents(seq_batch(local_indices(rank, step, 2), feature=feature))
+            assert (steps[step] == own) == (step >= first_plain), step
+
+
+def _dies(rank: int) -> None:
+    exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=50), group=connect(rank), planner=Planner())
+
+    def train() -> None:
+        for step, _ in enumerate(exchange):
+            if rank == 1 and step == 3:
+                os._exit(1)
+
+    with pytest.raises(FreeScaleError, match=r"rank 0: the exchange of samples for batch \d+ failed"):
+        train()
     with pytest.raises(FreeScaleError, match="ranks are no longer in step"):
         next(iter(exchange))
-    return str(raised.value)
-
-
-def test_ranks_with_batches_of_different_kinds_all_hear_of_it() -> None:
-    messages = run_ranks(_different)
-    assert messages[0] == messages[1]
-    assert "rank 1: its batch is not made like that of rank 0, they differ in batch.features[action]" in messages[0]
-
-
-def _dies(rank: int) -> str:
-    exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=50), group=connect(rank), planner=Planner())
-    steps = 0
-    try:
-        for _ in exchange:
-            steps += 1
-            if rank == 1 and steps == 3:
-                os._exit(1)
-    except FreeScaleError as error:
-        return f"{steps} {error}"
-    return "no error"
 
 
 def test_a_dead_rank_ends_the_others() -> None:

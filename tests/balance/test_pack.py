@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.balance.pack import agree, check_layout, pack, put_together, sample_sizes, take_apart
+from lightning_freescale.balance.pack import (
+    CannotBalance,
+    agree,
+    check_layout,
+    pack,
+    put_together,
+    sample_sizes,
+    take_apart,
+)
 from lightning_freescale.errors import InputError
 from tests.balance.batches import Ad, ad_batch, contents, lengths_of, seq_batch
 from tests.toy import Batch, Samples, collate
@@ -94,9 +102,7 @@ def test_ranks_settle_what_one_alone_cannot_tell() -> None:
     assert agree([one.layout])[1] == (-1,)
     assert agree([one.layout, two.layout])[1] == agree([two.layout, one.layout])[1] == (0,)
     check_layout(two, one.layout, agree([one.layout, two.layout]))
-    with pytest.raises(
-        InputError, match=r"batch\['time'\]: 3 rows do not fit the samples, as they did in batches before"
-    ):
+    with pytest.raises(InputError, match=r"batch\['time'\]: 3 rows do not fit the samples, as in batches before"):
         check_layout(two, one.layout, agree([one.layout]))
 
 
@@ -108,36 +114,39 @@ def test_sizes() -> None:
     assert lengths.tolist() == [sum(lengths_of(index)[:2]) for index in (3, 4, 5)]
     assert candidates.tolist() == [0, 0, 0]
     assert sample_sizes(ad_batch([3, 4, 5]), key="a")[0].tolist() == [lengths_of(index)[0] for index in (3, 4, 5)]
-    with pytest.raises(InputError, match="a dict without a KeyedJaggedTensor has no lengths to balance by"):
+    with pytest.raises(CannotBalance, match="a dict without a KeyedJaggedTensor has no lengths to balance by"):
         sample_sizes({"x": torch.zeros(3)})
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"user": [1, 2]}, r"batch\['user'\]\[0\]: a int cannot move between ranks; make it a tensor"),
+        ({"user": [1, 2]}, r"batch\['user'\]\[0\]: of type int, not a tensor with a row per sample"),
         ({"x": torch.zeros(2), "y": torch.tensor(1.0)}, r"batch\['y'\]: a scalar belongs to no sample"),
         ({"x": torch.zeros(2), "y": torch.zeros(3)}, r"batch\['y'\]: 3 rows, neither one for each of 2 samples"),
         ({}, "a dict without tensors has no samples"),
         (
-            {"x": KeyedJaggedTensor(["k"], torch.arange(3), lengths=torch.tensor([1, 1]), stride=2)},
-            "lengths sum to 2 but there are 3 values",
-        ),
-        (
             [JaggedTensor(torch.arange(2), lengths=torch.tensor(n)) for n in ([1, 1], [2])],
             r"batch\[1\]: 1 samples, but batch\[0\] has 2",
         ),
-        ({"x": torch.zeros(2, device="meta")}, r"batch\['x'\]: on meta; samples are exchanged on the host"),
+        ({"x": torch.zeros(2, device="meta")}, r"batch\['x'\]: on meta, but samples are exchanged on the host"),
     ],
 )
 def test_what_cannot_be_dealt_is_named(batch: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(CannotBalance, match=message):
         take_apart(batch)
+
+
+def test_a_batch_that_is_wrong_in_itself_is_an_error() -> None:
+    features = KeyedJaggedTensor(["k"], torch.arange(3), lengths=torch.tensor([1, 1]), stride=2)
+    with pytest.raises(InputError, match="lengths sum to 2 but there are 3 values") as raised:
+        take_apart({"x": features})
+    assert not isinstance(raised.value, CannotBalance)
 
 
 def test_batches_of_different_kinds_are_refused() -> None:
     plain, featured = (take_apart(seq_batch([1, 2], feature=feature)) for feature in (False, True))
-    with pytest.raises(InputError, match=r"rank 1: its batch is not made like that of rank 0.*features\[action\]"):
+    with pytest.raises(CannotBalance, match=r"the batches of ranks 0 and 1 differ in batch.features\[action\]"):
         agree([plain.layout, featured.layout])
-    with pytest.raises(InputError, match="batch: not made like those before it"):
+    with pytest.raises(CannotBalance, match=r"batch: it and those before differ in batch.features\[action\]"):
         check_layout(featured, plain.layout, agree([plain.layout]))

@@ -1,0 +1,111 @@
+"""What a strategy does about balancing: nothing twice, nothing unless asked, and what is learnt reaches every planner."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_freescale.balance import CostModel, Planner
+from lightning_freescale.balance.balancer import Balancer
+from lightning_freescale.balance.exchange import ExchangeLoader
+from lightning_freescale.balance.planner import rule_of_thumb
+from lightning_freescale.data.sampler import GlobalBatchSampler
+from tests.balance.batches import contents, seq_batch
+from tests.balance.test_online import TRUTH, observe
+from tests.balance.test_sampler import Samples
+from tests.ranks import run_ranks
+
+MODEL = CostModel(3.0, 0.5)
+
+
+class Users(Samples):
+    def __getitem__(self, indices: list[int]) -> Any:
+        return seq_batch(list(indices))
+
+
+def loader(rank: int, world: int, planner: Planner | None = None) -> DataLoader:
+    data = Users(64)
+    sampler = GlobalBatchSampler(data, 8, num_replicas=world, rank=rank, planner=planner)
+    return DataLoader(data, sampler=sampler, batch_size=None)  # type: ignore[arg-type]
+
+
+def balancer(setting: str | Planner = "fixed", **options: Any) -> Balancer:
+    return Balancer(setting, timeout=timedelta(seconds=20), **options)
+
+
+def _attached(rank: int, world: int) -> None:
+    dist.init_process_group("gloo")
+    plain, balanced = loader(rank, world), loader(rank, world, Planner("zigzag"))
+
+    off = balancer("off")
+    assert off.attach(plain, cost_model=MODEL) is plain
+    assert off.state_dict() is None
+    off.advance(50)
+    off.close()
+
+    own = balancer()
+    if world == 1:
+        assert own.attach(plain) is plain
+        return
+    assert own.attach(balanced, cost_model=MODEL) is balanced
+    assert balanced.sampler.planner == Planner("zigzag", MODEL)  # type: ignore[attr-defined]
+    assert own.exchanges == []
+
+    other = balancer(Planner("variable", TRUTH))
+    exchange = other.attach(plain, cost_model=MODEL)
+    assert isinstance(exchange, ExchangeLoader)
+    assert exchange.planner == Planner("variable", TRUTH)  # chosen by the user: the model does not know better
+    assert other.exchanges == [exchange]
+    seen = [contents(batch) for batch in exchange]
+    assert len(seen) == 64 // 8 // world
+    other.close()
+
+
+def test_only_what_is_not_balanced_yet_is_exchanged() -> None:
+    run_ranks(_attached, world=2, args=(2,))
+    run_ranks(_attached, world=1, args=(1,))
+
+
+def _learnt(rank: int) -> dict:
+    dist.init_process_group("gloo")
+    own = balancer(every=5)
+    source, exchange = loader(rank, 2, Planner("fixed")), own.attach(loader(rank, 2))
+    own.attach(source)
+    assert source.sampler.planner == exchange.planner == Planner("fixed", rule_of_thumb())  # type: ignore[attr-defined]
+    for step in range(1, 21):
+        own.advance(step)
+        assert own.online is not None
+        observe(own.online, rank, step)
+    learnt = exchange.planner
+    assert learnt == source.sampler.planner  # type: ignore[attr-defined]
+    assert np.isclose(learnt.cost_model.quadratic / learnt.cost_model.linear, 7.5e-4, rtol=0.3)
+
+    again = balancer()
+    again.load_state_dict(own.state_dict())  # before there is a loader
+    resumed = again.attach(loader(rank, 2), cost_model=MODEL)
+    assert resumed.planner == learnt
+    late = balancer()
+    resumed = late.attach(loader(rank, 2), cost_model=MODEL)
+    assert resumed.planner == Planner("fixed", MODEL)
+    late.load_state_dict(own.state_dict())
+    assert resumed.planner == learnt
+    late.load_state_dict(None)  # a checkpoint without
+    for closing in (own, again, late):
+        closing.close()
+    return learnt.cost_model.state_dict()
+
+
+def test_what_is_learnt_reaches_every_planner_and_comes_back() -> None:
+    one, other = run_ranks(_learnt)
+    assert one == other
+
+
+def test_sums_of_a_batch() -> None:
+    batch = seq_batch([1, 2, 3])
+    lengths = batch.lengths.numpy()
+    assert Balancer.sums(batch).tolist() == [lengths.sum(), (lengths**2).sum(), 2 * (lengths - 1).sum(), 1]
+    assert Balancer.sums({"x": 3}) is None
