@@ -146,6 +146,56 @@ def test_another_sharding_loads_the_same_weights(tmp_path: Path) -> None:
     assert toy.same(loaded["optimizer"], saved["optimizer"])
 
 
+# ---- another number of ranks, in the middle of an epoch --------------------------------------------------------------
+class Seen(pl.LightningModule):
+    """Remembers the first timestamp of every history it trains on: it names the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.samples: list[int] = []
+
+    def training_step(self, batch: fs.SeqBatch, batch_idx: int) -> Tensor:
+        starts = torch.cumsum(batch.lengths, 0) - batch.lengths
+        self.samples += batch.timestamps[starts].tolist()
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def see(rank: int, world: int, folder: str, resume: str | None, balance: str) -> list[int]:
+    pl.seed_everything(1, verbose=False)
+    data = fs.SeqRecDataModule(
+        "synthetic",
+        batch_size=4,
+        max_history=20,
+        balance=balance,
+        cache_dir=folder,
+        synthetic={"users": 88, "mean_gap": 50_000},
+    )
+    model = Seen()
+    options: dict[str, Any] = {"max_epochs": 1}
+    if resume is None:
+        save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=5)
+        options |= {"max_steps": 5, "enable_checkpointing": True, "callbacks": [save]}
+    trainer = toy.trainer(FreeScaleStrategy(balance=balance), world, **options)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    return model.samples
+
+
+@pytest.mark.parametrize("balance", ["fixed", "off"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_epoch_goes_on_with_every_sample_once_on_any_number_of_ranks(
+    tmp_path: Path, world: int, balance: str
+) -> None:
+    before = run_ranks(see, 2, args=(2, str(tmp_path), None, balance))
+    after = run_ranks(see, world, args=(world, str(tmp_path), str(tmp_path / "epoch=0-step=5.ckpt"), balance))
+    everything = [sample for part in (*before, *after) for sample in part]
+    assert sum(map(len, before)) == 40
+    assert len(everything) == len(set(everything)) == 88
+
+
 # ---- validate, weights only, export ----------------------------------------------------------------------------------
 def validate(rank: int, path: str | None) -> dict[str, Tensor]:
     pl.seed_everything(2, verbose=False)  # another initial model

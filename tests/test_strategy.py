@@ -83,6 +83,24 @@ def test_lookahead_and_prioritized_exchange_change_nothing(options: dict[str, An
         assert toy.same(ahead["weights"], plain["weights"])
 
 
+class Auto(FreeScaleStrategy):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "prioritize": "auto", "balance": "off"})
+
+    def teardown(self) -> None:
+        self.lightning_module.lanes = None if self.verdict is None else (self.verdict.prioritized, self._trial)
+        super().teardown()
+
+
+def test_auto_decides_alike_on_all_ranks_and_switching_changes_nothing() -> None:
+    options = {"max_epochs": 3, "max_steps": 42, "limit_val_batches": 1, "val_check_interval": 0.5}
+    plain, auto = (run_ranks(fit, args=(strategy, 2, options)) for strategy in (Plain, Auto))
+    assert [rank["losses"] for rank in auto] == [rank["losses"] for rank in plain]
+    assert all(toy.same(a["weights"], b["weights"]) for a, b in zip(auto, plain, strict=True))
+    assert auto[0]["lanes"] == auto[1]["lanes"]
+    assert auto[0]["lanes"][1] is None  # the trial is over
+
+
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_number_of_ranks(world: int) -> None:
     for plain, ahead in zip(
