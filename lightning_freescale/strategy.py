@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import checkpoint as checkpoints
+from lightning_freescale import transport
 from lightning_freescale._log import say_once
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.exchange import ExchangeLoader
@@ -64,6 +65,7 @@ class FreeScaleMixin(_Base):
         prioritize: ``True``: rows that the next batch does not share are exchanged behind dense compute, shared ones first;
             the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
             ``"auto"``: the first steps try both, and the faster path stays.
+        dedup: ask for each distinct row of a batch once and sum its gradients before sending them (CUDA only).
         transport: ``"auto"``: NCCL on CUDA, gloo on CPU.
         loss_reduction: what the loss of ``training_step`` is a mean over, ``"sample"`` or ``"token"`` (events of the
             histories). Ranks may hold different numbers of them: each rank's loss is weighted by its share, so that the
@@ -84,6 +86,7 @@ class FreeScaleMixin(_Base):
         embedding_optimizer: Mapping[str, Any] | None = None,
         balance: Literal["fixed", "variable", "zigzag", "off"] | Planner = "fixed",
         prioritize: bool | Literal["auto"] = "auto",
+        dedup: bool = False,
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
         timeout: float | timedelta = 600.0,
@@ -98,7 +101,7 @@ class FreeScaleMixin(_Base):
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer = sharding, embedding_optimizer
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
-        self._loss_reduction = loss_reduction
+        self._loss_reduction, self._dedup = loss_reduction, dedup
         self._sharded: DistributedModelParallel | None = None
         self._rows: dict[str, int] = {}
         self._base_lr: list[float] = []
@@ -109,6 +112,7 @@ class FreeScaleMixin(_Base):
         self.verdict: Verdict | None = None  # of prioritize="auto", once it is known
         self._trial: Trial | None = None
         self._trial_step = 0
+        self._exchange_backend: str | None = None
         self._exchange_groups: Groups | None = None
         self._balance_group: torch.distributed.ProcessGroup | None = None
         self._train_loader: LookaheadLoader | None = None
@@ -145,7 +149,7 @@ class FreeScaleMixin(_Base):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._refuse_inexact(trainer)
-        self._say_choices()
+        self._choose_transport()
         fitting = trainer.state.fn == FITTING
         assert self.model is not None
         if fitting and self._layer_sync:
@@ -183,12 +187,11 @@ class FreeScaleMixin(_Base):
                 "micro-batches would see different rows; use a larger batch_size instead"
             )
 
-    def _say_choices(self) -> None:
-        backend = self._get_process_group_backend()
-        if self._transport not in ("auto", backend):
-            raise ConfigurationError(
-                f"transport={self._transport!r} is not available here; use 'auto' ({backend} on this device)"
-            )
+    def _choose_transport(self) -> None:
+        if self._exchange_backend is None:
+            choice = transport.choose(self._transport, self.root_device, overlapped=bool(self._prioritize))
+            say_once(f"transport={self._transport!r}: {choice.backend}, {choice.reason}")
+            self._exchange_backend = choice.backend
 
     def _shard(self) -> None:
         module = self._module
@@ -207,7 +210,7 @@ class FreeScaleMixin(_Base):
                 "the model has no EmbeddingCollection or EmbeddingBagCollection: nothing is sharded, it trains data parallel"
             )
         device = self.root_device
-        sharders = tables.make_sharders(module, self._embedding_optimizer, device)
+        sharders = tables.make_sharders(module, self._embedding_optimizer, device, self._dedup)
         plan = tables.make_plan(
             module, sharders, self._sharding, device=device, world_size=self.world_size, local_size=self.num_processes
         )
@@ -237,11 +240,20 @@ class FreeScaleMixin(_Base):
             say_once("prioritize='auto': synchronous, for one rank has nobody to exchange with")
             return
         if self._exchange_groups is None:
-            self._exchange_groups = Groups(*(torch.distributed.new_group(timeout=self._wait) for _ in range(2)))
+            self._exchange_groups = Groups(self._new_group("high"), self._new_group("low"))
         self.schedule = Schedule(modules, self._exchange_groups, self._copies)
         if self._prioritize == "auto":
             self._trial, self._trial_step = Trial(), 0
             self.schedule.activate(False)
+
+    def _new_group(self, priority: Literal["high", "low"]) -> Any:
+        """A process group for rows and gradients, whose transfers come first or give way."""
+        options: Any = None
+        if self._exchange_backend == transport.NAME:
+            options = transport.Options(priority=priority)
+        elif self._exchange_backend == "nccl":
+            options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
+        return torch.distributed.new_group(backend=self._exchange_backend, timeout=self._wait, pg_options=options)
 
     def model_to_device(self) -> None:
         """Nothing to do: sharding has placed the tables and moved the dense part."""

@@ -31,6 +31,7 @@ def free_port() -> int:
 
 def _run(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)  # oneDNN's state does not survive a fork: matrix products hang on ARM
     # With LOCAL_RANK set, Lightning takes the processes as given and launches none of its own.
     os.environ.update(
         MASTER_ADDR="127.0.0.1",

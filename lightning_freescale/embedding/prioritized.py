@@ -68,6 +68,35 @@ def exchange(sent: Tensor, send: list[int], receive: list[int], group: dist.Proc
 
 
 @dataclass
+class ExchangeStats:
+    """Sums over the batches of this rank that went the prioritized way.
+
+    Attributes:
+        batches: their number.
+        ids: ids of these batches, repeated ones too.
+        rows: rows asked for: as many, or one for each distinct id of a batch with ``dedup``.
+        collisions: rows among them that the batch before updates.
+        row_bytes: bytes of all rows asked for; as many gradients go the other way.
+    """
+
+    batches: int = 0
+    ids: int = 0
+    rows: int = 0
+    collisions: int = 0
+    row_bytes: int = 0
+
+    @property
+    def collision_rate(self) -> float:
+        """Share of the rows that must wait for the batch before."""
+        return self.collisions / self.rows if self.rows else 0.0
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that ``dedup`` has spared, rows and gradients together."""
+        return 2 * self.row_bytes * (self.ids - self.rows) // self.rows if self.rows else 0
+
+
+@dataclass
 class Piece:
     """The collisions, or the exclusive rows, of one batch in one sharding group."""
 
@@ -179,6 +208,7 @@ class PrioritizedEmbedding:
         self.world_size = groups.collision.size()
         self.kernels = kernels_of(module)
         self.steps = 0  # training steps of this module, see take_over
+        self.stats = ExchangeStats()
         self.device = torch.device(module._device or "cpu")
         self._dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
         self._key_offsets: list[Tensor] = []
@@ -348,6 +378,14 @@ class PrioritizedEmbedding:
     def settle_rows(self, state: BatchState) -> None:
         """Decide how the rows of a batch come: by its collisions with the batch before, all at once if there is none."""
         state.rows = self._divide(state, state.split_before, EXCLUSIVE)
+        stats = self.stats
+        stats.batches += 1
+        stats.ids += state.kjt.values().numel()
+        for pieces, dim in zip(state.rows, self._dims, strict=True):
+            rows = sum(sum(piece.receive) for piece in pieces.values())
+            stats.rows += rows
+            stats.row_bytes += rows * dim * 4  # float32
+            stats.collisions += sum(pieces[COLLISION].receive) if COLLISION in pieces else 0
 
     @torch.no_grad()
     def send_rows(self, state: BatchState, piece: str) -> None:

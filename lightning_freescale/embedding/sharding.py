@@ -112,8 +112,12 @@ def brings_own_optimizer(module: nn.Module) -> bool:
     )
 
 
-def make_sharders(module: nn.Module, options: Mapping[str, Any] | None, device: torch.device) -> list[ModuleSharder]:
+def make_sharders(
+    module: nn.Module, options: Mapping[str, Any] | None, device: torch.device, dedup: bool = False
+) -> list[ModuleSharder]:
     """Sharders for both kinds of collection, with the fused optimizer the user asked for."""
+    if dedup and device.type != "cuda":
+        raise ConfigurationError(f"dedup=True needs a CUDA device: FBGEMM finds distinct ids on no {device.type}")
     if options is None and brings_own_optimizer(module):
         params: dict[str, Any] = {}
     else:
@@ -123,7 +127,7 @@ def make_sharders(module: nn.Module, options: Mapping[str, Any] | None, device: 
             )
         params = fused_params(options, device)
     return [
-        EmbeddingCollectionSharder(fused_params=dict(params)),
+        EmbeddingCollectionSharder(fused_params=dict(params), use_index_dedup=dedup),
         EmbeddingBagCollectionSharder(fused_params=dict(params)),
     ]
 

@@ -232,3 +232,38 @@ def test_exclusive_rows_leave_before_backward_and_collisions_after_it() -> None:
             assert at(("backward", "", step)) < at(("apply_gradients", COLLISION, step))
             assert at(("apply_gradients", COLLISION, step)) < at(("send_rows", COLLISION, step + 1))
             assert at(("send_rows", COLLISION, step + 1)) < at(("forward", "", step + 1))
+
+
+def count_collisions(rank: int, batches: list[Batches]) -> tuple[int, int, int]:
+    dist.init_process_group("gloo")
+    module = build("row_wise", "sgd", len(batches))
+    schedule = make_schedule(module)
+    train(module, batches[rank], schedule)
+    stats = schedule.lanes[0].moves.stats
+    return stats.batches, stats.rows, stats.collisions
+
+
+def test_collisions_are_counted() -> None:
+    world, steps = 3, 6
+    batches = [random_batches(rank, steps, 3, lambda r, s: 4) for rank in range(world)]
+    table = [0, 1, 1]
+
+    def rows(step: int, ranks: range) -> list[tuple[int, int]]:
+        return [
+            (table[f], i)
+            for rank in ranks
+            for sample in batches[rank][step]
+            for f, ids in enumerate(sample)
+            for i in ids
+        ]
+
+    for rank, counted in enumerate(run_ranks(count_collisions, world, args=(batches,))):
+        # the first step shows what the module is called with, the second has nothing before it
+        expected = sum(
+            row in set(rows(step - 1, range(world)))
+            for step in range(2, steps)
+            for row in rows(step, range(rank, rank + 1))
+        )
+        total = sum(len(rows(step, range(rank, rank + 1))) for step in range(1, steps))
+        assert counted == (steps - 1, total, expected)
+        assert 0 < expected < total

@@ -18,7 +18,6 @@ import torch
 import lightning_freescale as fs
 from lightning_freescale.models import HSTU
 
-
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -21,30 +21,33 @@ def main() -> None:
     dist.init_process_group("nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
     results = []
-    for kind in SHARDINGS:
-        for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
-            batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
-            rates = {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
-            plain = build(kind, optimizer, world, "cuda")
-            expected = train(plain, batches, None, "cuda", **rates)
-            again = build(kind, optimizer, world, "cuda")
-            repeated = train(again, batches, None, "cuda", **rates)
-            module = build(kind, optimizer, world, "cuda")
-            schedule = make_schedule(module)
-            got = train(module, batches, schedule, "cuda", **rates)
-            torch.cuda.synchronize()
-            a, b, c = tables(plain), tables(module), tables(again)
-            line = {
-                "kind": kind,
-                "optimizer": optimizer,
-                "lane": schedule.lanes[0].off or "prioritized",
-                "loss": _worst([abs(x - y) / max(1.0, abs(x)) for x, y in zip(expected, got, strict=True)]),
-                "weights": _worst([float((a[key] - b[key]).abs().max()) for key in a if a[key].numel()]),
-                "repeat": _worst([float((a[key] - c[key]).abs().max()) for key in a if a[key].numel()]),
-                "moved": _worst([float(a[key].abs().max()) for key in a if a[key].numel()]),
-            }
-            results.append(line)
-            dist.barrier()
+    cases = [(kind, optimizer, {}) for kind in SHARDINGS for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")]
+    cases += [(kind, "rowwise_adagrad", {"use_index_dedup": True}) for kind in SHARDINGS]
+    for kind, optimizer, options in cases:
+        batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
+        rates = {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
+        plain = build(kind, optimizer, world, "cuda", **options)
+        expected = train(plain, batches, None, "cuda", **rates)
+        again = build(kind, optimizer, world, "cuda", **options)
+        train(again, batches, None, "cuda", **rates)
+        module = build(kind, optimizer, world, "cuda", **options)
+        schedule = make_schedule(module)
+        got = train(module, batches, schedule, "cuda", **rates)
+        torch.cuda.synchronize()
+        a, b, c = tables(plain), tables(module), tables(again)
+        line = {
+            "kind": kind,
+            "optimizer": optimizer,
+            "dedup": bool(options),
+            "saved": schedule.lanes[0].moves.stats.bytes_saved,
+            "lane": schedule.lanes[0].off or "prioritized",
+            "loss": _worst([abs(x - y) / max(1.0, abs(x)) for x, y in zip(expected, got, strict=True)]),
+            "weights": _worst([float((a[key] - b[key]).abs().max()) for key in a if a[key].numel()]),
+            "repeat": _worst([float((a[key] - c[key]).abs().max()) for key in a if a[key].numel()]),
+            "moved": _worst([float(a[key].abs().max()) for key in a if a[key].numel()]),
+        }
+        results.append(line)
+        dist.barrier()
     if rank == 0:
         print("RESULT " + json.dumps(results), flush=True)
     dist.destroy_process_group()
