@@ -130,14 +130,15 @@ def test_model_on_gpu_equals_model_on_cpu(precision: torch.dtype, monkeypatch: p
     model = HSTU(100, embedding_dim=64, max_history=300)
     rng = torch.Generator().manual_seed(0)
     histories = [torch.randint(100, (n,), generator=rng).tolist() for n in (300, 1, 64, 7)]
-    batch = make_batch(histories, torch.randint(100, (4, 16), generator=rng).tolist())
-    expected = model.training_step(batch, 0)
+    negatives = torch.randint(100, (4, 16), generator=rng).tolist()
+    expected = model.training_step(make_batch(histories, negatives), 0)
     expected.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     model.cuda()
     with torch.autocast("cuda", precision, enabled=precision != torch.float32):
-        loss = model.training_step(batch.to(torch.device("cuda")), 0)
+        # Made anew: TorchRec's unsharded collection caches views of the first device in the batch's features.
+        loss = model.training_step(make_batch(histories, negatives).to(torch.device("cuda")), 0)
     loss.backward()
     tolerance = 1e-4 if precision == torch.float32 else 3e-2
     torch.testing.assert_close(loss.cpu(), expected, rtol=tolerance, atol=0)
