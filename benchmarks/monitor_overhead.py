@@ -36,20 +36,20 @@ class Alternating(BubbleMonitor):
 
     def __init__(self) -> None:
         super().__init__(every=1, image_every=0)
-        self.steps: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # wall and CPU seconds
+        self.steps: dict[bool, list[float]] = {True: [], False: []}  # seconds
         self.publishing: list[float] = []
         self.accounted: list[float] = []  # what the monitor itself believes recording a step takes, seconds
-        self._last: tuple[float, float] | None = None
+        self._last = 0.0
 
     def _records(self, index: int) -> bool:
         return index // BLOCK % 2 == 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        now = (time.perf_counter(), time.thread_time())
+        now = time.perf_counter()
         # The first and last steps of a block pay for the other kind too: opening, gathering, publishing.
-        if self._last is not None and batch_idx > WARM_UP and 0 < batch_idx % BLOCK < BLOCK - 1:
-            self.steps[self._records(batch_idx)].append((now[0] - self._last[0], now[1] - self._last[1]))
+        if batch_idx > WARM_UP and 0 < batch_idx % BLOCK < BLOCK - 1:
+            self.steps[self._records(batch_idx)].append(now - self._last)
         self._last = now
 
     def _publish(self, trainer: Any, gathering: Any) -> dict[str, float]:
@@ -99,11 +99,10 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
         )
     if not trainer.is_global_zero:
         return None
-    (plain, plain_cpu), (recorded, recorded_cpu) = (
-        [1e3 * statistics.median(column) for column in zip(*monitor.steps[kind], strict=True)] for kind in (False, True)
+    plain, recorded, accounted, publishing = (
+        1e3 * statistics.median(times)
+        for times in (monitor.steps[False], monitor.steps[True], monitor.accounted, monitor.publishing)
     )
-    accounted, publishing = (1e3 * statistics.median(times) for times in (monitor.accounted, monitor.publishing))
-    cost = max(recorded_cpu - plain_cpu, accounted)
     every = max(1, math.ceil(accounted / plain / OVERHEAD))
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -111,12 +110,11 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
         "steps": steps,
         "step ms": plain,
         "recorded step ms": recorded,
-        "host ms to record, by difference": recorded_cpu - plain_cpu,  # of CPU time: other processes do not blur it
-        "host ms to record, by its own account": accounted,
-        "share of a recorded step": cost / plain,
-        "publishing ms": publishing,
+        "recording ms, by the monitor's own account": accounted,
+        "share of a recorded step": accounted / plain,
+        "publishing ms per interval": publishing,
         "recorded by default, every": every,
-        "overhead by default": cost / plain / every + publishing / plain / 50,  # Lightning logs every 50 steps
+        "overhead by default": accounted / plain / every + publishing / plain / 50,  # Lightning logs every 50 steps
     }
 
 

@@ -7,6 +7,7 @@ interval, and hands the result to the loggers, the progress bar and the run fold
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -113,7 +114,9 @@ class BubbleMonitorMixin(_Base):
         self._next_picture = 0
         self._collisions_of = -1  # interval whose collisions are counted
         self._loggers_with_images = self._warm_up(trainer)
-        self._spent, self._span_cost = 0.0, _span_cost()  # seconds: recording in this interval, and of one span
+        # Our own cost in seconds: of each of the last recorded steps, of noting a batch, of posting an interval, of a span.
+        self._spent: deque[float] = deque(maxlen=100)
+        self._noting, self._posting, self._span_cost = 0.0, 0.0, _span_cost()
         self._running = True
 
     def _warm_up(self, trainer: Any) -> list[Any]:
@@ -190,7 +193,9 @@ class BubbleMonitorMixin(_Base):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.timeline.active:
+            began = self.timeline.clock()
             self._note_batch(batch)
+            self._noting = self.timeline.clock() - began
             self._begin(Kind.DENSE_FORWARD)
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -222,8 +227,10 @@ class BubbleMonitorMixin(_Base):
         began = timeline.clock()
         self._open(index + 1)
         with timeline.span(Kind.METRICS):
-            self._keep_house(trainer, pl_module, index, recorded)
-        self._spent += timeline.clock() - began
+            self._close(index, recorded)
+            if recorded:
+                self._spent.append(self._noting + timeline.clock() - began)
+            self._exchange_intervals(trainer, pl_module, index)
 
     def _open(self, index: int) -> None:
         """Be ready for step ``index``, which begins now."""
@@ -272,7 +279,8 @@ class BubbleMonitorMixin(_Base):
             timeline.keep("candidates", (lengths - 1).clamp(min=0) * by_key[NEGATIVES])
 
     # ---- between steps ---------------------------------------------------------------------------------------------
-    def _keep_house(self, trainer: Any, pl_module: Any, index: int, recorded: bool) -> None:
+    def _close(self, index: int, recorded: bool) -> None:
+        """Note what is known now that step ``index`` has ended."""
         assert self._allreduce is not None
         if self._recorded_last:  # DDP tells one step later
             self._hidden[index - 1] = self._allreduce.hidden_before()
@@ -280,13 +288,14 @@ class BubbleMonitorMixin(_Base):
         self._open_steps += recorded
         if (index + 1) % self._interval == 0:
             self._close_interval(index)
+
+    def _exchange_intervals(self, trainer: Any, pl_module: Any, index: int) -> None:
+        """Post the interval that is due, publish those that have arrived."""
         due = bool(self._closed) and index >= self._closed[0] + LAG
         # Before the next interval is posted, all ranks have seen the one before, and have adapted to it.
         while self._posted and (due or self._posted[0].ready()):
-            began = self.timeline.clock()
             values = self._publish(trainer, self._posted.popleft())
             pl_module.log("bubble", values["bubble/total"], prog_bar=True, logger=False, batch_size=1)
-            self._spent -= self.timeline.clock() - began  # once per interval, however few steps are recorded
         if due:
             self._every = self._wanted
             self._post()
@@ -321,15 +330,18 @@ class BubbleMonitorMixin(_Base):
         return (Span(Kind.ALLREDUCE, f"{Kind.ALLREDUCE.value} (async)", began, waited[-1], math.nan),)
 
     def _post(self) -> None:
+        began = self.timeline.clock()
         last = self._closed.popleft()
         steps = self._take(upto=last)
-        spent = self._spent / len(steps) + self._span_cost * np.mean([len(step.spans) for step in steps])
-        self._spent = 0.0
-        steps = [replace(step, counts={**step.counts, "overhead": float(spent)}) for step in steps]
+        # Medians: what other processes take from us is not our cost.
+        spent = statistics.median(self._spent) + self._span_cost * statistics.median(len(step.spans) for step in steps)
+        spent += self._posting / len(steps)
+        steps = [replace(step, counts={**step.counts, "overhead": spent}) for step in steps]
         pictured = bool(self._image_every) and last >= self._next_picture
         if pictured:
             self._next_picture = last + self._image_every
         self._posted.append(Gathering(last, steps, self._offset, self._group, pictured))
+        self._posting = self.timeline.clock() - began
 
     # ---- an interval, known on all ranks ---------------------------------------------------------------------------
     def _publish(self, trainer: Any, gathering: Gathering) -> dict[str, float]:

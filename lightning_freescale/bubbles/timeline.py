@@ -117,9 +117,10 @@ class _Recording:
         self.copied: list[Moment] = []  # when those host copies are complete
 
     def events(self) -> list[torch.cuda.Event]:
+        if self.anchor is None:
+            return []
         moments = [self.start, self.end, *self.copied, *(moment for span in self.spans for moment in span[2:])]
-        if self.anchor is not None:
-            moments.append(self.anchor[0])
+        moments.append(self.anchor[0])
         return [moment for moment in moments if not isinstance(moment, float)]
 
     def seconds(self, moment: Moment) -> float:
@@ -235,22 +236,21 @@ class Timeline:
 
     def take(self, upto: int | None = None) -> list[Step]:
         """Steps recorded so far, up to index ``upto``, oldest first. Waits for the device if it has not got there yet."""
-        steps = []
+        taken = []
         while self._done and (upto is None or self._done[0].index <= upto):
-            recording = self._done.popleft()
-            for event in recording.events():
+            taken.append(self._done.popleft())
+            for event in taken[-1].events():
                 event.synchronize()
-            steps.append(self._split(recording.resolve()))
-            self._reuse(recording)
+        steps = [self._split(recording.resolve()) for recording in taken]
+        self._reuse(taken)
         return steps
 
-    def _reuse(self, recording: _Recording) -> None:
-        """Events of a resolved step go back to the pool, but for those that a later step refers to as well."""
-        free = {id(event): event for event in recording.events()}
-        for later in (*self._done, *([self._recording] if self._recording is not None else [])):
-            for event in later.events():
-                free.pop(id(event), None)
-        self._pool.extend(free.values())
+    def _reuse(self, taken: list[_Recording]) -> None:
+        """Events of resolved steps go back to the pool, but for those that a later step refers to as well."""
+        later = [*self._done, *([self._recording] if self._recording is not None else [])]
+        needed = {id(event) for recording in later for event in recording.events()}
+        free = {id(event): event for recording in taken for event in recording.events()}
+        self._pool.extend(event for key, event in free.items() if key not in needed)
 
     def _split(self, step: Step) -> Step:
         """Cut background spans at the end of the step: the rest belongs to the next one."""
