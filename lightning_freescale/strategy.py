@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale import checkpoint as checkpoints
 from lightning_freescale import transport
 from lightning_freescale._log import say_once
+from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.exchange import ExchangeLoader
-from lightning_freescale.balance.planner import Planner, rule_of_thumb
+from lightning_freescale.balance.planner import Planner
 from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
@@ -101,6 +100,7 @@ class FreeScaleMixin(_Base):
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer = sharding, embedding_optimizer
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
+        self._balancer = Balancer(balance, timeout=self._wait)
         self._loss_reduction, self._dedup = loss_reduction, dedup
         self._sharded: DistributedModelParallel | None = None
         self._rows: dict[str, int] = {}
@@ -114,7 +114,6 @@ class FreeScaleMixin(_Base):
         self._trial_step = 0
         self._exchange_backend: str | None = None
         self._exchange_groups: Groups | None = None
-        self._balance_group: torch.distributed.ProcessGroup | None = None
         self._train_loader: LookaheadLoader | None = None
         self._failed = False
 
@@ -294,7 +293,12 @@ class FreeScaleMixin(_Base):
         assert self.control is not None
         training = trainer.training
         if training:
-            dataloader = self._balanced(dataloader)
+            dataloader = self._balancer.attach(
+                dataloader,
+                cost_model=self._cost_model(),
+                check=lambda batch: staging.check(batch, self._rows),
+                pin_memory=self.root_device.type == "cuda",
+            )
         loader = LookaheadLoader(
             dataloader,  # type: ignore[arg-type]
             stage=self._stage,
@@ -306,34 +310,12 @@ class FreeScaleMixin(_Base):
             self._train_loader = loader
         return loader
 
-    def _balanced(self, dataloader: Any) -> Any:
-        """``dataloader``, its samples dealt to the ranks by cost unless that was done at the source."""
-        planner = self._plan_by_model(Planner.of(self._balance))
-        sampler: Any = getattr(dataloader, "sampler", None)
-        if getattr(sampler, "balanced", False):
-            sampler.planner = self._plan_by_model(sampler.planner)
-            say_once(f"balance: the loader is balanced at the source ({sampler.planner.mode}), nothing is exchanged")
-            return dataloader
-        if planner is None or self.world_size == 1:
-            return dataloader
-        if self._balance_group is None:
-            self._balance_group = torch.distributed.new_group(backend="gloo", timeout=self._wait)
-        say_once(f"balance={planner.mode!r}: samples are exchanged between ranks, on the host, ahead of their step")
-        return ExchangeLoader(
-            dataloader,
-            group=self._balance_group,
-            planner=planner,
-            check=lambda batch: staging.check(batch, self._rows),
-            pin_memory=self.root_device.type == "cuda",
-        )
-
-    def _plan_by_model(self, planner: Planner | None) -> Planner | None:
-        """``planner`` with the cost of a sample that the model tells of itself, if it does and none was chosen."""
-        coefficients = getattr(self._module, "cost_coefficients", None)
-        if planner is None or coefficients is None or planner.cost_model != rule_of_thumb():
-            return planner
-        linear, quadratic, candidate = coefficients()
-        return replace(planner, cost_model=CostModel(linear=linear, quadratic=quadratic, candidate=candidate))
+    def _cost_model(self) -> CostModel | None:
+        """What a sample costs, if the model tells: HSTU's ``cost_coefficients``, or a user's method of that name."""
+        if not hasattr(self._module, "cost_coefficients"):
+            return None
+        linear, quadratic, candidate = self._module.cost_coefficients()
+        return CostModel(linear=linear, quadratic=quadratic, candidate=candidate)
 
     def _stage(self, batch: Any) -> tuple[Any, int]:
         staging.check(batch, self._rows)
@@ -514,6 +496,7 @@ class FreeScaleMixin(_Base):
         )
 
     def teardown(self) -> None:
+        self._balancer.close()
         # As Lightning's, without moving the model to the CPU: sharded tables stay on their devices.
         if self.schedule is not None:
             self.schedule.close(flush=not self._failed)

@@ -65,7 +65,10 @@ def test_both_namespaces_and_both_names_train_alike() -> None:
         run_ranks(fit, args=args) for args in [(False, "freescale"), (True, "freescale"), (False, "freescale_sync")]
     ]
     assert len(results[0][0]) == 6
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
+    # Balancing moves samples between ranks: the mean over all ranks, each with as many samples, stays.
+    mean, mean_sync = ([sum(step) / 2 for step in zip(*result, strict=True)] for result in (results[0], results[2]))
+    assert mean == pytest.approx(mean_sync, rel=1e-5)
 
 
 def test_twins() -> None:
