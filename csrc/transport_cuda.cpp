@@ -40,7 +40,6 @@ struct Driver {
   Result (*cuCtxSetCurrent)(Context);
   Result (*cuCtxGetStreamPriorityRange)(int*, int*);
   Result (*cuStreamCreateWithPriority)(DriverStream*, unsigned, int);
-  Result (*cuStreamDestroy)(DriverStream);
   Result (*cuStreamWaitEvent)(DriverStream, DriverEvent, unsigned);
   Result (*cuStreamWriteValue32)(DriverStream, DevicePointer, Word, unsigned);
   Result (*cuStreamWaitValue32)(DriverStream, DevicePointer, Word, unsigned);
@@ -75,7 +74,6 @@ struct Driver {
     find(cuCtxSetCurrent, "cuCtxSetCurrent");
     find(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange");
     find(cuStreamCreateWithPriority, "cuStreamCreateWithPriority");
-    find(cuStreamDestroy, "cuStreamDestroy_v2");
     find(cuStreamWaitEvent, "cuStreamWaitEvent");
     find(cuStreamWriteValue32, "cuStreamWriteValue32_v2");
     find(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
@@ -183,7 +181,7 @@ class CudaStream : public Stream {
 
  private:
   CudaDevice& device_;
-  DriverStream stream_ = nullptr;
+  const DriverStream stream_;
 };
 
 class CudaDevice : public Device {
@@ -228,6 +226,28 @@ class CudaDevice : public Device {
     }
     Entered entered(context_);
     FREESCALE_CUDA(cuMemHostUnregister, memory);
+  }
+
+  // Streams are kept and used again, never destroyed: torch's allocator may remember one for as long as a tensor lives
+  // that was sent through it.
+  DriverStream take_stream() {
+    Entered entered(context_);
+    std::lock_guard lock(mutex_);
+    if (idle_.empty()) {
+      int least = 0, greatest = 0;
+      FREESCALE_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
+      DriverStream stream;
+      FREESCALE_CUDA(cuStreamCreateWithPriority, &stream, stream_non_blocking, greatest);
+      idle_.push_back(stream);
+    }
+    const DriverStream taken = idle_.back();
+    idle_.pop_back();
+    return taken;
+  }
+
+  void return_stream(DriverStream stream) {
+    std::lock_guard lock(mutex_);
+    idle_.push_back(stream);
   }
 
   // A helper thread's queries must not spoil a CUDA graph that another thread captures.
@@ -276,21 +296,12 @@ class CudaDevice : public Device {
   Context context_ = nullptr;
   mutable std::mutex mutex_;
   std::map<const std::byte*, Region> pinned_;
+  std::vector<DriverStream> idle_;
 };
 
-CudaStream::CudaStream(CudaDevice& device) : device_(device) {
-  Entered entered(device_.context());
-  int least = 0, greatest = 0;
-  FREESCALE_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
-  FREESCALE_CUDA(cuStreamCreateWithPriority, &stream_, stream_non_blocking, greatest);
-}
+CudaStream::CudaStream(CudaDevice& device) : device_(device), stream_(device.take_stream()) {}
 
-CudaStream::~CudaStream() {
-  if (driver().cuCtxPushCurrent(device_.context()) != success) return;
-  driver().cuStreamDestroy(stream_);  // returns at once; the driver frees it when its work is done
-  Context ignored;
-  driver().cuCtxPopCurrent(&ignored);
-}
+CudaStream::~CudaStream() { device_.return_stream(stream_); }
 
 void CudaStream::to_host(std::byte* host, Address source, std::size_t bytes) {
   Entered entered(device_.context());

@@ -34,14 +34,12 @@ std::optional<Claim> Ledger::find(Word exchange) const {
 
 Ring::Ring(std::size_t largest, std::size_t chunk, Word first)
     : chunk_(chunk / page * page), count_(first), first_(first) {
-  constexpr std::size_t smallest = 128 << 10, growth = 8;
-  std::size_t bytes = std::min(smallest, largest), offset = 0;
-  while (true) {
-    places_.push_back({offset, bytes});
-    if (bytes == largest) return;
-    offset += bytes;
-    bytes = std::min(bytes * growth, largest);
-  }
+  // Each place is eight times as large as the one before, so together they are little more than the largest.
+  constexpr std::size_t smallest = 64 << 10, growth = 8;
+  std::vector<std::size_t> sizes{largest};
+  while (sizes.back() / growth >= smallest) sizes.push_back(sizes.back() / growth / page * page);
+  std::size_t offset = 0;
+  for (auto bytes = sizes.rbegin(); bytes != sizes.rend(); offset += *bytes++) places_.push_back({offset, *bytes});
 }
 
 std::vector<Ring::Slot> Ring::take(std::size_t bytes) {

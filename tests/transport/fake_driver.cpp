@@ -86,7 +86,6 @@ int cuStreamCreateWithPriority(Stream** out, unsigned flags, int priority) {
   if (flags != 1 || priority != -5) return invalid;
   return *out = new Stream, 0;
 }
-int cuStreamDestroy_v2(Stream*) { return current ? 0 : no_context; }  // left to the end of the process
 
 int cuEventCreate(Event** out, unsigned flags) {
   if (!current) return no_context;

@@ -8,14 +8,19 @@ import torch
 from lightning_freescale import ConfigurationError
 from lightning_freescale.transport import Capabilities, capabilities, choose
 from lightning_freescale.transport.rendezvous import host_id
+from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def _look(rank: int) -> Capabilities:
+    return capabilities()
 
 
 def test_this_machine_says_why_it_is_not_sm_free() -> None:
     if torch.cuda.is_available():
         pytest.skip("for machines without CUDA")
-    found = capabilities()
+    (found,) = run_ranks(_look, 1)  # in a process of its own: it looks for a driver, and remembers
     assert not found.sm_free
     assert "libcuda.so.1" in found.reason or "CUDA" in found.reason
     assert found.shared_memory_bytes > 0

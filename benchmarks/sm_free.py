@@ -1,0 +1,331 @@
+"""Does communication slow the compute it hides behind? NCCL's kernels against copy engines.
+
+    virtual_cluster.sh 2 python benchmarks/sm_free.py [--json out.json] [--explain] [--seconds 0.3]
+
+Every rank is one process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set (torchrun does that). A chain of bf16
+matrix products, and of HSTU layers on histories of uneven lengths, is timed
+
+* alone,
+* with NCCL AllToAll under way for the whole time,
+* with the freescale backend's AllToAll under way for the whole time,
+* with the freescale backend moving as many bytes as NCCL did.
+
+Slowdown is the time over the time alone. Bytes are those that leave a rank for other ranks; each exchange also holds a
+rank's part for itself, which the freescale backend takes through host memory too. ``--explain`` adds what part of a
+slowdown is due to the link alone: plain pinned copies without flags or peers, and copies of the other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
+
+
+def bare_package() -> None:
+    """Make ``lightning_freescale.transport`` importable where the package's other dependencies are missing."""
+    sys.path.insert(0, str(ROOT))
+    for name in ("lightning_freescale", "lightning_freescale.models"):
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(ROOT / name.replace(".", "/"))]
+            sys.modules[name] = package
+
+
+# -- compute -----------------------------------------------------------------------------------------------------------
+
+
+def gemm_chain(device: torch.device) -> Callable[[], None]:
+    """One bf16 product of two 4096 x 4096 matrices per call."""
+    a, b, out = (torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) * 0.01 for _ in range(3))
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+
+    return product
+
+
+def hstu_layers(device: torch.device) -> Callable[[], None]:
+    """Forward of one HSTU layer per call, 32 histories of 200 to 4,000 events, width 512."""
+    attention = importlib.import_module("lightning_freescale.models.attention")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(200, 4000, (32,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(device)
+    total, heads, width = int(lengths.sum()), 4, 512
+    times = torch.arange(total, device=device)
+    x = torch.randn(total, width, device=device, dtype=torch.bfloat16)
+    inner = torch.randn(width, 4 * width, device=device, dtype=torch.bfloat16) * 0.02
+    outer = torch.randn(width, width, device=device, dtype=torch.bfloat16) * 0.02
+    bias = torch.zeros(64, device=device, dtype=torch.float32)
+    plan = attention.plan_attention(offsets, times)
+
+    def layer() -> None:
+        with torch.no_grad():
+            u, v, q, k = (part.view(total, heads, -1) for part in torch.nn.functional.silu(x @ inner).chunk(4, dim=1))
+            mixed = attention.hstu_attention(q, k, v, offsets, times, bias, bias, plan=plan)
+            x.add_((mixed * u).reshape(total, width) @ outer, alpha=1e-3)
+
+    return layer
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """This rank, its device, and the groups under test."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+        dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=timedelta(seconds=60))
+
+    def meet(self) -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def gather(self, value: float) -> list[float]:
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def mean(self, value: float) -> float:
+        return statistics.mean(self.gather(value))
+
+
+def timed(cluster: Cluster, compute: Callable[[], None], calls: int, background: Callable[[], Any] | None) -> Row:
+    """Milliseconds of ``calls`` calls of ``compute`` and what ``background`` was worth, median of three runs.
+
+    ``background()`` starts transfers and returns a function that tells, when compute is done, how many bytes have left
+    this rank, and one that waits for the rest.
+    """
+    runs = []
+    for _ in range(4):
+        cluster.meet()
+        moved, finish = background() if background else (lambda: 0, lambda: None)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            compute()
+        end.record()
+        end.synchronize()
+        count = moved()
+        finish()
+        runs.append((start.elapsed_time(end), count))
+    runs = sorted(runs[1:])
+    took, count = runs[len(runs) // 2]
+    return {"ms": took, "bytes": count, "gb_per_s": count / took / 1e6}
+
+
+def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int, world: int) -> Callable[[], Any]:
+    """A background of ``count`` AllToAlls, one after another, issued by a thread that keeps three under way."""
+    leaves = send.numel() * send.element_size() * (world - 1) // world
+    side = torch.cuda.Stream(send.device)  # an exchange waits for its caller's stream: not for the one that computes
+
+    def start() -> Any:
+        works: list[Any] = []
+        errors: list[BaseException] = []
+
+        def issue() -> None:
+            try:
+                with torch.cuda.stream(side):
+                    for number in range(count):
+                        while number >= 3 and not works[number - 3].is_completed():
+                            time.sleep(1e-4)
+                        works.append(dist.all_to_all_single(receive, send, group=group, async_op=True))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=issue)
+        thread.start()
+
+        def finish() -> None:
+            thread.join()
+            if errors:
+                raise errors[0]
+            for work in works:
+                work.wait()
+            torch.cuda.synchronize()
+
+        return (lambda: leaves * sum(work.is_completed() for work in list(works))), finish
+
+    return start
+
+
+def bare_rate(cluster: Cluster, group: Any, send: torch.Tensor, receive: torch.Tensor) -> float:
+    """GB/s that leave a rank when nothing else runs."""
+    run = exchanges(group, send, receive, 4, cluster.world)
+    for attempt in range(2):  # the first sets up connections and buffers
+        cluster.meet()
+        began = time.perf_counter()
+        _, finish = run()
+        finish()
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        if attempt:
+            bytes_out = 4 * send.numel() * send.element_size() * (cluster.world - 1) / cluster.world
+            return cluster.mean(bytes_out / took / 1e9)
+    raise AssertionError
+
+
+def plain_copies(device: torch.device, mebibytes: int, seconds: float) -> Callable[[], Any]:
+    """A background of pinned copies out and in on two streams: the link's work without flags, peers or rings."""
+    host = torch.empty(2, mebibytes << 20, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(2, mebibytes << 20, dtype=torch.uint8, device=device)
+    streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
+    count = max(1, int(seconds * 25e9 / (mebibytes << 20)))
+
+    def start() -> Any:
+        events = []
+        for _ in range(count):
+            with torch.cuda.stream(streams[0]):
+                host[0].copy_(memory[0], non_blocking=True)
+                events.append(torch.cuda.Event())
+                events[-1].record()
+            with torch.cuda.stream(streams[1]):
+                memory[1].copy_(host[1], non_blocking=True)
+        return (lambda: (mebibytes << 20) * sum(event.query() for event in events)), torch.cuda.synchronize
+
+    return start
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: dict[str, Any], args: Any) -> list[Row]:
+    for _ in range(3):
+        compute()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        compute()
+    torch.cuda.synchronize()
+    calls = max(1, round(cluster.mean(10 * args.seconds / (time.perf_counter() - began))))
+
+    rows: list[Row] = []
+
+    def row(mode: str, background: Callable[[], Any] | None, only_rank_0: bool = False) -> Row:
+        found = timed(cluster, compute, calls, background)
+        times = cluster.gather(found["ms"])
+        row = {
+            "compute": name,
+            "mode": mode,
+            "world": cluster.world,
+            "ms": times[0] if only_rank_0 else statistics.mean(times),
+            "slowest_ms": max(times),
+            "gb_per_s_per_rank": cluster.mean(found["gb_per_s"]),
+            "bytes_per_rank": cluster.mean(found["bytes"]),
+        }
+        row["slowdown"] = row["ms"] / rows[0]["ms"] if rows else 1.0
+        rows.append(row)
+        show(cluster, row)
+        return row
+
+    row("alone", None)
+    elements = (args.mebibytes << 20) // 2
+    send = torch.randn(elements, device=cluster.device, dtype=torch.bfloat16)
+    receive = torch.empty_like(send)
+    seconds = rows[0]["ms"] / 1e3
+    leaves = 2 * elements * (cluster.world - 1) / cluster.world
+    for mode, group in groups.items():
+        rate = bare_rate(cluster, group, send, receive)
+        count = max(2, int(1.6 * seconds * rate * 1e9 / leaves) + 1)  # enough to outlast the compute
+        found = row(mode, exchanges(group, send, receive, count, cluster.world))
+        found["bare_gb_per_s_per_rank"] = rate
+    if "nccl" in groups:
+        count = max(1, round(next(r for r in rows if r["mode"] == "nccl")["bytes_per_rank"] / leaves))
+        row("freescale, NCCL's bytes", exchanges(groups["freescale"], send, receive, count, cluster.world))
+    if args.explain:
+        copies = plain_copies(cluster.device, args.mebibytes, 1.5 * seconds)
+        row("plain copies, all ranks", copies)
+        row("plain copies, not on rank 0", copies if cluster.rank else None, only_rank_0=True)
+    return rows
+
+
+def show(cluster: Cluster, row: Row) -> None:
+    if cluster.rank == 0:
+        print(
+            f"{row['compute']:<6} {row['mode']:<26} {row['ms']:9.2f} ms  {row['slowdown']:6.3f}x  "
+            f"{row['gb_per_s_per_rank']:7.2f} GB/s per rank",
+            flush=True,
+        )
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """End the process with all stacks when the block takes longer."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of the compute chain")
+    parser.add_argument("--mebibytes", type=int, default=64, help="size of one exchange, per rank")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="chunk sizes to try as well, in MiB")
+    parser.add_argument("--compute", nargs="*", default=["gemm", "hstu"], choices=["gemm", "hstu"])
+    parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which it gives up")
+    args = parser.parse_args()
+    bare_package()
+    transport = importlib.import_module("lightning_freescale.transport")
+    with limited(args.limit):
+        cluster = Cluster()
+        found = transport.capabilities()
+        if cluster.rank == 0:
+            print(f"torch {torch.__version__}, {cluster.world} ranks, {found}", flush=True)
+        groups = {} if args.no_nccl else {"nccl": dist.new_group(backend="nccl", timeout=timedelta(seconds=60))}
+        options = {"": transport.Options(reductions="gloo")}
+        options |= {
+            f", {size} MiB chunks": transport.Options(reductions="gloo", chunk_bytes=size << 20) for size in args.chunks
+        }
+        for label, option in options.items():
+            group = dist.new_group(backend="freescale", pg_options=option, timeout=timedelta(seconds=60))
+            groups[f"freescale{label}"] = group
+        rows: list[Row] = []
+        for name in args.compute:
+            make = {"gemm": gemm_chain, "hstu": hstu_layers}[name]
+            try:
+                compute = make(cluster.device)
+            except ImportError as error:
+                print(f"rank {cluster.rank}: {name} left out: {error}", flush=True)
+                continue
+            rows += compare(cluster, name, compute, groups, args)
+        if cluster.rank == 0 and args.json:
+            facts = {
+                "device": torch.cuda.get_device_name(cluster.device),
+                "sms_per_rank": torch.cuda.get_device_properties(cluster.device).multi_processor_count,
+                "torch": torch.__version__,
+                "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+                "report": groups["freescale"].report(),
+            }
+            args.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1))
+        cluster.meet()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

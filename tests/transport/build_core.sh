@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Build the C++ core for a python3 that has torch and nothing else of ours: no pip, no pybind11 package (torch brings its
+# headers), no network. For GPU machines without this package's dependencies.   usage: build_core.sh [PYTHON]
+set -euo pipefail
+python=${1:-python3}
+root=$(cd "$(dirname "$0")/../.." && pwd)
+objects=$(mktemp -d)
+trap 'rm -rf "$objects"' EXIT
+read -r suffix includes < <("$python" - <<'PY'
+import os, sysconfig, torch
+folders = [sysconfig.get_paths()["include"], os.path.join(os.path.dirname(torch.__file__), "include")]
+print(sysconfig.get_config_var("EXT_SUFFIX"), *["-I" + folder for folder in folders])
+PY
+)
+cd "$root/csrc"
+# shellcheck disable=SC2086
+printf '%s\n' *.cpp | xargs -P "$(nproc)" -I{} g++ -O2 -std=c++17 -fPIC -fvisibility=hidden $includes -c {} -o "$objects/{}.o"
+g++ -shared "$objects"/*.o -o "$objects/core.so" -ldl -lpthread
+mv "$objects/core.so" "$root/lightning_freescale/_C$suffix"
+echo "built lightning_freescale/_C$suffix"

@@ -1,0 +1,117 @@
+"""Run the GPU checks on one GPU that stands for several ranks, each in a fresh process.
+
+    python3 tests/transport/gpu_cluster.py 2 [SCENARIO ...] [--exchanges 10000]
+
+MPS, where it is installed, gives each rank its share of the SMs; one rank runs without it. After a failure the scenarios
+that are left run in new processes. Needs what gpu_ranks.py needs, and the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# All of gpu_ranks.SCENARIOS, in an order in which the quick and the basic ones come first.
+SCENARIOS = [
+    "dtypes",
+    "exact",
+    "early_flag",
+    "host_goes_on",
+    "dropped",
+    "priorities",
+    "proof",
+    "hosts",
+    "profile",
+    "death",
+]
+Environment = dict[str, str]
+
+
+@contextlib.contextmanager
+def shared_gpu(world: int) -> Iterator[Environment]:
+    """The environment of ranks that share the GPU at the same time."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if world == 1 or control is None:
+        if world > 1:
+            print("no MPS here: the ranks take turns on the GPU", flush=True)
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run([control, "-d"], env=os.environ | places, check=True, timeout=30)
+        time.sleep(1)
+        try:
+            yield places | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // world)}
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit\n", text=True, env=os.environ | places, check=False, timeout=30)
+
+
+def run_ranks(world: int, command: list[str], extra: Environment, seconds: float) -> tuple[bool, str]:
+    """Whether every rank ended well, and what they printed. A failed rank ends the others soon after."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | extra | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
+    with tempfile.TemporaryFile("w+") as output:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=environment | {"RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world)
+        ]
+        deadline = time.monotonic() + seconds
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.poll() not in (None, 0) for rank in ranks):
+                deadline = min(deadline, time.monotonic() + 3)
+            time.sleep(0.05)
+        for rank in ranks:
+            rank.kill()
+        status = [rank.wait() for rank in ranks]
+        output.seek(0)
+        return not any(status), output.read()
+
+
+def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> list[str]:
+    """Run the scenarios and print what the ranks print; returns the names of those that failed."""
+    script = str(Path(__file__).with_name("gpu_ranks.py"))
+    failed, left = [], list(scenarios)
+    with shared_gpu(world) as environment:
+        while left:
+            command = [script, *left, "--exchanges", str(exchanges)]
+            good, output = run_ranks(world, command, environment, 60 + 60 * len(left))
+            print(output, flush=True)
+            if good:
+                break
+            done = [name for name in left if output.count(f" {name}: ok") == world]
+            failed.append(next(name for name in left if name not in done))
+            left = left[left.index(failed[-1]) + 1 :]
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", type=int)
+    parser.add_argument("scenarios", nargs="*", default=SCENARIOS)
+    parser.add_argument("--exchanges", type=int, default=10_000)
+    args = parser.parse_args()
+    failed = run(args.world, args.scenarios, args.exchanges)
+    print(f"{args.world} ranks: {'FAILED: ' + ' '.join(failed) if failed else 'all ok'}", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
