@@ -10,6 +10,7 @@ import numpy as np
 from lightning_freescale.bubbles.attribution import PARTS, Bubbles, account, attribute
 from lightning_freescale.bubbles.records import Run, add_histograms
 from lightning_freescale.bubbles.summary import Summary
+from lightning_freescale.bubbles.timeline import Kind
 
 WORTH_SAYING = 0.03  # share of the step below which a part is not worth advice
 EVEN = 1.05  # imbalance below which the ranks count as balanced
@@ -48,6 +49,13 @@ class Analysis:
             f"{header.get('device', 'unknown device')}, {len(self.indices)} steps recorded "
             f"({self.indices[0]} to {self.indices[-1]})"
         )
+
+    @property
+    def prioritized(self) -> bool:
+        """Whether rows were exchanged by priority: what the run did, whatever its settings say."""
+        kinds = (Kind.ROW_EXCHANGE_COLLISION, Kind.ROW_EXCHANGE_EXCLUSIVE)
+        last = self.run.step(self.indices[-1])
+        return any(span.kind in kinds for step in last for span in step.spans)
 
     def ms(self, part: str) -> float:
         """Mean over ranks and steps of a part, of ``"bubble"``, ``"useful"`` or ``"wall"``."""
@@ -136,16 +144,17 @@ def _straggler(analysis: Analysis, settings: dict[str, Any], share: str, step: f
 
 def _embedding(analysis: Analysis, settings: dict[str, Any], share: str, step: float, lost: float) -> Advice:
     collisions = analysis.summary["embedding/collision_rate"]
-    if not settings.get("prioritize", False):
+    if not analysis.prioritized:
+        tried = " (prioritize='auto' found no gain when training began)" if settings.get("prioritize") == "auto" else ""
         text, after = _predict(step, min(lost * (1 - collisions), analysis.ms("useful")))
         return Advice(
             f"{share} exposed embedding exchange, and {1 - collisions:.0%} of the rows are not shared by consecutive "
-            f"batches: use prioritize=True; {text}.",
+            f"batches: use prioritize=True{tried}; {text}.",
             after,
         )
     text, after = _predict(step, lost)
     return Advice(
-        f"{share} exposed embedding exchange in spite of prioritize={settings['prioritize']!r}: {collisions:.0%} of the "
+        f"{share} exposed embedding exchange although it is prioritized: {collisions:.0%} of the "
         f"rows collide and must wait, the rest did not fit behind the compute. More compute per row (larger batches, wider "
         f"layers) or a faster link would hide it; {text}.",
         after,

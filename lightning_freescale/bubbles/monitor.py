@@ -138,12 +138,17 @@ class BubbleMonitorMixin(_Base):
     def _header(self, trainer: Any) -> dict[str, Any]:
         strategy = trainer.strategy
         settings = {name: getattr(strategy, f"_{name}", None) for name in ("balance", "prioritize", "transport")}
+        plain = {
+            name: value if isinstance(value, bool) else str(value)
+            for name, value in settings.items()
+            if value is not None
+        }
         device = strategy.root_device
         return {
             "rank": self._rank,
             "world": self._world,
             "strategy": type(strategy).__name__,
-            "settings": {name: value for name, value in settings.items() if value is not None},
+            "settings": plain,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         }
 

@@ -22,7 +22,14 @@ def engine(*parts: tuple[str, float], start: float) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def step(index: int, rank: int, compute: Sequence[float], exchange: float = 5.0, start: float = 100.0) -> Step:
+def step(
+    index: int,
+    rank: int,
+    compute: Sequence[float],
+    exchange: float = 5.0,
+    start: float = 100.0,
+    behind: str = "allreduce",
+) -> Step:
     """A step of 3 ms input wait, then compute (by rank, ms), then an exchange that waits for the slowest, 1 ms idle."""
     slowest = max(compute)
     start = start + index * (slowest + exchange + 4.0) / 1e3
@@ -33,7 +40,7 @@ def step(index: int, rank: int, compute: Sequence[float], exchange: float = 5.0,
         ("idle", 1.0),
     )
     spans = engine(*parts, start=start)
-    background = Span(Kind.ROW_EXCHANGE_EXCLUSIVE, "exchange", start + 0.004, start + 0.006, start + 0.004)
+    background = Span(Kind(behind), "exchange", start + 0.004, start + 0.006, start + 0.004)
     lengths = np.array([10 * (rank + 1), 20 * (rank + 1)])
     return Step(
         index,
@@ -54,12 +61,13 @@ def write_run(
     offsets: Sequence[float] = (0.0, 0.0),
 ) -> Path:
     """A run whose step ``i`` computes ``computes[i]`` ms, by rank. ``offsets``: clocks that differ, put right by the writer."""
+    behind = "row_exchange_exclusive" if (settings or {}).get("prioritize") is True else "allreduce"
     for rank in range(len(computes[0])):
         header = {"rank": rank, "world": len(computes[0]), "strategy": "Made", "device": "cpu",
                   "settings": settings or {"balance": "off", "prioritize": False}}  # fmt: skip
         writer = RecordWriter(rank_file(folder, rank), header)
         for index, compute in enumerate(computes):
-            made = step(index, rank, compute, exchange, start=100.0 - offsets[rank])
+            made = step(index, rank, compute, exchange, start=100.0 - offsets[rank], behind=behind)
             writer.write(to_record(made, offsets[rank]))
         writer.close()
     return folder

@@ -48,7 +48,8 @@ def test_clocks_that_differ_change_nothing(tmp_path: Path) -> None:
         ([(10.0, 50.0)] * 4, 1.0, {"balance": "off"}, ["straggler wait: use balance='fixed'", "predicted step 55 to 35 ms"]),
         ([(10.0, 50.0)] * 4, 1.0, {"balance": "fixed"}, ["in spite of balance='fixed'", "balance='variable'"]),
         ([(50.0, 50.0)] * 4, 40.0, {}, ["88% of the rows", "use prioritize=True", "predicted step 94 to 58.8 ms"]),
-        ([(50.0, 50.0)] * 4, 40.0, {"prioritize": True}, ["in spite of prioritize=True", "12% of the rows collide"]),
+        ([(50.0, 50.0)] * 4, 40.0, {"prioritize": True}, ["although it is prioritized: 12% of the rows collide"]),
+        ([(50.0, 50.0)] * 4, 40.0, {"prioritize": "auto"}, ["use prioritize=True (prioritize='auto' found no gain"]),
         ([(5.0, 5.0)] * 4, 0.1, {}, ["waiting for the next batch: raise num_workers"]),
         ([(1000.0, 1000.0)] * 4, 0.1, {}, ["no part of it is worth a change"]),
     ],
@@ -222,7 +223,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             "[...document.querySelectorAll('#spans-0 tbody tr')].map(r => [...r.children].map(c => c.textContent))"
         )
         assert ["0", "compute", "straggler", "13.000", "30.000"] in rows
-        assert ["1", "exchange", "row exchange exclusive", "4.000", "2.000"] in rows
+        assert ["1", "exchange", "allreduce", "4.000", "2.000"] in rows
         assert len(rows) == 2 * 4 + 1
         assert browser.evaluate(count.format("#gantt-picked-0 .span")) == len(rows)
         assert "Step 8" in browser.evaluate("document.getElementById('picked-0').textContent")
