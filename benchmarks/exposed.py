@@ -1,0 +1,105 @@
+"""Exposed embedding exchange per step against the collision rate: TorchRec's pipelines, freescale_sync, prioritized.
+
+    python benchmarks/exposed.py [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda]
+
+A step's exposed time is its time less that of the same dense compute alone, measured in the same run with the rows already
+local. All sides train the same model on the same batches, row-wise over all ranks; their losses are compared.
+
+cpu: an emulated device and network (``machines.py``, ``link.py``) around the real exchange. Time is counted by default, which
+makes the result the same on every machine; ``--clock real`` lets it pass, and adds what the host does. The emulated step has
+5 % of its compute after backward (``--tail``), where rows that collide can still hide; their gradients cannot.
+cuda: real ranks, NCCL and compute. The script starts one GPU as a cluster of nodes; under another launcher it takes its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import cluster
+
+RATES = (0.0, 0.06, 0.12, 0.25, 0.40, 0.60)
+QUICK_RATES = (0.0, 0.12, 0.40)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--quick", action="store_true", help="three rates, few steps")
+    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda; as launched under a launcher")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--rates", type=float, nargs="+", help="collision rates in percent")
+    parser.add_argument("--steps", type=int, help="measured steps of each side and rate")
+    parser.add_argument("--clock", choices=("counted", "real"), default="counted", help="cpu: how emulated time passes")
+    parser.add_argument("--tail", type=float, default=5.0, help="cpu: compute after backward, percent of the rest")
+    arguments = parser.parse_args(argv)
+    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
+    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+    if arguments.ranks < 2:
+        parser.error("--ranks: one rank exchanges nothing; use two or more")
+    return arguments
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Start this script once more on every rank."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    argv = ["-m", "benchmarks.exposed", *sys.argv[1:]]
+    try:
+        cluster.run(arguments.ranks, argv, gpu=arguments.device == "cuda", env={"PYTHONPATH": path}, echo=True)
+    except cluster.ClusterFailed as failure:
+        print(str(failure).splitlines()[0], file=sys.stderr)
+        return failure.status if failure.status > 0 else 1
+    return 0
+
+
+def take_part(arguments: argparse.Namespace) -> int:
+    """Be one of the ranks; rank 0 reports. Fails if the sides did not train alike."""
+    from benchmarks import measure  # heavy, and of no use to the launcher
+
+    real = arguments.device == "cuda" or arguments.clock == "real"
+    rates = [rate / 100 for rate in arguments.rates] if arguments.rates else (QUICK_RATES if arguments.quick else RATES)
+    options = measure.Options(
+        device=arguments.device,
+        ranks=arguments.ranks,
+        rates=tuple(rates),
+        warm=6 if arguments.device == "cuda" else 3,
+        steps=arguments.steps or (12 if real and not arguments.quick else 4),
+        clock=arguments.clock,
+        tail=arguments.tail / 100,
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
+        figures = measure.measure(options)
+    if os.environ["RANK"] != "0":
+        return 0
+    head = {
+        "benchmark": "exposed",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.exposed", *sys.argv[1:]]),
+    }
+    figures = head | measure.summarise(figures)
+    text = json.dumps(figures, indent=2)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    print(text if arguments.json else measure.describe(figures))
+    return 0 if figures["losses"]["equal"] else 1
+
+
+def main() -> int:
+    arguments = parse()
+    return take_part(arguments) if "RANK" in os.environ else launch(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The measurement of the exposed exchange: all sides at all collision rates, and what follows from their step times."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.machines import make_machine
+from benchmarks.sides import BASE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
+
+GOAL = {"collisions": 0.12, "gone": 0.903}
+COOL = 1  # steps at the end of a rate that see the next rate's first batch: not counted
+# The losses of all sides are equal bit for bit on CPU. On CUDA, sums of bfloat16 products come in another order at times.
+TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str
+    ranks: int
+    rates: tuple[float, ...]
+    warm: int  # steps of each rate before the clock counts
+    steps: int  # steps of each rate that count
+    clock: str
+    tail: float
+
+
+# ---- on every rank -----------------------------------------------------------------------------------------------------------
+def measure(options: Options) -> dict[str, Any]:
+    """Train all sides at all rates. Returns the same figures on every rank: a step lasts until its slowest rank is through."""
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    machine, workload = make_machine(options.device, options.ranks, options.clock, options.tail)
+    per_rate = options.warm + options.steps + COOL
+    schedule = [rate for rate in options.rates for _ in range(per_rate)]
+    batches = [
+        machine.pin(workload.batch(dist.get_rank(), step, options.ranks, rate)) for step, rate in enumerate(schedule)
+    ]
+    sides, prioritized = make_sides(workload, machine, batches)
+    counted = slice(options.warm, options.warm + options.steps)
+    losses: dict[str, list[Any]] = {name: [] for name in sides}
+    memory = {name: machine.memory() for name in sides}
+    results = []
+    for number, rate in enumerate(options.rates):
+        step_ms = {}
+        for name, steps in sides.items():
+            memory[name].open()
+            marks = [machine.mark()]
+            for _ in range(per_rate):
+                losses[name].append(next(steps))
+                marks.append(machine.mark())
+            times = _slowest([machine.seconds(*pair) for pair in pairwise(marks)], machine.device)
+            memory[name].close()
+            step_ms[name] = [1e3 * seconds for seconds in times[counted]]
+        seen = prioritized.collisions[number * per_rate :][counted]
+        typical = {name: statistics.median(times) for name, times in step_ms.items()}
+        results.append(
+            {
+                "collisions": rate,
+                "collisions_measured": _mean(statistics.mean(seen), machine.device),
+                "step_ms": typical,
+                "step_ms_spread": {name: max(times) - min(times) for name, times in step_ms.items()},
+                "exposed_ms": {name: typical[name] - typical[DENSE] for name in SIDES},
+            }
+        )
+    values = {name: torch.stack(kept).double().cpu() for name, kept in losses.items() if name != DENSE}
+    reference = values[SIDES[0]]
+    apart = {
+        name: max(_slowest([float(((value - reference) / reference).abs().max())], machine.device))
+        for name, value in values.items()
+    }
+    return {
+        "parameters": asdict(options),
+        "versions": versions(),
+        "machine": machine.describe(),
+        "workload": asdict(workload) | {"ids_per_rank": workload.ids_per_rank},
+        "results": results,
+        "losses": {
+            "steps": len(schedule),
+            "first": _mean(float(reference[0]), machine.device),
+            "last": _mean(float(reference[-1]), machine.device),
+            "apart": apart,
+        },
+        "memory": {
+            "rows_of_a_batch_bytes": workload.row_bytes,
+            "rows_prefetched_bytes": max(prioritized.prefetched),
+            "peak_bytes": {name: kept.peak for name, kept in memory.items() if kept.peak},
+        },
+        "lane": prioritized.schedule.lanes[0].off or PRIORITIZED if prioritized.schedule else None,
+    }
+
+
+def _slowest(values: Sequence[float], device: Any) -> list[float]:
+    """The largest of all ranks, one by one."""
+    gathered = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(gathered, op=dist.ReduceOp.MAX)
+    return gathered.tolist()
+
+
+def _mean(value: float, device: Any) -> float:
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+# ---- the figures -------------------------------------------------------------------------------------------------------------
+def line_through(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
+    """Least squares ``y = intercept + slope * x``, and the share of the variance that it explains."""
+    slope, intercept = statistics.linear_regression(x, y)
+    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    total = sum((b - statistics.mean(y)) ** 2 for b in y)
+    return {"intercept": intercept, "slope": slope, "r2": 1.0 - residual / total if total else 1.0}
+
+
+def summarise(figures: dict[str, Any]) -> dict[str, Any]:
+    """Add what follows from the measured figures: shares gone, the line, whether the losses agree and the goal is met."""
+    results = figures["results"]
+    for row in results:
+        exposed = row["exposed_ms"]
+        row["gone"] = {side: 1.0 - exposed[PRIORITIZED] / exposed[side] for side in (BASE, SPARSE_DIST)}
+    if len(results) > 1:
+        rates = [row["collisions_measured"] for row in results]
+        figures["line"] = line_through(rates, [row["exposed_ms"][PRIORITIZED] for row in results])
+    tolerance = TOLERANCE[figures["parameters"]["device"]]
+    figures["losses"] |= {"tolerance": tolerance, "equal": max(figures["losses"]["apart"].values()) <= tolerance}
+    memory = figures["memory"]
+    memory["extra_batches"] = memory["rows_prefetched_bytes"] / memory["rows_of_a_batch_bytes"]
+    for row in results:
+        if row["collisions"] == GOAL["collisions"]:
+            figures["goal"] = GOAL | {"reached": min(row["gone"].values())}
+    return figures
+
+
+def describe(figures: dict[str, Any]) -> str:
+    """The figures as a table."""
+    parameters, machine = figures["parameters"], figures["machine"]
+    lines = [
+        f"Exposed embedding exchange, {parameters['ranks']} ranks, {machine['device']}",
+        ", ".join(f"{name} {value}" for name, value in figures["versions"].items()),
+        "",
+        "collisions  dense   "
+        + "  ".join(f"{side:>{max(12, len(side))}}" for side in SIDES)
+        + "   gone, of exposed time",
+        "asked  met  ms/step "
+        + "  ".join(f"{'exposed ms':>{max(12, len(side))}}" for side in SIDES)
+        + "   of base  of sparse",
+    ]
+    for row in figures["results"]:
+        lines.append(
+            f"{row['collisions']:4.0%} {row['collisions_measured']:6.1%}{row['step_ms'][DENSE]:8.1f} "
+            + "  ".join(f"{row['exposed_ms'][side]:{max(12, len(side))}.1f}" for side in SIDES)
+            + f"   {row['gone'][BASE]:7.1%}  {row['gone'][SPARSE_DIST]:8.1%}"
+        )
+    lines.append("")
+    if "line" in figures:
+        line = figures["line"]
+        lines.append(
+            f"{PRIORITIZED}: exposed ms = {line['intercept']:.2f} + {line['slope'] / 100:.3f} a point of collisions "
+            f"(R2 {line['r2']:.4f})"
+        )
+    memory, losses = figures["memory"], figures["losses"]
+    lines.append(
+        f"rows held ahead of their step: {memory['rows_prefetched_bytes'] / 2**20:.2f} MiB a rank, "
+        f"{memory['extra_batches']:.2f} of a batch"
+    )
+    if memory["peak_bytes"]:
+        peaks = ", ".join(f"{side} {peak / 2**20:.0f}" for side, peak in memory["peak_bytes"].items())
+        lines.append(f"peak of device memory beyond the models, MiB: {peaks}")
+    lines.append(
+        f"losses over {losses['steps']} steps, {losses['first']:.4g} to {losses['last']:.4g}: "
+        f"{'equal' if losses['equal'] else 'DIFFERENT'}, apart by at most {max(losses['apart'].values()):.1e} "
+        f"(tolerance {losses['tolerance']:.0e})"
+    )
+    if "goal" in figures:
+        goal = figures["goal"]
+        reached = "reached" if goal["reached"] >= goal["gone"] else "missed"
+        lines.append(
+            f"goal at {goal['collisions']:.0%} collisions, {goal['gone']:.1%} of TorchRec's exposed time gone: {reached}, "
+            f"{goal['reached']:.1%}"
+        )
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "lightning-freescale"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

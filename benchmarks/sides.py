@@ -1,0 +1,177 @@
+"""The sides of the exchange benchmark: four ways to train one model on the same batches, and its dense part alone.
+
+Each side is a generator that takes one training step per ``next``. All live in one process and run a few steps at a time in
+turn, so that whatever disturbs the machine disturbs them alike; a side's pipeline stays filled while the others run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv
+
+from benchmarks.machines import Machine
+from benchmarks.workload import FEATURE, Batch, Workload
+from lightning_freescale.data import staging
+from lightning_freescale.embedding import sharding
+from lightning_freescale.embedding.prioritized import COLLISION, Groups
+from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.streams import SideStream
+
+DENSE = "dense alone"
+BASE = "TrainPipelineBase"
+SPARSE_DIST = "TrainPipelineSparseDist"
+SYNC = "freescale_sync"
+PRIORITIZED = "prioritized"
+SIDES = (BASE, SPARSE_DIST, SYNC, PRIORITIZED)
+
+URGENT, BULK = 0, 1  # priorities of the exchange's groups
+Steps = Generator[Tensor, None, None]  # the loss of each step
+
+
+class Model(nn.Module):
+    """One table and the dense part. Returns the loss twice, as TorchRec's pipelines want it: to train on, and to look at."""
+
+    def __init__(self, workload: Workload, dense: nn.Module):
+        super().__init__()
+        table = EmbeddingConfig(
+            name="catalogue", embedding_dim=workload.dim, num_embeddings=workload.rows, feature_names=[FEATURE]
+        )
+        self.embeddings = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        self.dense = dense
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss = self.dense(self.embeddings(batch.features)[FEATURE].values())
+        return loss, loss.detach()
+
+
+def build(workload: Workload, machine: Machine) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+    """The sharded model and its dense optimizer, equal on every call."""
+    torch.manual_seed(1 + dist.get_rank())  # each rank fills its own rows; DDP copies rank 0's dense part to all
+    model = Model(workload, machine.dense(workload.dim))
+    sharders = sharding.make_sharders(model, {"optimizer": "rowwise_adagrad", "lr": 0.02}, machine.device)
+    plan = sharding.make_plan(
+        model, sharders, "row_wise", device=machine.device, world_size=dist.get_world_size(), local_size=1
+    )
+    env = ShardingEnv.from_process_group(machine.group(URGENT))
+    sharded = DistributedModelParallel(model, env=env, device=machine.device, plan=plan, sharders=sharders)
+    return sharded, machine.optimizer(model.dense.parameters())
+
+
+# ---- the sides ---------------------------------------------------------------------------------------------------------------
+def dense_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
+    """The same dense compute, AllReduce and optimizer, with the rows already local and their gradient left where it is."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(machine.dense(workload.dim))
+    optimizer = machine.optimizer(model.parameters())
+    rows = torch.randn(workload.ids_per_rank, workload.dim, device=machine.device, requires_grad=True)
+
+    def steps() -> Steps:
+        for _ in batches:
+            optimizer.zero_grad()
+            rows.grad = None
+            loss = model(rows)
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+    return steps()
+
+
+def torchrec_pipeline(kind: Any, workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
+    """One of TorchRec's own training pipelines."""
+    pipeline = kind(*build(workload, machine), machine.device)
+
+    def steps() -> Steps:
+        source = iter(batches)
+        for _ in batches:
+            yield pipeline.progress(source)
+
+    return steps()
+
+
+class Freescale:
+    """The strategy's step by hand: its hooks in its order, without Lightning around them.
+
+    Args:
+        prioritize: with the schedule (``prioritize=True``) or without (``freescale_sync``).
+    """
+
+    def __init__(self, prioritize: bool, workload: Workload, machine: Machine):
+        self._device = machine.device
+        self._model, self._optimizer = build(workload, machine)
+        self._copies = SideStream(machine.device)
+        self.schedule: Schedule | None = None
+        if prioritize:
+            modules = {
+                name: module
+                for name, module in self._model.named_modules()
+                if isinstance(module, ShardedEmbeddingCollection)
+            }
+            self.schedule = Schedule(modules, Groups(machine.group(URGENT), machine.group(BULK)), self._copies)
+        self.prefetched: list[int] = []  # bytes of rows held for the next step, after each step
+        self.collisions: list[float] = []  # share of those rows that had to wait for this step's gradients
+
+    def steps(self, batches: Sequence[Batch]) -> Steps:
+        source, ahead = iter(batches), deque[staging.Staged]()
+        while True:
+            for batch in source:
+                ahead.append(self._stage(batch))
+                if len(ahead) == 3:  # this step's batch and the two that the schedule works ahead on
+                    break
+            if not ahead:
+                return
+            yield self._step(ahead.popleft().use(), [staging.peek(staged) for staged in ahead])
+
+    def _stage(self, batch: Batch) -> staging.Staged:
+        return staging.copy_ahead(lambda: batch.to(self._device, non_blocking=True), self._copies)
+
+    def _step(self, batch: Batch, ahead: list[Batch]) -> Tensor:
+        schedule = self.schedule
+        if schedule is not None:
+            soon, later = ([part.features for part in ahead[k : k + 1]] for k in (0, 1))
+            schedule.begin_step([batch.features], soon, later)
+        loss, seen = self._model(batch)
+        self._optimizer.zero_grad()
+        if schedule is not None:
+            schedule.before_backward()
+        loss.backward()
+        if schedule is not None:
+            schedule.after_backward()
+            self._watch(schedule)
+        self._optimizer.step()
+        return seen
+
+    def _watch(self, schedule: Schedule) -> None:
+        """Note what is held for the next step, now that all of its rows are on their way."""
+        state = schedule.lanes[0].current
+        received = {
+            piece: [transfer.received for transfer in transfers]
+            for piece, transfers in (state.incoming if state is not None else {}).items()
+        }
+        rows = {piece: sum(len(part) for part in parts) for piece, parts in received.items()}
+        self.prefetched.append(sum(part.nbytes for parts in received.values() for part in parts))
+        self.collisions.append(rows.get(COLLISION, 0) / max(1, sum(rows.values())))
+
+
+def make_sides(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> tuple[dict[str, Steps], Freescale]:
+    """All sides by name, and the prioritized one again to ask it what it saw. A collective."""
+    prioritized = Freescale(True, workload, machine)
+    sides = {
+        DENSE: dense_alone(workload, machine, batches),
+        BASE: torchrec_pipeline(TrainPipelineBase, workload, machine, batches),
+        SPARSE_DIST: torchrec_pipeline(TrainPipelineSparseDist, workload, machine, batches),
+        SYNC: Freescale(False, workload, machine).steps(batches),
+        PRIORITIZED: prioritized.steps(batches),
+    }
+    return sides, prioritized

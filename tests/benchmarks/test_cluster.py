@@ -1,0 +1,164 @@
+"""The launcher: what each rank gets, what comes back, and that nothing survives a failure or a timeout."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cluster
+from benchmarks.cluster import ClusterFailed, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def code(text: str) -> list[str]:
+    return ["-c", textwrap.dedent(text)]
+
+
+SHOW = """
+    import os
+    names = "RANK NODE_RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR NCCL_HOSTID NCCL_SOCKET_IFNAME EXTRA"
+    print([os.environ.get(name) for name in names.split()])
+"""
+
+
+def test_every_rank_knows_its_place() -> None:
+    outputs = run(3, code(SHOW), timeout=30, gpu=False, env={"EXTRA": "yes"})
+    for rank, output in enumerate(outputs):
+        assert eval(output) == [str(rank), str(rank), "3", "0", "1", "127.0.0.1", f"node{rank}", "lo", "yes"]
+
+
+def test_same_host_leaves_nccl_alone() -> None:
+    for output in run(2, code(SHOW), timeout=30, gpu=False, same_host=True):
+        assert eval(output)[6] is None
+
+
+def test_ranks_meet() -> None:
+    gather = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor(1.0 + dist.get_rank())
+        dist.all_reduce(total)
+        print(total.item())
+    """
+    assert run(2, code(gather), timeout=60, gpu=False) == ["3.0\n", "3.0\n"]
+
+
+def is_gone(pid: int) -> bool:
+    """No such process, or one that is dead already and waits for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while not all(is_gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if not is_gone(pid)]}"
+        time.sleep(0.01)
+
+
+LINGER = """
+    import os, pathlib, subprocess, sys, time
+    rank, folder = os.environ["RANK"], pathlib.Path(os.environ["FOLDER"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / rank).write_text(f"{os.getpid()} {child.pid}")
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
+    if rank == os.environ.get("FAILS"):
+        print("about to fail")
+        print("no such table", file=sys.stderr)
+        sys.exit(7)
+    time.sleep(600)
+"""
+
+
+def noted_pids(folder: Path) -> list[int]:
+    return [int(pid) for file in folder.iterdir() for pid in file.read_text().split()]
+
+
+def test_first_failure_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(ClusterFailed, match="rank 1 ended with status 7") as failure:
+        run(2, code(LINGER), timeout=60, gpu=False, env={"FOLDER": str(tmp_path), "FAILS": "1"})
+    assert failure.value.status == 7
+    assert "about to fail" in str(failure.value)
+    assert "no such table" in str(failure.value)
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 4  # both ranks, and what they had started
+    wait_until_gone(pids)
+
+
+def test_timeout_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(ClusterFailed, match=r"timeout after 2 s; still running: \[0, 1\]") as failure:
+        run(2, code(LINGER), timeout=2, gpu=False, env={"FOLDER": str(tmp_path)})
+    assert failure.value.status == 124
+    wait_until_gone(noted_pids(tmp_path))
+
+
+def test_ranks_that_ignore_the_request_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "GRACE", 0.5)
+    stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(LINGER)
+    with pytest.raises(ClusterFailed, match="rank 0 ended with status 7"):
+        run(2, ["-c", stubborn], timeout=60, gpu=False, env={"FOLDER": str(tmp_path), "FAILS": "0"})
+    wait_until_gone(noted_pids(tmp_path))
+
+
+# ---- MPS: its tool replaced by one that takes notes ---------------------------------------------------------------------
+@pytest.fixture
+def mps_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tool, notes = tmp_path / "bin" / cluster.MPS_CONTROL, tmp_path / "notes"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" "$([ $# = 0 ] && cat)" >> {notes}\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    return notes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: bool) -> None:
+    show = f"""
+        import os, sys
+        print(os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
+        sys.exit({int(fails)})
+    """
+    if fails:
+        with pytest.raises(ClusterFailed):
+            run(4, code(show), timeout=30, gpu=True)
+    else:
+        for output in run(4, code(show), timeout=30, gpu=True):
+            assert output.split() == [mps_notes.read_text().split()[0], "25"]
+    folder = mps_notes.read_text().split()[0]
+    assert mps_notes.read_text().splitlines() == [f"{folder} -d ", f"{folder} quit"]
+    assert not Path(folder).exists()
+
+
+def test_without_mps_a_gpu_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MPS_CONTROL", "no-such-tool")
+    with pytest.raises(RuntimeError, match="no-such-tool is not installed"):
+        run(2, code("print(1)"), timeout=30, gpu=True)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------------
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.skipif(cluster.has_gpu(), reason="would start MPS")
+def test_command_prints_rank_0_and_returns_the_status(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\nsys.exit(int(sys.argv[-1]))\n")
+    done = command("2", "--", str(script), "--option", "0")
+    assert (done.returncode, done.stdout) == (0, "rank 0 ['--option', '0']\n")
+    failed = command("2", "--timeout", "30", "--", str(script), "3")
+    assert failed.returncode == 3
+    assert "ended with status 3" in failed.stderr

@@ -1,0 +1,176 @@
+"""The exposed-exchange benchmark on its emulated machine. Its time is counted, so its figures are exact and can be tested."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import exposed
+from benchmarks.clock import CountedTime, RealTime
+from benchmarks.machines import Device, Emulation
+from benchmarks.measure import Options, describe, line_through, measure, summarise
+from benchmarks.sides import BASE, DENSE, PRIORITIZED, SPARSE_DIST, SYNC
+from benchmarks.workload import Workload
+from lightning_freescale.embedding import prioritized
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 0.05  # of one exchange of all rows, see make_machine
+
+
+def options(*rates: float, tail: float = 0.05) -> Options:
+    return Options("cpu", 2, rates, warm=3, steps=2, clock="counted", tail=tail)
+
+
+def figures_of(rank: int, chosen: Options, sabotage: Callable[[], None] | None = None) -> dict[str, Any]:
+    if sabotage is not None:
+        sabotage()
+    return summarise(measure(chosen))
+
+
+def every_row_collides() -> None:
+    def detect(self: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones_like(first, dtype=torch.bool), torch.ones_like(second, dtype=torch.bool)
+
+    prioritized.CollisionDetector.__call__ = detect  # type: ignore[method-assign]
+
+
+def one_row_goes_wrong() -> None:
+    inverse = prioritized._inverse
+    prioritized._inverse = lambda order: inverse(order).roll(1)
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    first, second = run_ranks(figures_of, args=(options(0.0, 0.12, 0.4),))
+    assert first == second  # every rank knows the result
+    return first
+
+
+def test_all_sides_train_alike(figures: dict[str, Any]) -> None:
+    losses = figures["losses"]
+    assert losses["equal"]
+    assert losses["apart"] == {BASE: 0.0, SPARSE_DIST: 0.0, SYNC: 0.0, PRIORITIZED: 0.0}
+    assert losses["last"] < losses["first"] / 2  # something was trained
+    assert figures["lane"] == PRIORITIZED
+
+
+def test_dense_compute_takes_the_time_asked_for(figures: dict[str, Any]) -> None:
+    for row in figures["results"]:
+        assert row["step_ms"][DENSE] == pytest.approx(1e3 * SECONDS * 3.6 * 1.05)
+
+
+def test_torchrec_exposes_both_exchanges_whatever_collides(figures: dict[str, Any]) -> None:
+    for row in figures["results"]:
+        times = row["exposed_ms"]
+        assert (
+            2e3 * SECONDS < times[SPARSE_DIST] < times[BASE] < 2.2e3 * SECONDS
+        )  # rows and gradients; base: ids as well
+        assert times[SYNC] == pytest.approx(times[BASE])
+
+
+def test_prioritized_exposes_collisions_alone(figures: dict[str, Any]) -> None:
+    tail = 1e3 * SECONDS * 3.6 * 0.05
+    for row in figures["results"]:
+        one_way = row["collisions_measured"] * 1e3 * SECONDS
+        expected = one_way + max(0.0, one_way - tail)  # gradients, then those rows that do not fit behind the tail
+        assert row["exposed_ms"][PRIORITIZED] == pytest.approx(expected, abs=0.06 * one_way + 1.0)
+        assert abs(row["collisions_measured"] - row["collisions"]) < 0.01
+
+
+def test_goal(figures: dict[str, Any]) -> None:
+    assert figures["goal"]["reached"] >= 0.903
+
+
+def test_rows_of_one_batch_are_held_ahead(figures: dict[str, Any]) -> None:
+    assert figures["memory"]["extra_batches"] == 1.0
+
+
+def test_nothing_hides_behind_compute_when_all_rows_collide() -> None:
+    chosen = options(0.12, tail=0.0)
+    row = run_ranks(figures_of, args=(chosen, every_row_collides))[0]["results"][0]
+    assert row["collisions_measured"] == 1.0
+    assert row["exposed_ms"][PRIORITIZED] == pytest.approx(row["exposed_ms"][SPARSE_DIST], rel=0.05)
+
+
+def test_wrong_rows_are_noticed() -> None:
+    result = run_ranks(figures_of, args=(options(0.12), one_row_goes_wrong))[0]
+    assert not result["losses"]["equal"]
+    assert result["losses"]["apart"][SYNC] == 0.0 < result["losses"]["apart"][PRIORITIZED]
+    assert "DIFFERENT" in describe(result)
+
+
+def test_table_tells_what_was_measured(figures: dict[str, Any]) -> None:
+    text = describe(figures)
+    for word in (BASE, SPARSE_DIST, SYNC, PRIORITIZED, "R2", "1.00 of a batch", "equal", "reached"):
+        assert word in text
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------------
+def test_line() -> None:
+    line = line_through([0.0, 1.0, 2.0], [1.0, 3.0, 5.0])
+    assert line == pytest.approx({"intercept": 1.0, "slope": 2.0, "r2": 1.0})
+    assert line_through([0.0, 1.0, 2.0], [0.0, 1.0, 0.0])["r2"] == pytest.approx(0.0)
+
+
+def test_emulated_device_works_while_the_host_goes_on() -> None:
+    clock = CountedTime()
+    device = Device(clock)
+    device.launch(2.0)
+    device.launch(3.0)
+    assert clock.now() == 0.0
+    device.synchronize()
+    assert clock.now() == 5.0
+    clock.wait_until(9.0)
+    device.launch(1.0)
+    device.synchronize()
+    assert clock.now() == 10.0
+
+
+def test_real_time_passes() -> None:
+    clock = RealTime()
+    moment = clock.now() + 0.02
+    clock.wait_until(moment)
+    assert clock.now() >= moment
+    clock.wait_until(moment - 1.0)
+
+
+def test_emulation_makes_the_exchange_as_long_as_asked() -> None:
+    workload = Workload(64, 3.6, 0.8, 400, rows=60_000, dim=128)
+    emulation = Emulation.around(0.05, workload, 4, 0.05)
+    assert workload.row_bytes * 3 / 4 / emulation.bandwidth == pytest.approx(0.05)
+    assert emulation.optimizer == pytest.approx(0.05 * (emulation.forward + emulation.backward))
+
+
+def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        exposed.parse(["--ranks", "1", "--device", "cpu"])
+    assert "one rank exchanges nothing" in capsys.readouterr().err
+
+
+def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--rates", "12", "--steps", "1", "--json", "--output"]
+    output = tmp_path / "exposed.json"
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "exposed.py"), *arguments, str(output)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed == json.loads(output.read_text())
+    assert printed["results"][0]["exposed_ms"].keys() == {BASE, SPARSE_DIST, SYNC, PRIORITIZED}
+    assert printed["command"].startswith("python -m benchmarks.exposed --device cpu --rates 12")
+    assert {"machine", "versions", "date", "parameters", "losses", "memory", "goal"} <= printed.keys()

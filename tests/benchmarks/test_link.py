@@ -1,0 +1,132 @@
+"""The emulated wire: bytes arrive intact and when they should, urgent ones first. Time is counted, so times are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.clock import CountedTime
+from benchmarks.link import Wire, new_link
+from tests.ranks import run_ranks
+
+BANDWIDTH, LATENCY, CHUNK = 1e6, 0.01, 1e-3  # bytes/s, s, s
+
+
+def on_wire(rank: int, check: Callable[..., Any], *priorities: int) -> Any:
+    dist.init_process_group("gloo")
+    clock = CountedTime()
+    wire = Wire(clock, BANDWIDTH, LATENCY, CHUNK)
+    return check(rank, clock, *(new_link(wire, priority) for priority in priorities))
+
+
+def start(group: Any, megabytes: float) -> Any:
+    """An AllToAll of that much to each of the two ranks (half of it stays at home)."""
+    sent = torch.zeros(2 * round(megabytes * 1e6), dtype=torch.uint8)
+    return dist.all_to_all_single(torch.empty_like(sent), sent, group=group, async_op=True)
+
+
+def times(clock: CountedTime, *works: Any) -> list[float]:
+    arrived = []
+    for work in works:
+        work.wait()
+        arrived.append(round(clock.now(), 6))
+    return arrived
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------------
+def uneven_exchange(rank: int, clock: CountedTime, group: Any) -> Any:
+    send = [[2, 3], [0, 4]][rank]
+    receive = [[2, 0], [3, 4]][rank]
+    sent = torch.arange(sum(send) * 3).view(-1, 3) + 100 * rank
+    received = torch.empty(sum(receive), 3, dtype=torch.int64)
+    dist.all_to_all_single(received, sent, receive, send, group=group)
+    reduced = torch.full((2,), float(rank + 1))
+    dist.all_reduce(reduced, group=group)
+    dist.barrier(group=group)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, rank, group=group)
+    return received.tolist(), clock.now(), reduced.tolist(), objects
+
+
+def test_moves_uneven_parts_and_leaves_other_collectives_alone() -> None:
+    (first, after, *others), (second, after_too, *_) = run_ranks(on_wire, args=(uneven_exchange, 0))
+    assert first == [[0, 1, 2], [3, 4, 5]]
+    assert second == [
+        [6, 7, 8],
+        [9, 10, 11],
+        [12, 13, 14],
+        [100, 101, 102],
+        [103, 104, 105],
+        [106, 107, 108],
+        [109, 110, 111],
+    ]
+    assert others == [[3.0, 3.0], [0, 1]]
+    assert after == pytest.approx(LATENCY + 3 * 24 / BANDWIDTH)  # three rows go from rank 0 to rank 1
+    assert after_too == after
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------------
+def one_after_another(rank: int, clock: CountedTime, group: Any) -> list[float]:
+    return times(clock, start(group, 1.0), start(group, 0.5), start(group, 0.0))
+
+
+def test_latency_and_bandwidth_in_order() -> None:
+    for arrived in run_ranks(on_wire, args=(one_after_another, 0)):
+        assert arrived == [1.01, 1.51, 1.51]
+
+
+def behind_compute(rank: int, clock: CountedTime, group: Any) -> list[float]:
+    work = start(group, 1.0)
+    clock.wait_until(5.0)
+    done = work.is_completed()
+    return [*times(clock, work), float(done), *times(clock, start(group, 1.0))]
+
+
+def test_what_travels_behind_compute_is_not_waited_for() -> None:
+    for arrived in run_ranks(on_wire, args=(behind_compute, 0)):
+        assert arrived == [5.0, 1.0, 6.01]
+
+
+def late_peer(rank: int, clock: CountedTime, group: Any) -> list[float]:
+    clock.wait_until(3.0 * rank)
+    return times(clock, start(group, 1.0))
+
+
+def test_nothing_starts_before_the_last_rank() -> None:
+    assert run_ranks(on_wire, args=(late_peer, 0)) == [[4.01], [4.01]]
+
+
+def overtaking(rank: int, clock: CountedTime, urgent: Any, bulk: Any) -> list[float]:
+    bulky = start(bulk, 1.0)
+    clock.wait_until(0.5)
+    return times(clock, start(urgent, 0.1), bulky)
+
+
+def test_urgent_transfers_overtake_bulky_ones() -> None:
+    for arrived in run_ranks(on_wire, args=(overtaking, 0, 1)):
+        assert arrived == [pytest.approx(0.61, abs=CHUNK), pytest.approx(1.11)]  # the bulky one is late by 0.1
+
+
+def test_without_priority_they_share_the_wire() -> None:
+    for arrived in run_ranks(on_wire, args=(overtaking, 0, 0)):
+        assert arrived == [pytest.approx(0.71, abs=2 * CHUNK), pytest.approx(1.11)]
+
+
+def test_with_the_priorities_reversed_the_urgent_one_waits() -> None:
+    for arrived in run_ranks(on_wire, args=(overtaking, 1, 0)):
+        assert arrived == [pytest.approx(1.11), pytest.approx(1.11)]
+
+
+def looking_is_not_waiting(rank: int, clock: CountedTime, urgent: Any, bulk: Any) -> list[float]:
+    bulky = start(bulk, 1.0)
+    clock.wait_until(0.5)
+    assert not bulky.is_completed()
+    return times(clock, start(urgent, 0.1), bulky)
+
+
+def test_asking_whether_it_is_there_changes_nothing() -> None:
+    assert run_ranks(on_wire, args=(looking_is_not_waiting, 0, 1)) == run_ranks(on_wire, args=(overtaking, 0, 1))
