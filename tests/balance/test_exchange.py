@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale.balance import CostModel, Planner, straggler
 from lightning_freescale.balance.exchange import ExchangeLoader, PeerFailed
@@ -279,6 +280,33 @@ def test_an_abandoned_iteration_neither_hangs_nor_leaks() -> None:
     for step in range(8):
         everything = contents(seq_batch([index for rank in range(2) for index in local_indices(rank, step, 2)]))
         assert sorted(by_rank[0][step] + by_rank[1][step]) == sorted(everything)
+
+
+class Steps(Dataset):
+    """Item ``step`` is the local batch of that step: for a DataLoader with processes of its own."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, step: int) -> Any:
+        return seq_batch(local_indices(self.rank, step, 2))
+
+
+def _with_workers(rank: int) -> list[list[list[tuple]]]:
+    loader = DataLoader(Steps(rank), batch_size=None, num_workers=2, persistent_workers=True)
+    exchange = ExchangeLoader(loader, group=connect(rank), planner=Planner())
+    return [[contents(batch) for batch in exchange] for _ in range(2)]
+
+
+def test_a_loader_with_worker_processes() -> None:
+    zero, one = run_ranks(_with_workers)
+    for epoch in range(2):
+        for step in range(6):
+            everything = contents(seq_batch([index for rank in range(2) for index in local_indices(rank, step, 2)]))
+            assert sorted(zero[epoch][step] + one[epoch][step]) == sorted(everything)
 
 
 class Stateful(Loader):

@@ -155,7 +155,7 @@ def test_gradients_of_every_step_are_equal(world: int, dtype: torch.dtype) -> No
 
 
 def _fifty_steps(rank: int) -> dict[str, list[float]]:
-    initial = make_model(torch.float32)
+    initial = make_model(torch.float64)  # in float32 training itself blows the rounding of a gradient up
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
 
@@ -180,4 +180,4 @@ def test_losses_of_fifty_steps_are_equal() -> None:
     assert len(losses["plain"]) == 50
     assert losses["plain"][-1] < 0.9 * losses["plain"][0]  # it learns
     for mode in ("fixed", "variable"):
-        assert losses[mode] == pytest.approx(losses["plain"], rel=1e-4)
+        assert losses[mode] == pytest.approx(losses["plain"], rel=1e-9)
