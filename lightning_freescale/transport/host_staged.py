@@ -85,7 +85,10 @@ class _QueueWork(dist._Work):
 
     @override
     def is_completed(self) -> bool:
-        return self.exception() is not None or self._exchange.done()
+        try:
+            return self._exchange.done()
+        except RuntimeError:  # failed: wait() says why
+            return True
 
     @override
     def is_success(self) -> bool:

@@ -45,7 +45,7 @@ def shared_gpu(world: int) -> Iterator[Environment]:
             print("no MPS here: the ranks take turns on the GPU", flush=True)
         yield {}
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         subprocess.run([control, "-d"], env=os.environ | places, check=True, timeout=30)
         time.sleep(1)
@@ -57,32 +57,36 @@ def shared_gpu(world: int) -> Iterator[Environment]:
 
 
 def run_ranks(world: int, command: list[str], extra: Environment, seconds: float) -> tuple[bool, str]:
-    """Whether every rank ended well, and what they printed. A failed rank ends the others soon after."""
+    """Whether every rank ended well, and what they printed, which is shown as it comes. One that fails ends the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | extra | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
-    with tempfile.TemporaryFile("w+") as output:
+    output = []
+    with tempfile.NamedTemporaryFile("w") as written, open(written.name) as read:
         ranks = [
             subprocess.Popen(
                 [sys.executable, *command],
                 env=environment | {"RANK": str(rank)},
-                stdout=output,
+                stdout=written,
                 stderr=subprocess.STDOUT,
             )
             for rank in range(world)
         ]
         deadline = time.monotonic() + seconds
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        while (running := any(rank.poll() is None for rank in ranks)) and time.monotonic() < deadline:
+            output.append(read.read())
+            print(output[-1], end="", flush=True)
             if any(rank.poll() not in (None, 0) for rank in ranks):
                 deadline = min(deadline, time.monotonic() + 3)
             time.sleep(0.05)
         for rank in ranks:
             rank.kill()
         status = [rank.wait() for rank in ranks]
-        output.seek(0)
-        return not any(status), output.read()
+        output.append(read.read() + (f"stopped after {seconds:g} s at most\n" if running else ""))
+        print(output[-1], end="", flush=True)
+    return not any(status), "".join(output)
 
 
 def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> list[str]:
@@ -93,7 +97,6 @@ def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> list[str]:
         while left:
             command = [script, *left, "--exchanges", str(exchanges)]
             good, output = run_ranks(world, command, environment, 60 + 60 * len(left))
-            print(output, flush=True)
             if good:
                 break
             done = [name for name in left if output.count(f" {name}: ok") == world]

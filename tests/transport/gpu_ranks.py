@@ -38,7 +38,7 @@ _serial = 0
 
 def new_group(**options: Any) -> Any:
     options = {"reductions": "gloo"} | options
-    return dist.new_group(backend="freescale", pg_options=transport.Options(**options), timeout=timedelta(seconds=40))
+    return dist.new_group(backend="freescale", pg_options=transport.Options(**options), timeout=timedelta(seconds=20))
 
 
 def eventually(done: Callable[[], bool], seconds: float) -> bool:
@@ -159,7 +159,7 @@ def early_flag(cluster: Cluster, args: Any) -> str:
     _serial += 1
     store = dist.PrefixStore(f"early{_serial}", dist.distributed_c10d._get_default_store())
     mover = host_staged.HostStaged(
-        store, cluster.rank, cluster.world, timedelta(seconds=40), cluster.device, transport.Options(), early_flag=True
+        store, cluster.rank, cluster.world, timedelta(seconds=20), cluster.device, transport.Options(), early_flag=True
     )
     bytes_of = table(cluster)
     wrong = 0

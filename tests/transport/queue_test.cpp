@@ -1,5 +1,7 @@
 // The queue on host memory, its ranks as threads of one process. Built and run by test_queue.py, under the
 // thread and address sanitizers. Usage: queue_test SCENARIO; exit status 0 is success.
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -266,7 +268,7 @@ class TracedDevice : public Device {
   GateWords gates_[max_gates] = {};
 };
 
-// While a low-priority exchange of many chunks is under way, a second one of three chunks is issued. The third low chunk
+// While a low-priority exchange of many chunks is under way, a second one of three chunks is issued. The third low one
 // is held up until the first chunk of the second exchange goes. Returns the low chunks that go between its first and
 // last.
 long overtaken(bool second_is_high) {
@@ -326,6 +328,62 @@ void priority() {
   require(overtaken(false) >= 2, "between equals they do, so the check above can fail");
 }
 
+// A device that runs all its streams as one queue, in the order of issue, as CUDA may do with streams that share a
+// hardware queue.
+class OneQueueDevice : public Device {
+ public:
+  OneQueueDevice() { set_gate_memory(gates_); }
+  std::string name() const override { return "host memory, one queue"; }
+  std::unique_ptr<Stream> stream() override { return std::make_unique<Shared>(queue_); }
+  std::shared_ptr<Mark> mark(Handle caller) override { return inner_->mark(caller); }
+  void pin(std::byte*, std::size_t) override {}
+  void unpin(std::byte*) override {}
+
+ private:
+  class Shared : public Stream {
+   public:
+    explicit Shared(std::shared_ptr<Stream> queue) : queue_(std::move(queue)) {}
+    void to_host(std::byte* host, Address source, std::size_t bytes) override { queue_->to_host(host, source, bytes); }
+    void from_host(Address target, const std::byte* host, std::size_t bytes) override {
+      queue_->from_host(target, host, bytes);
+    }
+    void write(Word* word, Word value) override { queue_->write(word, value); }
+    void await(const Word* word, Word value) override { queue_->await(word, value); }
+    void after(std::shared_ptr<Mark> mark) override { queue_->after(mark); }
+    std::shared_ptr<Mark> mark() override { return queue_->mark(); }
+    Handle handle() const override { return 0; }
+
+   private:
+    std::shared_ptr<Stream> queue_;
+  };
+  std::shared_ptr<Device> inner_ = host_device();
+  std::shared_ptr<Stream> queue_ = inner_->stream();
+  GateWords gates_[max_gates] = {};
+};
+
+// No deadlock, although nothing can overtake: two groups of both priorities, exchanges larger than their rings.
+void one_queue() {
+  constexpr int world = 3, exchanges = 30;
+  Group low(world, 1, small(false)), high(world, 1, small(true));
+  on_ranks(world, [&](int rank) {
+    low.devices[rank] = high.devices[rank] = std::make_shared<OneQueueDevice>();
+    auto slow = low.open(rank), fast = high.open(rank);
+    std::deque<Buffers> all;
+    for (int number = 0; number < exchanges; ++number) {
+      all.push_back(fill(rank, world, number, 300'000));
+      Buffers& buffers = all.back();
+      buffers.exchange = (number % 2 ? fast : slow)->exchange("all_to_all", buffers.sends, buffers.takes, 0);
+    }
+    for (Buffers& buffers : all) {
+      buffers.exchange->block(60);
+      require(wrong_bytes(buffers, rank) == 0, "every byte is right");
+    }
+    low.meeting.wait();
+    slow->close(10);
+    fast->close(10);
+  });
+}
+
 // Chunks that are announced before they are there must be seen as wrong bytes by the checks above.
 void early_flag() {
   Settings settings = small();
@@ -341,7 +399,7 @@ void early_flag() {
   require(run_random(group, 10, 20'000) > 0, "the fault is seen");
 }
 
-// ---- failures --------------------------------------------------------------------------------------------------------
+// ---- failures ------------------------------------------------------------------------------------------------------
 
 std::string error_of(const std::function<void()>& body) {
   try {
@@ -444,8 +502,8 @@ void ring() {
       require(slots.size() == same.size(), "as many slots");
       std::size_t total = 0;
       for (std::size_t s = 0; s < slots.size(); ++s) {
-        require(slots[s].number == same[s].number && slots[s].offset == same[s].offset && slots[s].bytes == same[s].bytes,
-                "the same slots");
+        require(slots[s].number == same[s].number && slots[s].offset == same[s].offset, "the same slots");
+        require(slots[s].bytes == same[s].bytes, "the same sizes");
         require(slots[s].offset + slots[s].bytes <= sender.region(), "inside the region");
         total += slots[s].bytes;
         if (slots[s].free && !reached(taken, *slots[s].free)) taken = *slots[s].free;
@@ -465,6 +523,8 @@ void segments() {
   own.map(1 << 20);
   own.commit(0, 1 << 20);
   require(Segment::create().name() != own.name(), "names differ");
+  struct stat status {};
+  require(stat(("/dev/shm/" + own.name()).c_str(), &status) == 0 && (status.st_mode & 0777) == 0600, "it is private");
   require(!error_of([] { Segment::open("freescale-nobody"); }).empty(), "an unknown name is refused");
   require(!error_of([] { Segment::open("../etc/passwd"); }).empty(), "a foreign name is refused");
   own.unlink();
@@ -481,6 +541,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"random_wrap", [] { random_exchanges(2, 1, false, 0xFFFFFFF0u); }},
     {"random_hosts_wrap", [] { random_exchanges(2, 2, false, 0xFFFFFFF0u); }},
     {"priority", priority},
+    {"one_queue", one_queue},
     {"early_flag", early_flag},
     {"timeout", [] { timeout(1); }},
     {"timeout_hosts", [] { timeout(3); }},

@@ -35,6 +35,7 @@ SCENARIOS = [
     "random_wrap",
     "random_hosts_wrap",
     "priority",
+    "one_queue",
     "timeout",
     "timeout_hosts",
     "leaver",
