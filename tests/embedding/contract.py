@@ -1,0 +1,268 @@
+"""What the prioritized exchange takes for granted about TorchRec and FBGEMM, checked on real sharded modules."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from lightning_freescale.embedding import sharding
+from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.state import kernels_of
+from tests.embedding.exchange import (
+    DIM,
+    KEYS,
+    ROWS,
+    SHARDINGS,
+    build,
+    make_schedule,
+    random_batches,
+    tables,
+    to_kjt,
+    train,
+)
+from tests.ranks import run_ranks
+
+# Private names of TorchRec and FBGEMM that the package uses, and where they live. check_names() looks at each.
+PINNED = {
+    "_device": ShardedEmbeddingCollection,
+    "_embedding_dim_for_sharding_type": ShardedEmbeddingCollection,
+    "_embedding_names_per_sharding": ShardedEmbeddingCollection,
+    "_features_to_permute_indices": ShardedEmbeddingCollection,
+    "_lookups": ShardedEmbeddingCollection,
+    "_need_indices": ShardedEmbeddingCollection,
+    "_sharding_type_to_sharding": ShardedEmbeddingCollection,
+    "_dmp_wrapped_module": DistributedModelParallel,
+    "_in_backward_optimizers": nn.Parameter,
+    "_optimizer_classes": nn.Parameter,
+}
+# Options of the output that the module holds as ``_<name>``; releases have some of them.
+OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
+OUTPUT_ARGUMENTS = {  # what PrioritizedEmbedding.join() passes
+    "awaitables_per_sharding",
+    "features_per_sharding",
+    "embedding_names_per_sharding",
+    "ctx",
+    "need_indices",
+    "features_to_permute_indices",
+    "sharding_types",
+}
+OUTPUT_LEFT_OUT = {"module_fqn", "resize_awaitables"}  # a name for errors; storage freed early, an option that is off
+KINDS = {"row_wise": {"row_wise"}, "table_wise": {"table_wise"}, "column_wise": {"column_wise"}}
+KINDS["mixed"] = {"row_wise", "table_wise"}
+
+
+def check_names(rank: int, world: int) -> None:
+    """Every private name exists and means what the package takes it for. Raises AssertionError."""
+    dist.init_process_group("gloo")
+    check_output_arguments()
+    for kind in SHARDINGS:
+        module = build(kind, "sgd", world)
+        check_sharding(module, kind, world)
+        check_ids_and_rows(module, rank, world)
+        check_optimizer(module, rank)
+        check_forward(module)
+    check_gradient_division()
+    check_model_parallel(world)
+
+
+def output_parameters() -> set[str]:
+    # Of __init__: the class has a metaclass with a __call__(*args, **kwargs).
+    return set(inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters) - {"self"}
+
+
+def check_output_arguments() -> None:
+    assert output_parameters() >= OUTPUT_ARGUMENTS
+    unknown = output_parameters() - OUTPUT_ARGUMENTS - OUTPUT_LEFT_OUT - OUTPUT_OPTIONS
+    assert not unknown, f"EmbeddingCollectionAwaitable has new arguments, does the output depend on them? {unknown}"
+
+
+def check_sharding(module: ShardedEmbeddingCollection, kind: str, world: int) -> None:
+    """One lookup for every sharding type, in the same order, with the rows that this rank holds."""
+    types = list(module._sharding_type_to_sharding)
+    assert set(types) == KINDS[kind]
+    assert len(module._lookups) == len(types) == len(module._embedding_names_per_sharding)
+    assert {name for names in module._embedding_names_per_sharding for name in names} == set(KEYS)
+    assert torch.device(module._device or "cpu") == torch.device("cpu")
+    assert module._need_indices is False
+    assert isinstance(module._features_to_permute_indices, dict)
+    for option in OUTPUT_OPTIONS & output_parameters():
+        assert hasattr(module, f"_{option}"), option
+    held = torch.zeros(len(ROWS), dtype=torch.int64)
+    for sharding_type, lookup in zip(types, module._lookups, strict=True):
+        width = DIM // min(world, 2) if sharding_type == "column_wise" else DIM
+        assert module._embedding_dim_for_sharding_type(sharding_type) == width
+        for table in tables_of(lookup):
+            assert table.feature_names == {"one": ["a"], "two": ["b", "c"]}[table.name]
+            held[list(ROWS).index(table.name)] += table.local_rows * (table.local_cols or DIM)
+    dist.all_reduce(held)
+    assert held.tolist() == [rows * DIM for rows in ROWS.values()]
+
+
+def tables_of(lookup: Any) -> list[Any]:
+    return [table for config in lookup.grouped_configs for table in config.embedding_tables]
+
+
+def check_ids_and_rows(module: ShardedEmbeddingCollection, rank: int, world: int) -> None:
+    """Ids arrive by feature in the order of the tables, split by rank as the context says; rows come in their order."""
+    asked = random_batches(rank, 1, 3, lambda rank, step: 3 + 2 * rank)[0]
+    kjt = to_kjt(asked)
+    context = module.create_context()
+    received = module.input_dist(context, kjt).wait().wait()
+    assert len(received) == len(module._lookups) == len(context.sharding_contexts)
+    shards = local_weights(module)
+    for lookup, features, inner, sharding_type in zip(
+        module._lookups, received, context.sharding_contexts, module._sharding_type_to_sharding, strict=True
+    ):
+        held = tables_of(lookup)
+        assert features.keys() == [name for table in held for name in table.feature_names]
+        assert sum(inner.output_splits) == features.values().numel()
+        before = inner.features_before_input_dist
+        assert sum(inner.input_splits) == before.values().numel()
+        assert len(inner.input_splits) == len(inner.output_splits) == world
+        assert list(inner.batch_size_per_rank) == [3 + 2 * peer for peer in range(world)]
+        assert features.stride() == sum(inner.batch_size_per_rank)
+        permute = inner.unbucketize_permute_tensor
+        if sharding_type == "row_wise":
+            assert permute.sort().values.tolist() == list(range(sum(inner.input_splits)))
+        else:
+            assert permute is None
+        if not features.values().numel():
+            continue
+        width = module._embedding_dim_for_sharding_type(sharding_type)
+        expected = torch.cat(
+            [shards[table.name][features[name].values()] for table in held for name in table.feature_names]
+        )
+        with torch.no_grad():
+            assert torch.equal(lookup(features).view(-1, width), expected)
+    assert kernels_of(module) or not any(map(tables_of, module._lookups))
+    for kernel in kernels_of(module):  # the steps they count (for Adam, which they have on CUDA alone) can be set
+        for counter in (kernel.iter_cpu, kernel.iter):
+            assert counter.shape == (1,)
+            assert counter.dtype == torch.int64
+        kernel.iter_cpu.fill_(5)
+        assert int(kernel.iter_cpu) == 5
+
+
+def local_weights(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
+    """This rank's part of each table, if it holds any."""
+    found = {name: module.state_dict()[f"embeddings.{name}.weight"].local_shards() for name in ROWS}
+    return {name: shards[0].tensor.clone() for name, shards in found.items() if shards}
+
+
+def check_optimizer(module: ShardedEmbeddingCollection, rank: int) -> None:
+    """step() hands the learning rate to the kernels and changes no weight; backward of a lookup updates its rows with it."""
+    optimizer = module.fused_optimizer
+    for rate, moves in ((0.0, False), (0.1, True)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        before = local_weights(module)
+        optimizer.step()
+        assert all(torch.equal(before[name], weight) for name, weight in local_weights(module).items())
+        output = module(to_kjt([[[1], [2], [3]]]))
+        sum(output[key].values().sum() for key in KEYS).backward()
+        after = local_weights(module)
+        changed = torch.tensor(any(not torch.equal(before[name], after[name]) for name in after), dtype=torch.int32)
+        dist.all_reduce(changed)
+        assert bool(changed) == moves, f"learning rate {rate}"
+
+
+def check_forward(module: ShardedEmbeddingCollection) -> None:
+    """An instance's own ``forward`` takes the place of the class's, which stays callable."""
+    assert callable(type(module).forward)
+    seen: list[Any] = []
+    module.forward = seen.append
+    module("features")
+    assert seen == ["features"]
+    del module.__dict__["forward"]
+    assert module.forward.__func__ is type(module).forward
+
+
+def check_gradient_division() -> None:
+    assert get_gradient_division() is True
+    set_gradient_division(False)
+    assert get_gradient_division() is False
+    set_gradient_division(True)
+
+
+def check_model_parallel(world: int) -> None:
+    """The names that the strategy takes from DistributedModelParallel and the optimizers inside backward."""
+    arguments = inspect.signature(DefaultDataParallelWrapper).parameters
+    assert {"static_graph", "find_unused_parameters", "bucket_cap_mb", "ddp_kwargs"} <= set(arguments)
+    model = nn.Module()
+    model.embeddings = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="t", embedding_dim=DIM, num_embeddings=64, feature_names=["a"])]
+    )
+    model.head = nn.Linear(DIM, 1)
+    device, group = torch.device("cpu"), dist.group.WORLD
+    apply_optimizer_in_backward(torch.optim.SGD, model.embeddings.parameters(), {"lr": 0.1})
+    assert sharding.brings_own_optimizer(model)
+    assert all(hasattr(parameter, "_optimizer_classes") for parameter in model.embeddings.parameters())
+    sharders = sharding.make_sharders(model, None, device)
+    plan = sharding.make_plan(model, sharders, "row_wise", device=device, world_size=world, local_size=world)
+    assert group is not None
+    env = ShardingEnv.from_process_group(group)
+    sharded = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
+    assert isinstance(sharded._dmp_wrapped_module, DistributedDataParallel)
+    assert isinstance(model.embeddings, ShardedEmbeddingCollection)
+    fused = {id(parameter) for parameter in sharded.fused_optimizer.params.values()}
+    fused |= {id(p) for p in model.parameters() if hasattr(p, "_in_backward_optimizers")}
+    dense = [name for name, parameter in model.named_parameters() if id(parameter) not in fused]
+    assert dense == ["head.weight", "head.bias"]
+    assert isinstance(sharded.fused_optimizer.state_dict()["state"], dict)
+
+
+def output_options(rank: int) -> set[str]:
+    """The options that the prioritized exchange hands on to the module's output."""
+    dist.init_process_group("gloo")
+    moves = make_schedule(build("row_wise", "sgd", 2)).lanes[0].moves
+    return set(moves._output_options)
+
+
+def check_training(rank: int, world: int) -> dict[str, bool]:
+    """For every sharding, whether the prioritized exchange trains to the bits of TorchRec's; and a run that must not."""
+    dist.init_process_group("gloo")
+    return {kind: same_bits(rank, world, kind) for kind in SHARDINGS} | {
+        "every row prefetched": same_bits(rank, world, "row_wise", prefetch_all=True)
+    }
+
+
+def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False) -> bool:
+    batches = random_batches(rank, 8, 11, lambda rank, step: 4 + rank)
+    plain, module = build(kind, "rowwise_adagrad", world), build(kind, "rowwise_adagrad", world)
+    expected = train(plain, batches, None)
+    schedule = make_schedule(module)
+    if prefetch_all:
+        blind_to_collisions(schedule)
+    got = train(module, batches, schedule)
+    assert schedule.lanes[0].off is None
+    assert schedule.lanes[0].slot == 0
+    first, second = tables(plain), tables(module)
+    return expected == got and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def blind_to_collisions(schedule: Schedule) -> None:
+    def detect(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
+
+    moves = schedule.lanes[0].moves
+    moves._detectors = [detect for _ in moves._detectors]  # type: ignore[misc]
+
+
+def check(world: int = 2) -> None:
+    """Both checks, on ranks of their own."""
+    run_ranks(check_names, world, (world,))
+    results = run_ranks(check_training, world, (world,))
+    for kind in SHARDINGS:
+        assert all(result[kind] for result in results), f"{kind}: prioritized and synchronous training differ"
+    assert not all(result["every row prefetched"] for result in results), "the comparison notices nothing"

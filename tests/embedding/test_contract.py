@@ -1,0 +1,131 @@
+"""The private names of TorchRec and FBGEMM that the exchange rests on: all pinned, and checked for several releases."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import fbgemm_gpu
+import pytest
+import torch
+
+from tests.embedding import contract
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = metadata.version("torchrec")
+OTHERS = [release for release in ("1.6.1", "1.8.0", "1.9.2") if release != INSTALLED]
+UNUSABLE = 77  # exit status of CHECK: the release does not import with the installed torch and FBGEMM
+CHECK = f"""
+import sys
+try:
+    import torchrec.distributed.embedding, torchrec.distributed.model_parallel
+except Exception as error:
+    print(type(error).__name__, error)
+    sys.exit({UNUSABLE})
+from tests.embedding import contract
+contract.check()
+print("checked torchrec", torchrec.__version__, "at", torchrec.__file__)
+"""
+CACHE = Path(tempfile.gettempdir()) / "lightning-freescale-contract"
+
+
+def test_installed_release() -> None:
+    contract.check()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="signature() of the class sees its metaclass's (*args, **kwargs): no option is found"
+)
+def test_output_options_are_handed_on() -> None:
+    expected = contract.OUTPUT_OPTIONS & contract.output_parameters()
+    assert expected
+    assert contract.run_ranks(contract.output_options) == [expected, expected]
+
+
+@pytest.mark.parametrize("release", OTHERS)
+def test_other_release(release: str) -> None:
+    folder = installed(release)
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if done.returncode == UNUSABLE:
+        with_what = f"torch {torch.__version__} and fbgemm {fbgemm_gpu.__version__}"
+        pytest.skip(f"torchrec {release} with {with_what}: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"checked torchrec {release} at {folder}" in done.stdout
+
+
+def installed(release: str) -> Path:
+    """A folder with that release of torchrec alone, kept for the next run."""
+    folder = CACHE / f"torchrec-{release}"
+    if folder.exists():
+        return folder
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as fresh:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip += ["--retries", "1", "--timeout", "10"]  # an index out of reach is told soon
+        target = Path(fresh) / "torchrec"
+        done = subprocess.run(
+            [*pip, "--target", str(target), f"torchrec=={release}"], capture_output=True, text=True, timeout=90
+        )
+        if done.returncode:
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            pytest.skip(f"torchrec {release} cannot be installed here: {reason}")
+        target.rename(folder)  # a folder is there as a whole or not at all
+    return folder
+
+
+def foreign_private_names(source: str) -> set[str]:
+    """Names that start with an underscore and are asked of anything but ``self``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant):
+                found.add(name.value)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_private_name_is_pinned() -> None:
+    used = {
+        name
+        for file in sorted((ROOT / "lightning_freescale" / "embedding").glob("*.py"))
+        for name in foreign_private_names(file.read_text())
+    }
+    assert used  # the scan finds something
+    assert used <= set(contract.PINNED), "pin them in tests/embedding/contract.py, with a check of what they mean"
+    strategy = foreign_private_names((ROOT / "lightning_freescale" / "strategy.py").read_text())
+    assert set(contract.PINNED) <= used | strategy, "pinned, but no longer used"
+
+
+def test_the_scan_sees_private_names() -> None:
+    source = "a._one\nself._mine\nself.module._two\ngetattr(b, '_three')\nhasattr(c, 'public')\nd.__class__\n"
+    assert foreign_private_names(source) == {"_one", "_two", "_three"}
+
+
+@pytest.mark.parametrize("name", ["_lookups", "_sharding_type_to_sharding", "_features_to_permute_indices"])
+def test_a_name_that_is_gone_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = contract.build
+
+    def renamed(*args: object, **kwargs: object) -> object:
+        module = build(*args, **kwargs)  # type: ignore[arg-type]
+        vars(module)["_renamed"] = vars(module).pop(name) if name in vars(module) else module._modules.pop(name)
+        return module
+
+    monkeypatch.setattr(contract, "build", renamed)
+    with pytest.raises(AssertionError, match=name):
+        contract.run_ranks(contract.check_names, 2, (2,))
