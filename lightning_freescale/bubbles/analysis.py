@@ -144,9 +144,17 @@ def _straggler(analysis: Analysis, settings: dict[str, Any], share: str, step: f
 
 def _embedding(analysis: Analysis, settings: dict[str, Any], share: str, step: float, lost: float) -> Advice:
     collisions = analysis.summary["embedding/collision_rate"]
+    hideable = min(lost * (1 - collisions), analysis.ms("useful"))
+    if not analysis.prioritized and hideable < WORTH_SAYING * step:
+        text, after = _predict(step, lost)
+        return Advice(
+            f"{share} exposed embedding exchange, and {collisions:.0%} of the rows are shared by consecutive batches, which "
+            f"prioritizing cannot hide. Fewer bytes (each distinct row once, narrower rows) or a faster link would help; {text}.",
+            after,
+        )
     if not analysis.prioritized:
         tried = " (prioritize='auto' found no gain when training began)" if settings.get("prioritize") == "auto" else ""
-        text, after = _predict(step, min(lost * (1 - collisions), analysis.ms("useful")))
+        text, after = _predict(step, hideable)
         return Advice(
             f"{share} exposed embedding exchange, and {1 - collisions:.0%} of the rows are not shared by consecutive "
             f"batches: use prioritize=True{tried}; {text}.",

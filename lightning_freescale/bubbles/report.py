@@ -78,7 +78,9 @@ def compare(first: Analysis, second: Analysis) -> str:
 
 
 def _format(tag: str, value: float) -> str:
-    return f"{value:.1%}" if tag in _SHARES or tag.startswith("bubble/") else f"{value:,.4g}"
+    if tag in _SHARES or tag.startswith("bubble/"):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 _SHARES = {"balance/sparsity", "embedding/collision_rate", "comm/overlap", "throughput/mfu"}

@@ -48,7 +48,7 @@ def step(
         spans[-1].end + 0.001,
         (*spans, background),
         {"samples": 2, "tokens": float(lengths.sum()), "padded": 2.0 * lengths.max(), "cost": float(lengths.sum()),
-         "rows": 100, "collisions": 12},
+         "rows": 100},
         {"lengths": lengths, "costs": lengths},
     )  # fmt: skip
 
@@ -59,8 +59,10 @@ def write_run(
     exchange: float = 5.0,
     settings: dict[str, Any] | None = None,
     offsets: Sequence[float] = (0.0, 0.0),
+    collisions: float = 12,
 ) -> Path:
-    """A run whose step ``i`` computes ``computes[i]`` ms, by rank. ``offsets``: clocks that differ, put right by the writer."""
+    """A run whose step ``i`` computes ``computes[i]`` ms, by rank. ``offsets``: clocks that differ, put right by the
+    writer. ``collisions``: of 100 rows."""
     behind = "row_exchange_exclusive" if (settings or {}).get("prioritize") is True else "allreduce"
     for rank in range(len(computes[0])):
         header = {"rank": rank, "world": len(computes[0]), "strategy": "Made", "device": "cpu",
@@ -68,6 +70,7 @@ def write_run(
         writer = RecordWriter(rank_file(folder, rank), header)
         for index, compute in enumerate(computes):
             made = step(index, rank, compute, exchange, start=100.0 - offsets[rank], behind=behind)
+            made.counts["collisions"] = collisions
             writer.write(to_record(made, offsets[rank]))
         writer.close()
     return folder

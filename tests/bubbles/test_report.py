@@ -59,6 +59,11 @@ def test_advice(computes: list, exchange: float, settings: dict, words: list[str
     assert all(word in analysis.advice[0].text for word in words), analysis.advice
 
 
+def test_rows_that_all_collide_are_not_worth_prioritizing(tmp_path: Path) -> None:
+    advice = analyse(read_run(write_run(tmp_path, [(50.0, 50.0)] * 4, 40.0, collisions=99))).advice[0]
+    assert "99% of the rows are shared by consecutive batches, which prioritizing cannot hide" in advice.text
+
+
 def slowed(index: int, rank: int, part: str) -> Step:
     """Rank 1 spends 30 ms longer on ``part``; rank 0 waits for it in the exchange. Both batches cost the same."""
     start = 100.0 + index * 0.06
