@@ -141,5 +141,5 @@ def train(
     return losses
 
 
-def make_schedule(module: ShardedEmbeddingCollection, schedule: type[Schedule] = Schedule) -> Schedule:
-    return schedule({"embeddings": module}, Groups(dist.new_group(), dist.new_group()))
+def make_schedule(module: ShardedEmbeddingCollection, backend: str | None = None) -> Schedule:
+    return Schedule({"embeddings": module}, Groups(dist.new_group(backend=backend), dist.new_group(backend=backend)))

@@ -36,7 +36,7 @@ class Recorder(pl.Callback):
         self.times.append(time.perf_counter())
 
 
-def fit(prioritize: bool, steps: int, optimizer: str, folder: str) -> dict[str, Any]:
+def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: str) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     data = fs.SeqRecDataModule(
         "synthetic",
@@ -49,7 +49,10 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str) -> dict[str, 
     )
     model = HSTU(num_items=data.num_items, max_history=1000, embedding_dim=128, num_layers=3, num_heads=4)
     strategy = fs.FreeScaleStrategy(
-        balance="off", prioritize=prioritize, embedding_optimizer={"optimizer": optimizer, "lr": 0.01}
+        balance="off",
+        prioritize=prioritize,
+        transport=transport,
+        embedding_optimizer={"optimizer": optimizer, "lr": 0.01},
     )
     recorder = Recorder()
     trainer = pl.Trainer(
@@ -89,7 +92,8 @@ def main() -> None:
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
     results = {}
     for optimizer in ("rowwise_adagrad", "adam"):
-        results[optimizer] = {str(mode): fit(mode, steps, optimizer, folder) for mode in (False, True)}
+        results[optimizer] = {str(mode): fit(mode, steps, optimizer, folder, "nccl") for mode in (False, True)}
+    results["host"] = {str(mode): fit(mode, steps, "adam", folder, "host") for mode in (True,)}
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
+import lightning_freescale.transport  # noqa: F401 - registers the backend
 from tests.embedding import exchange
 from tests.embedding.exchange import SHARDINGS, build, make_schedule, random_batches, tables, train
 
@@ -20,6 +22,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
+    backend = sys.argv[1] if len(sys.argv) > 1 else None  # of the rows and gradients
     results = []
     cases = [(kind, optimizer, {}) for kind in SHARDINGS for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")]
     cases += [(kind, "rowwise_adagrad", {"use_index_dedup": True}) for kind in SHARDINGS]
@@ -31,7 +34,7 @@ def main() -> None:
         again = build(kind, optimizer, world, "cuda", **options)
         train(again, batches, None, "cuda", **rates)
         module = build(kind, optimizer, world, "cuda", **options)
-        schedule = make_schedule(module)
+        schedule = make_schedule(module, backend)
         got = train(module, batches, schedule, "cuda", **rates)
         torch.cuda.synchronize()
         a, b, c = tables(plain), tables(module), tables(again)
