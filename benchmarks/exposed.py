@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -57,7 +58,8 @@ def launch(arguments: argparse.Namespace) -> int:
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     argv = ["-m", "benchmarks.exposed", *sys.argv[1:]]
     try:
-        cluster.run(arguments.ranks, argv, gpu=arguments.device == "cuda", env={"PYTHONPATH": path}, echo=True)
+        gpu = arguments.device == "cuda"
+        cluster.run(arguments.ranks, argv, timeout=300, gpu=gpu, env={"PYTHONPATH": path}, echo=True)
     except cluster.ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status if failure.status > 0 else 1
@@ -66,6 +68,8 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def take_part(arguments: argparse.Namespace) -> int:
     """Be one of the ranks; rank 0 reports. Fails if the sides did not train alike."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the streams of five sides share the hardware's queues
+
     from benchmarks import measure  # heavy, and of no use to the launcher
 
     real = arguments.device == "cuda" or arguments.clock == "real"
@@ -80,20 +84,25 @@ def take_part(arguments: argparse.Namespace) -> int:
         tail=arguments.tail / 100,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
-        figures = measure.measure(options)
-    if os.environ["RANK"] != "0":
-        return 0
+        figures = measure.summarise(measure.measure(options))
+    if os.environ["RANK"] == "0":
+        report(figures, arguments)
+    measure.leave()
+    return 0 if figures["losses"]["equal"] else 1
+
+
+def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from benchmarks.measure import describe
+
     head = {
         "benchmark": "exposed",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.exposed", *sys.argv[1:]]),
     }
-    figures = head | measure.summarise(figures)
-    text = json.dumps(figures, indent=2)
+    text = json.dumps(head | figures, indent=2)
     if arguments.output:
         arguments.output.write_text(text + "\n")
-    print(text if arguments.json else measure.describe(figures))
-    return 0 if figures["losses"]["equal"] else 1
+    print(text if arguments.json else describe(figures), flush=True)
 
 
 def main() -> int:

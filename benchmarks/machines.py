@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +94,11 @@ class Emulation:
 
     @classmethod
     def around(cls, rows: float, workload: Workload, ranks: int, tail: float) -> Emulation:
-        """One exchange of a batch's rows takes ``rows`` seconds and fits behind the forward, one after backward ``tail``."""
+        """An exchange of a batch's rows takes ``rows`` seconds and fits behind the forward.
+
+        Args:
+            tail: compute after backward, as a share of forward and backward.
+        """
         off_rank = workload.row_bytes * (ranks - 1) / ranks
         return cls(
             forward=1.2 * rows,
@@ -183,7 +187,15 @@ class EmulatedMachine:
         return Memory()
 
     def describe(self) -> dict[str, Any]:
-        return {"device": f"emulated on {os.cpu_count()} cores ({platform.machine()})"} | asdict(self.emulation)
+        emulation = self.emulation
+        return {
+            "device": f"emulated on {os.cpu_count()} cores ({platform.machine()})",
+            "forward_ms": 1e3 * emulation.forward,
+            "backward_ms": 1e3 * emulation.backward,
+            "after_backward_ms": 1e3 * emulation.optimizer,
+            "bandwidth_mb_per_s": emulation.bandwidth / 1e6,
+            "latency_ms": 1e3 * emulation.latency,
+        }
 
 
 # ---- real ------------------------------------------------------------------------------------------------------------------
@@ -205,7 +217,7 @@ class Layers(nn.Module):
         with torch.autocast("cuda", torch.bfloat16):
             hidden = self.first(rows)
             for layer in self.layers:
-                hidden = layer(nn.functional.silu(hidden))
+                hidden = hidden + layer(nn.functional.silu(hidden))
         return hidden.float().pow(2).mean()
 
 
@@ -265,6 +277,6 @@ class CudaMachine:
     def describe(self) -> dict[str, Any]:
         return {
             "device": torch.cuda.get_device_name(self.device),
-            "SMs a rank, %": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"),
+            "sm_percent": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         } | self._shape

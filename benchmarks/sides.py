@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
@@ -45,7 +45,12 @@ class Model(nn.Module):
     def __init__(self, workload: Workload, dense: nn.Module):
         super().__init__()
         table = EmbeddingConfig(
-            name="catalogue", embedding_dim=workload.dim, num_embeddings=workload.rows, feature_names=[FEATURE]
+            name="catalogue",
+            embedding_dim=workload.dim,
+            num_embeddings=workload.rows,
+            feature_names=[FEATURE],
+            weight_init_min=-1.0,  # rows that matter to the loss: a wrong one shows
+            weight_init_max=1.0,
         )
         self.embeddings = EmbeddingCollection(tables=[table], device=torch.device("meta"))
         self.dense = dense
@@ -64,7 +69,14 @@ def build(workload: Workload, machine: Machine) -> tuple[DistributedModelParalle
         model, sharders, "row_wise", device=machine.device, world_size=dist.get_world_size(), local_size=1
     )
     env = ShardingEnv.from_process_group(machine.group(URGENT))
-    sharded = DistributedModelParallel(model, env=env, device=machine.device, plan=plan, sharders=sharders)
+    sharded = DistributedModelParallel(
+        model,
+        env=env,
+        device=machine.device,
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),  # as the strategy has it
+    )
     return sharded, machine.optimizer(model.dense.parameters())
 
 
@@ -72,7 +84,7 @@ def build(workload: Workload, machine: Machine) -> tuple[DistributedModelParalle
 def dense_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
     """The same dense compute, AllReduce and optimizer, with the rows already local and their gradient left where it is."""
     torch.manual_seed(1)
-    model = DistributedDataParallel(machine.dense(workload.dim))
+    model = DistributedDataParallel(machine.dense(workload.dim), gradient_as_bucket_view=True, broadcast_buffers=False)
     optimizer = machine.optimizer(model.parameters())
     rows = torch.randn(workload.ids_per_rank, workload.dim, device=machine.device, requires_grad=True)
 

@@ -130,3 +130,20 @@ def looking_is_not_waiting(rank: int, clock: CountedTime, urgent: Any, bulk: Any
 
 def test_asking_whether_it_is_there_changes_nothing() -> None:
     assert run_ranks(on_wire, args=(looking_is_not_waiting, 0, 1)) == run_ranks(on_wire, args=(overtaking, 0, 1))
+
+
+def reduce_beside_exchanges(rank: int, clock: CountedTime, group: Any) -> float:
+    total = torch.zeros(1)
+    for _ in range(2000):
+        work = start(group, 64e-6)
+        total += 1
+        dist.all_reduce(total, group=group)
+        work.wait()
+        total /= 2
+    return total.item()
+
+
+def test_gloo_is_not_entered_with_the_gil_held() -> None:
+    # gloo's threads take the GIL to let go of an exchanged tensor, with gloo's lock held: whoever has the first must not
+    # ask for the second. The base class's allreduce does, and hangs here.
+    assert run_ranks(on_wire, args=(reduce_beside_exchanges, 0)) == [2000.0, 2000.0]
