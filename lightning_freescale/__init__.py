@@ -12,6 +12,7 @@ from lightning_utilities.core import rank_zero as _rank_zero
 from lightning_freescale import _quiet as _quiet
 from lightning_freescale import _requirements as _requirements  # first: explains a missing dependency
 from lightning_freescale._lightning import FreeScaleStrategy
+from lightning_freescale.bubbles.monitor import BubbleMonitor
 from lightning_freescale.checkpoint import export
 from lightning_freescale.data import SeqBatch, SeqRecDataModule
 from lightning_freescale.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
@@ -23,6 +24,7 @@ _rank_zero.log = _messages  # importing pytorch_lightning takes lightning's mess
 
 __version__ = "0.1.0"
 __all__ = [
+    "BubbleMonitor",
     "CheckpointError",
     "ConfigurationError",
     "FreeScaleError",

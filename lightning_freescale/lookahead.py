@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.control import Control, Header, Posted, Status
 from lightning_freescale.errors import InputError
 
@@ -33,6 +34,7 @@ class LookaheadLoader:
         control: the ranks' side channel.
         limit: number of batches an epoch may have; ``inf`` if unknown.
         on_stop: called when any rank was asked to stop; raises.
+        timeline: on which the wait for each batch is marked.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class LookaheadLoader:
         control: Control,
         limit: Callable[[], float],
         on_stop: Callable[[], None],
+        timeline: Timeline | None = None,
     ):
         self.loader = loader
         self._stage, self._control, self._limit, self._on_stop = stage, control, limit, on_stop
@@ -52,6 +55,7 @@ class LookaheadLoader:
         self.batches_done = 0  # of the epoch to come, by a resume
         self.shift = 0  # how many more they are than the number saved, which was that of another world size
         self._inner_resume: dict | None = None
+        self._timeline = timeline or Timeline()
         self.headers: list[Header] = []  # of the batch handed out last, by rank
 
     def __getattr__(self, name: str) -> Any:
@@ -64,15 +68,16 @@ class LookaheadLoader:
 
     def upcoming(self, k: int) -> Any:
         """The staged batch ``k`` steps ahead (1 or 2); ``None`` if any rank has none, so that all ranks act alike."""
-        for fetched in islice(self._queue, k):  # a rank that failed or ended says nothing of the batches after
-            if any(header.status != Status.BATCH for header in fetched.posted.wait()):
-                return None
+        with self._timeline.span("id_exchange"):  # waits for the slowest rank's header
+            for fetched in islice(self._queue, k):  # a rank that failed or ended says nothing of the batches after
+                if any(header.status != Status.BATCH for header in fetched.posted.wait()):
+                    return None
         return self._queue[k - 1].batch if len(self._queue) >= k else None
 
     def __iter__(self) -> Iterator[Any]:
         self._queue.clear()
         self._yielded = 0
-        return self._batches()
+        return self._timeline.iterate("input_wait", self._batches())
 
     def _batches(self) -> Iterator[Any]:
         # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().

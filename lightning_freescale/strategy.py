@@ -22,6 +22,8 @@ from lightning_freescale._log import say_once
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.planner import Planner
+from lightning_freescale.bubbles.monitor import BubbleMonitorMixin, add_monitor
+from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
@@ -65,11 +67,15 @@ class FreeScaleMixin(_Base):
             the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
             ``"auto"``: the first steps try both, and the faster path stays.
         dedup: ask for each distinct row of a batch once and sum its gradients before sending them (CUDA only).
-        transport: ``"auto"``: NCCL on CUDA, gloo on CPU.
+        transport: what moves rows and gradients. ``"host"``: copy engines and host memory, which takes no GPU cores from
+            the compute beside it. ``"auto"``: gloo on CPU; on CUDA ``"host"`` where exchanges are prioritized, hence
+            overlapped, and all ranks share a host, and NCCL otherwise.
         loss_reduction: what the loss of ``training_step`` is a mean over, ``"sample"`` or ``"token"`` (events of the
             histories). Ranks may hold different numbers of them: each rank's loss is weighted by its share, so that the
             gradient is that of the mean over the global batch. A model's own attribute ``loss_reduction`` comes first.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
+        monitor: measure the bubbles and log them, where the Trainer has a logger. Default: on CPU. On CUDA it must be asked
+            for: its timing by CUDA events has not been checked on a GPU yet.
         ddp_kwargs: as for :class:`lightning.pytorch.strategies.DDPStrategy`.
     """
 
@@ -77,6 +83,7 @@ class FreeScaleMixin(_Base):
     # Each Lightning namespace has its own classes: the two thin modules that complete this mixin name theirs.
     _sigterm_exception: type[BaseException]
     _is_overridden: Callable[[str, object], bool]
+    _monitor_type: type[BubbleMonitorMixin]
 
     def __init__(
         self,
@@ -89,6 +96,7 @@ class FreeScaleMixin(_Base):
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
         timeout: float | timedelta = 600.0,
+        monitor: bool | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         if ddp_kwargs.get("start_method", "popen") != "popen":
@@ -102,6 +110,8 @@ class FreeScaleMixin(_Base):
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
         self._balancer = Balancer(balance, timeout=self._wait)
         self._loss_reduction, self._dedup = loss_reduction, dedup
+        self._monitor = monitor
+        self.timeline = Timeline()
         self._sharded: DistributedModelParallel | None = None
         self._rows: dict[str, int] = {}
         self._base_lr: list[float] = []
@@ -143,6 +153,9 @@ class FreeScaleMixin(_Base):
             self.control = Control(self._wait)
         if self._copies is None:
             self._copies = SideStream(self.root_device)
+        wanted = self.root_device.type == "cpu" if self._monitor is None else self._monitor
+        if wanted and self._module.trainer.state.fn == FITTING:
+            add_monitor(self._module.trainer, self._monitor_type)
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
@@ -188,8 +201,8 @@ class FreeScaleMixin(_Base):
 
     def _choose_transport(self) -> None:
         if self._exchange_backend is None:
-            choice = transport.choose(self._transport, self.root_device, overlapped=bool(self._prioritize))
-            say_once(f"transport={self._transport!r}: {choice.backend}, {choice.reason}")
+            overlapped, one_host = bool(self._prioritize), self.num_nodes == 1
+            choice = transport.choose(self._transport, self.root_device, overlapped=overlapped, one_host=one_host)
             self._exchange_backend = choice.backend
 
     def _shard(self) -> None:
@@ -240,7 +253,7 @@ class FreeScaleMixin(_Base):
             return
         if self._exchange_groups is None:
             self._exchange_groups = Groups(self._new_group("high"), self._new_group("low"))
-        self.schedule = Schedule(modules, self._exchange_groups, self._copies)
+        self.schedule = Schedule(modules, self._exchange_groups, self._copies, self.timeline)
         if self._prioritize == "auto":
             self._trial, self._trial_step = Trial(), 0
             self.schedule.activate(False)
@@ -305,6 +318,7 @@ class FreeScaleMixin(_Base):
             control=self.control,
             limit=(lambda: trainer.num_training_batches) if training else (lambda: float("inf")),
             on_stop=self._stop_together,
+            timeline=self.timeline if training else None,
         )
         if training:
             self._train_loader = loader
@@ -326,7 +340,9 @@ class FreeScaleMixin(_Base):
             return batch, weight  # Lightning calls the user's hook on it when the batch is due
         batch = trainer.precision_plugin.convert_input(batch)
         move = super().batch_to_device
-        return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), weight
+        assert self._copies is not None
+        with self.timeline.span("h2d", stream=self._copies.stream):
+            return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), weight
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         staged, found = staging.unwrap(batch)

@@ -52,7 +52,8 @@ class BubbleMonitorMixin(_Base):
 
     Tags, shares of the ranks' time unless they say otherwise: ``bubble/total`` and its parts ``bubble/straggler``,
     ``bubble/exposed_embedding``, ``bubble/exposed_dense``, ``bubble/input_wait``, ``bubble/other``; ``balance/imbalance``
-    (largest over mean compute time of the ranks), ``balance/sparsity``, ``embedding/collision_rate``, ``comm/overlap``,
+    (largest over mean compute time of the ranks), ``balance/sparsity``, ``embedding/collision_rate``,
+    ``embedding/prioritized`` (0 or 1), ``comm/overlap``,
     ``throughput/samples_per_s``, ``throughput/tokens_per_s``, ``step/time_ms``; see ``summary.py`` for a few more.
     Recorded steps are kept in ``<log_dir>/freescale`` for ``freescale report``.
 
@@ -353,6 +354,10 @@ class BubbleMonitorMixin(_Base):
         accounts, pictured = gathering.wait()
         bubbles = attribute(accounts)
         values = self._summary(bubbles)
+        schedule = getattr(
+            trainer.strategy, "schedule", None
+        )  # 1 while the exchange is prioritized, by wish or by trial
+        values["embedding/prioritized"] = float(schedule is not None and bool(schedule.prioritized))
         for logger in trainer.loggers:
             logger.log_metrics(values, step=gathering.step)
         if pictured and self._loggers_with_images:

@@ -13,6 +13,7 @@ Orders of the rows of one batch, in one sharding group:
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, Sharded
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.bubbles.timeline import Kind, Timeline
+from lightning_freescale.bubbles.timeline import Transfer as Watched
 from lightning_freescale.embedding.collisions import (
     CollisionDetector,
     count_by,
@@ -54,17 +57,21 @@ class Transfer(NamedTuple):
     work: Any
     received: Tensor
     sent: Tensor  # alive until the transfer is done
+    watched: Watched
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        with self.watched.waiting():
+            self.work.wait()
         return self.received
 
 
-def exchange(sent: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Transfer:
+def exchange(
+    sent: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, timeline: Timeline, kind: Kind
+) -> Transfer:
     """Start an all-to-all of rows ``[sum(send), ...]``; ``send`` and ``receive`` count rows by rank."""
     received = sent.new_empty((sum(receive), *sent.shape[1:]))
     work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
-    return Transfer(work, received, sent)
+    return Transfer(work, received, sent, timeline.transfer(kind, work, sent.nbytes))
 
 
 @dataclass
@@ -77,6 +84,7 @@ class ExchangeStats:
         rows: rows asked for: as many, or one for each distinct id of a batch with ``dedup``.
         collisions: rows among them that the batch before updates.
         row_bytes: bytes of all rows asked for; as many gradients go the other way.
+        id_bytes: bytes of a row for every id.
     """
 
     batches: int = 0
@@ -84,6 +92,7 @@ class ExchangeStats:
     rows: int = 0
     collisions: int = 0
     row_bytes: int = 0
+    id_bytes: int = 0
 
     @property
     def collision_rate(self) -> float:
@@ -93,7 +102,7 @@ class ExchangeStats:
     @property
     def bytes_saved(self) -> int:
         """Bytes that ``dedup`` has spared, rows and gradients together."""
-        return 2 * self.row_bytes * (self.ids - self.rows) // self.rows if self.rows else 0
+        return 2 * (self.id_bytes - self.row_bytes)
 
 
 @dataclass
@@ -203,8 +212,15 @@ class PrioritizedEmbedding:
         copies: the stream on which batches are copied to the device.
     """
 
-    def __init__(self, module: ShardedEmbeddingCollection, groups: Groups, copies: SideStream | None = None):
+    def __init__(
+        self,
+        module: ShardedEmbeddingCollection,
+        groups: Groups,
+        copies: SideStream | None = None,
+        timeline: Timeline | None = None,
+    ):
         self.module, self.groups, self.copies = module, groups, copies
+        self.timeline = timeline or Timeline()
         self.world_size = groups.collision.size()
         self.kernels = kernels_of(module)
         self.steps = 0  # training steps of this module, see take_over
@@ -248,7 +264,7 @@ class PrioritizedEmbedding:
         """Wait for the ids and note who asked for what."""
         if state.ids is None:
             return
-        with self.ids_stream.work():
+        with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE):
             received, state.ids = state.ids.wait().wait(), None
             for index, (features, context) in enumerate(zip(received, state.context.sharding_contexts, strict=True)):
                 state.asked.append(self._note(index, features, context))
@@ -284,7 +300,7 @@ class PrioritizedEmbedding:
     def collide(self, first: BatchState, second: BatchState) -> None:
         """Find the rows two consecutive batches share and tell their requesters. Needs no weight either."""
         first.split_after, second.split_before = [], []
-        with self.ids_stream.work():
+        with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE, arrived=math.nan):
             for index, (a, b) in enumerate(zip(first.asked, second.asked, strict=True)):
                 of_first, of_second = self._detectors[index](a.keys, b.keys)
                 first.split_after.append(self._tell(a, of_first))
@@ -293,7 +309,14 @@ class PrioritizedEmbedding:
             keep_for(self.table_stream, (split.mask, split.received_mask))
 
     def _tell(self, asked: Asked, mask: Tensor) -> _Split:
-        told = exchange(mask[asked.wire].to(torch.uint8), asked.owned, asked.asked, self.groups.collision)
+        told = exchange(
+            mask[asked.wire].to(torch.uint8),
+            asked.owned,
+            asked.asked,
+            self.groups.collision,
+            self.timeline,
+            Kind.ID_EXCHANGE,
+        )
         split = _Split(mask, told)
         if self.device.type == "cuda":  # waits on the stream, not on the host; the counts are there a step later
             self._count(asked, split)
@@ -361,7 +384,7 @@ class PrioritizedEmbedding:
         }
 
     def _divide(self, state: BatchState, splits: list[_Split] | None, otherwise: str) -> list[dict[str, Piece]]:
-        with self.table_stream.work(self.ids_stream):
+        with self.table_stream.work(self.ids_stream), self.timeline.span(Kind.ID_EXCHANGE, arrived=math.nan):
             if splits is None:
                 return [self._whole(asked, otherwise) for asked in state.asked]
             return [self._pieces(asked, split) for asked, split in zip(state.asked, splits, strict=True)]
@@ -378,26 +401,32 @@ class PrioritizedEmbedding:
     def settle_rows(self, state: BatchState) -> None:
         """Decide how the rows of a batch come: by its collisions with the batch before, all at once if there is none."""
         state.rows = self._divide(state, state.split_before, EXCLUSIVE)
+        if state.split_before is not None:
+            for pieces in state.rows:
+                self.timeline.count("rows", sum(sum(piece.send) for piece in pieces.values()))
+                self.timeline.count("collisions", sum(pieces[COLLISION].send))
         stats = self.stats
         stats.batches += 1
         stats.ids += state.kjt.values().numel()
+        stats.id_bytes += state.kjt.values().numel() * self.module._embedding_dim * 4  # float32
         for pieces, dim in zip(state.rows, self._dims, strict=True):
             rows = sum(sum(piece.receive) for piece in pieces.values())
             stats.rows += rows
-            stats.row_bytes += rows * dim * 4  # float32
+            stats.row_bytes += rows * dim * 4
             stats.collisions += sum(pieces[COLLISION].receive) if COLLISION in pieces else 0
 
     @torch.no_grad()
     def send_rows(self, state: BatchState, piece: str) -> None:
         """Owner: look up the rows of one piece and start sending them."""
         state.incoming[piece] = []
-        with self.table_stream.work():
+        kind = Kind.ROW_EXCHANGE_COLLISION if piece == COLLISION else Kind.ROW_EXCHANGE_EXCLUSIVE
+        with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
             for lookup, dim, pieces in zip(self.module._lookups, self._dims, state.rows, strict=True):
                 if piece in pieces:
                     part = pieces[piece]
                     rows = self._look_up(lookup, part.features, dim)
                     state.incoming[piece].append(
-                        exchange(rows[part.wire], part.send, part.receive, self.groups.of(piece))
+                        exchange(rows[part.wire], part.send, part.receive, self.groups.of(piece), self.timeline, kind)
                     )
             self.restore_steps()
 
@@ -422,7 +451,8 @@ class PrioritizedEmbedding:
                 if asked.unbucketize is not None:
                     order = order[asked.unbucketize]
                 joined.append((torch.cat([next(taken[name]).wait() for name in pieces]), order))
-        self.table_stream.join()
+        with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here, on CPU above
+            self.table_stream.join()
         outputs = []
         for index, (parts, order) in enumerate(joined):
             keep_for(current_stream(self.device), (parts, order))
@@ -459,7 +489,16 @@ class PrioritizedEmbedding:
                 if asked.unbucketize is not None:
                     positions = _inverse(asked.unbucketize)[positions]
                 sent = gradient.index_select(0, positions)
-                state.outgoing[piece].append(exchange(sent, part.receive, part.send, self.groups.of(piece)))
+                state.outgoing[piece].append(
+                    exchange(
+                        sent,
+                        part.receive,
+                        part.send,
+                        self.groups.of(piece),
+                        self.timeline,
+                        Kind.GRADIENT_EXCHANGE,
+                    )
+                )
 
     def apply_gradients(self, state: BatchState, piece: str) -> None:
         """Owner: update the rows of one piece, with the learning rate and step count of the batch's own step."""
@@ -468,7 +507,7 @@ class PrioritizedEmbedding:
         now = [group["lr"] for group in self.module.fused_optimizer.param_groups]
         self._set_learning_rates(state.learning_rates)
         transfers = iter(state.outgoing.pop(piece))
-        with self.table_stream.work():
+        with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
             for lookup, dim, gradient, pieces in zip(
                 self.module._lookups, self._dims, state.gradient, state.gradients, strict=True
             ):

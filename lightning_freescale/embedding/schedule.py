@@ -26,6 +26,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale._log import say_once
+from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.prioritized import COLLISION, EXCLUSIVE, BatchState, Groups, PrioritizedEmbedding
 from lightning_freescale.streams import SideStream
 
@@ -151,9 +152,15 @@ class Schedule:
     """Drives all prioritized modules through a step, in the same order on every rank."""
 
     def __init__(
-        self, modules: dict[str, ShardedEmbeddingCollection], groups: Groups, copies: SideStream | None = None
+        self,
+        modules: dict[str, ShardedEmbeddingCollection],
+        groups: Groups,
+        copies: SideStream | None = None,
+        timeline: Timeline | None = None,
     ):
-        self.lanes = [Lane(name, PrioritizedEmbedding(module, groups, copies)) for name, module in modules.items()]
+        self.lanes = [
+            Lane(name, PrioritizedEmbedding(module, groups, copies, timeline)) for name, module in modules.items()
+        ]
         for lane in self.lanes:
             lane.moves.module.forward = lane.forward  # as TorchRec's own pipelines do
         self._batch: list[KeyedJaggedTensor] = []

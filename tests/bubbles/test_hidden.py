@@ -1,0 +1,124 @@
+"""With the prioritized exchange: what is hidden behind compute is no bubble, what is not hidden is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_freescale.bubbles.attribution import account, attribute
+from lightning_freescale.bubbles.records import read_run
+from lightning_freescale.bubbles.timeline import Kind
+from lightning_freescale.embedding import prioritized
+from tests import toy
+from tests.bubbles.seam import Watched, fit
+from tests.ranks import run_ranks
+
+DELAY = 0.5  # seconds, large against what happens between a step's end and the next forward
+STEPS = 14
+DELAYED = (5, 8, 11)
+
+
+class SlowWork:
+    """A transfer that arrives late and takes nobody's time meanwhile."""
+
+    def __init__(self, work: Any):
+        self._arrived: torch.futures.Future = torch.futures.Future()
+        work.get_future().add_done_callback(
+            lambda future: threading.Timer(DELAY, lambda: self._arrived.set_result(None)).start()
+        )
+
+    def get_future(self) -> torch.futures.Future:
+        return self._arrived
+
+    def wait(self) -> None:
+        self._arrived.wait()
+
+
+class Busy(toy.Model):
+    """Optionally computes for longer than the delay in the backward of the delayed steps."""
+
+    def __init__(self, busy: bool):
+        super().__init__()
+        self.busy = busy
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.busy and batch_idx in DELAYED:
+            loss.register_hook(lambda gradient: time.sleep(1.5 * DELAY))
+        return loss
+
+
+def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
+    model = Busy(busy)
+    inner = prioritized.exchange
+
+    def exchange(*args: Any) -> Any:
+        transfer = inner(*args)
+        *_, timeline, kind = args
+        step = model.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        if kind is not slow or step not in DELAYED:
+            return transfer
+        work = SlowWork(transfer.work)
+        return transfer._replace(work=work, watched=timeline.transfer(kind, work))
+
+    prioritized.exchange = exchange
+    loader = torch.utils.data.DataLoader(toy.Samples(256), batch_size=2, collate_fn=toy.collate, shuffle=True)
+    fit(
+        2,
+        model=model,
+        loader=loader,
+        strategy=Watched(prioritize=True),
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=STEPS,
+        max_epochs=1,
+        max_steps=STEPS,
+    )
+
+
+def measured(folder: Path, delayed: set[int]) -> list[dict[str, float]]:
+    """For each rank, by how much a delayed step exceeds a clean one, over the delay: the parts, and what was hidden."""
+    run = read_run(folder)
+    steps = {index: run.step(index) for index in run.indices if index >= 4}
+    bubbles = attribute(np.stack([[account(step[rank]) for step in steps.values()] for rank in range(run.ranks)]))
+    chosen = np.array([index in delayed for index in steps])
+    figures = {**bubbles.parts, "hidden": bubbles.hidden}
+    return [
+        {
+            name: float(np.median(values[rank, chosen]) - np.median(values[rank, ~chosen])) / DELAY
+            for name, values in figures.items()
+        }
+        for rank in range(run.ranks)
+    ]
+
+
+def agrees(found: list[dict[str, float]], wanted: str) -> bool:
+    return all(abs(share - (name == wanted)) < 0.1 for parts in found for name, share in parts.items())
+
+
+@pytest.mark.parametrize(
+    ("slow", "busy", "later", "wanted"),
+    [
+        (Kind.ROW_EXCHANGE_COLLISION, False, 1, "exposed_embedding"),  # sent after backward, needed in the next forward
+        (Kind.ROW_EXCHANGE_EXCLUSIVE, True, 0, "hidden"),  # sent before backward, which takes longer
+        (Kind.GRADIENT_EXCHANGE, False, 0, "exposed_embedding"),  # those of collisions are needed after backward
+    ],
+    ids=["collision rows", "exclusive rows", "gradients"],
+)
+def test_a_slow_link_shows_where_it_is_waited_for(
+    slow: Kind, busy: bool, later: int, wanted: str, tmp_path: Path
+) -> None:
+    for attempt in range(2):  # another process may take the cores away for a while
+        folder = tmp_path / str(attempt)
+        run_ranks(train, args=(folder, slow, busy))
+        found = measured(folder, {step + later for step in DELAYED})
+        if agrees(found, wanted):
+            break
+    assert agrees(found, wanted), found
+    assert not agrees(found, "hidden" if wanted != "hidden" else "exposed_embedding")
