@@ -6,7 +6,7 @@ With the index of the files every rank and worker knows exactly which rows are i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,68 @@ from lightning_freescale.data.negatives import NegativeSampler
 from lightning_freescale.data.preprocess import time_order
 from lightning_freescale.data.rowgroups import Piece, StreamIndex, read_pieces
 from lightning_freescale.data.sampler import check_enough
-from lightning_freescale.errors import InputError
+from lightning_freescale.errors import CheckpointError, InputError
 from lightning_freescale.jagged import lengths_to_offsets
+
+MAX_RUNS = 16  # of different shapes, within one epoch
+
+
+class Run(NamedTuple):
+    """Part of an epoch: so many ranks, of so many workers each, trained on so many batches each."""
+
+    ranks: int
+    workers: int
+    batch_size: int
+    batches: int
+
+
+class Start(NamedTuple):
+    """Where in an epoch an iteration begins: after earlier runs of other shapes, and some batches of its own."""
+
+    runs: tuple[Run, ...] = ()
+    skip: int = 0
+
+
+def to_make(total: int, done: int, role: int, workers: int) -> range:
+    """Of a rank's ``total`` batches those left to one of its workers, when the loader has taken ``done`` from them in turn."""
+    first = sum(len(range(other, total, workers)) for other in range(role))
+    return range(first + len(range(role, min(done, total), workers)), first + len(range(role, total, workers)))
+
+
+def untrained(samples: int, runs: Sequence[Run], drop_last: bool = False) -> list[range]:
+    """What is left of a line of samples after ``runs``, each of which divided what it found among its ranks and workers.
+
+    >>> untrained(10, [Run(ranks=2, workers=1, batch_size=2, batches=1)])
+    [range(2, 5), range(7, 10)]
+    >>> untrained(10, [Run(ranks=1, workers=2, batch_size=2, batches=3)])
+    [range(4, 6), range(8, 10)]
+    """
+    left = [range(samples)]
+    for ranks, workers, batch_size, batches in runs:
+        count, rest = sum(map(len, left)), []
+        total = -(-samples_per_rank(count, ranks, batch_size, drop_last) // batch_size)
+        for rank in range(ranks):
+            first, stop = count * rank // ranks, count * (rank + 1) // ranks
+            spare = range(total, count)  # what no batch had room for
+            for own in (*(to_make(total, batches, role, workers) for role in range(workers)), spare):
+                begin, end = (min(first + batch * batch_size, stop) for batch in (own.start, own.stop))
+                rest += _cut(left, begin, end)
+        left = rest
+    return left
+
+
+def samples_per_rank(samples: int, ranks: int, batch_size: int, drop_last: bool) -> int:
+    return samples // (ranks * batch_size) * batch_size if drop_last else -(-samples // ranks)
+
+
+def _cut(stretches: Sequence[range], first: int, stop: int) -> list[range]:
+    """Elements ``first`` to ``stop`` of stretches that stand one after another."""
+    parts, at = [], 0
+    for stretch in stretches:
+        part = stretch[max(0, first - at) : max(0, stop - at)]
+        parts += [part] if len(part) else []
+        at += len(stretch)
+    return parts
 
 
 class StreamDataset(IterableDataset):
@@ -70,31 +130,62 @@ class StreamDataset(IterableDataset):
         self._pieces = [Piece(*piece) for piece in index.pieces.tolist()]
         self._first = lengths_to_offsets(index.pieces[:, Piece._fields.index("rows")])  # [P + 1] over all files
         self._edges = np.searchsorted(self._kept, self._first)  # [P + 1] into the kept rows
-        self._epoch = self._skip = 0
-        # Workers may outlive an epoch: this is how they hear of the next one. [epoch, batches to skip]
-        self._announced = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._epoch, self.workers = 0, 1
+        self._start, self._next_start = Start(), Start()  # of this iteration and of the next
+        # Workers may outlive an epoch: this is how they hear of the next one. [epoch, batches to skip, runs before, ...]
+        self._announced = torch.zeros(3 + len(Run._fields) * MAX_RUNS, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
         """Local batches per epoch, the same on every rank."""
-        return -(-self._samples_per_rank // self.batch_size)
+        return self._batches_of(len(self._kept))
 
-    @property
-    def _samples_per_rank(self) -> int:
-        if self.drop_last:
-            return len(self._kept) // (self.num_replicas * self.batch_size) * self.batch_size
-        return -(-len(self._kept) // self.num_replicas)
+    def _batches_of(self, samples: int) -> int:
+        return -(-self._samples_per_rank(samples) // self.batch_size)
+
+    def _samples_per_rank(self, samples: int) -> int:
+        return samples_per_rank(samples, self.num_replicas, self.batch_size, self.drop_last)
+
+    def _untrained(self, runs: Sequence[Run]) -> list[range]:
+        return untrained(len(self._kept), runs, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
-    def resume(self, batches: int) -> None:
-        """Start the next iteration after that many batches of its epoch. Applies once."""
-        self._skip = batches
+    def position(self, batches: int) -> list[list[int]]:
+        """The runs, as numbers, that make up the first ``batches`` batches of this epoch: what :meth:`resume` takes."""
+        done = len(self) - self._to_come(self._start)
+        return [*map(list, self._start.runs), [*self._shape, self._start.skip + batches - done]]
+
+    def resume(self, batches: int, position: list[list[int]] | None = None) -> int:
+        """Start the next iteration after ``batches`` batches of its epoch. Applies once.
+
+        With ``position``, from runs on any numbers of ranks and workers, it goes on with what they have not trained on.
+
+        Returns:
+            The number of batches that count as done here; with those to come they make ``len(self)``.
+        """
+        runs = [Run(*run) for run in position or [[*self._shape, batches]]]
+        if len(runs) > MAX_RUNS:
+            raise CheckpointError(
+                f"resume: {len(runs)} runs had a part in this epoch; start from an earlier checkpoint"
+            )
+        same = runs[-1][:-1] == self._shape  # then the line is divided as it was
+        self._next_start = Start(tuple(runs[:-1]), runs[-1].batches) if same else Start(tuple(runs))
+        return len(self) - self._to_come(self._next_start)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return self.num_replicas, self.workers, self.batch_size
+
+    def _to_come(self, start: Start) -> int:
+        return max(0, self._batches_of(sum(map(len, self._untrained(start.runs)))) - start.skip)
 
     def announce(self) -> None:
         """Tell the workers that an iteration begins, and where. In the training process."""
-        self._announced[0], self._announced[1] = self._epoch, self._skip
-        self._skip = 0
+        start = self._start = self._next_start
+        self._next_start = Start()
+        numbers = [self._epoch, start.skip, len(start.runs), *(number for run in start.runs for number in run)]
+        self._announced[: len(numbers)] = torch.tensor(numbers)
 
     def __iter__(self) -> Iterator[SeqBatch]:
         info = get_worker_info()
@@ -103,13 +194,16 @@ class StreamDataset(IterableDataset):
             worker, workers = 0, 1
         else:
             worker, workers = info.id, info.num_workers
-        epoch, skip = self._announced.tolist()
-        return self._batches(epoch, worker_batches(len(self), skip, worker, workers))
+        epoch, skip, count, *numbers = self._announced.tolist()
+        width = len(Run._fields)
+        stretches = self._untrained([Run(*numbers[width * at : width * (at + 1)]) for at in range(count)])
+        total = self._batches_of(sum(map(len, stretches)))
+        return self._batches(epoch, stretches, worker_batches(total, skip, worker, workers))
 
-    def _batches(self, epoch: int, numbers: range) -> Iterator[SeqBatch]:
+    def _batches(self, epoch: int, stretches: list[range], numbers: range) -> Iterator[SeqBatch]:
         parts: list[Samples] = []
         missing = self.batch_size
-        for samples in self._samples(epoch, numbers):
+        for samples in self._samples(epoch, stretches, numbers):
             parts.append(samples)
             missing -= len(samples.users)
             if missing == 0:
@@ -118,9 +212,9 @@ class StreamDataset(IterableDataset):
         if parts:
             yield collate(_join(parts), self.negatives, epoch)
 
-    def _samples(self, epoch: int, numbers: range) -> Iterator[Samples]:
+    def _samples(self, epoch: int, stretches: list[range], numbers: range) -> Iterator[Samples]:
         """Samples of the local batches ``numbers``, in runs that end where a batch or a piece does."""
-        plan = list(self._plan(epoch, numbers))
+        plan = list(self._plan(epoch, stretches, numbers))
         room = self.batch_size
         threads = get_worker_info() is None  # workers are the threads
         pieces = read_pieces(self.index.source, [self._pieces[at] for at, _ in plan], threads)
@@ -136,15 +230,19 @@ class StreamDataset(IterableDataset):
                 room = room - len(run) or self.batch_size
                 yield leave_one_out(items, times, features, offsets, run - first, self.max_history, first_user=first)
 
-    def _plan(self, epoch: int, numbers: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Which pieces to read, and which rows of each, for the local batches ``numbers``."""
+    def _plan(self, epoch: int, stretches: list[range], numbers: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Which pieces to read, and which rows of each, for the local batches ``numbers`` of ``stretches`` of the line."""
         order = self._piece_order(epoch)
         line = lengths_to_offsets(np.diff(self._edges)[order])  # [P + 1] places in the line of samples
-        first, stop = (len(self._kept) * rank // self.num_replicas for rank in (self.rank, self.rank + 1))
-        own = np.arange(numbers.start * self.batch_size, min(numbers.stop * self.batch_size, self._samples_per_rank))
+        left = lengths_to_offsets([len(stretch) for stretch in stretches])
+        per_rank = self._samples_per_rank(int(left[-1]))
+        first, stop = (int(left[-1]) * rank // self.num_replicas for rank in (self.rank, self.rank + 1))
+        own = np.arange(numbers.start * self.batch_size, min(numbers.stop * self.batch_size, per_rank))
         if not len(own):
             return
-        places = np.minimum(first + own, stop - 1)
+        places = np.minimum(first + own, max(0, stop - 1))  # among what is left
+        within = np.searchsorted(left, places, side="right") - 1
+        places += np.array([stretch.start for stretch in stretches])[within] - left[within]
         slots = np.searchsorted(line, places, side="right") - 1
         for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(slots)) + 1):
             slot = slots[run[0]]
@@ -174,10 +272,7 @@ def worker_batches(total: int, skip: int, worker: int, workers: int) -> range:
     >>> [list(worker_batches(5, 3, worker, workers=2)) for worker in range(2)]
     [[4], [2]]
     """
-    role = (worker + skip) % workers
-    first = sum(len(range(other, total, workers)) for other in range(role))
-    done = len(range(role, min(skip, total), workers))
-    return range(first + done, first + len(range(role, total, workers)))
+    return to_make(total, skip, (worker + skip) % workers, workers)
 
 
 def _join(parts: Sequence[Samples]) -> Samples:
@@ -206,6 +301,7 @@ class StreamLoader(DataLoader):
 
     def __init__(self, dataset: StreamDataset, epoch: Callable[[], int] | None = None, **options: Any):
         super().__init__(dataset, batch_size=None, **options)
+        dataset.workers = max(1, self.num_workers)
         self._current_epoch = epoch
 
     def __iter__(self) -> Any:

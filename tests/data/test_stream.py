@@ -128,6 +128,54 @@ def test_resume_is_the_tail_and_applies_once(index: StreamIndex, workers: int, s
     assert [samples([batch]) for batch in loader] == whole
 
 
+def _ranks(index: StreamIndex, world: int, batch_size: int, **options: Any) -> list[StreamDataset]:
+    return [
+        StreamDataset(index, batch_size, 20, NEGATIVES, num_replicas=world, rank=rank, shuffle=True, **options)
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "shapes",  # ranks, batch size, workers
+    [
+        [(2, 3, 0), (3, 4, 0)],
+        [(2, 3, 2), (3, 4, 2)],
+        [(4, 2, 0), (1, 5, 2), (2, 3, 0)],
+        [(1, 4, 2), (4, 2, 0), (4, 2, 0), (4, 2, 2)],
+        [(3, 2, 1), (3, 5, 0)],
+    ],
+)
+def test_other_numbers_of_ranks_go_on_without_repeating_or_losing_a_sample(
+    index: StreamIndex, shapes: list[tuple[int, int, int]], drop_last: bool
+) -> None:
+    """Every run but the last trains on two batches a rank."""
+    seen: list[tuple] = []
+    position, done = None, 0
+    for number, (world, batch_size, workers) in enumerate(shapes):
+        ranks = _ranks(index, world, batch_size, drop_last=drop_last)
+        loaders = [StreamLoader(dataset, num_workers=workers) for dataset in ranks]
+        left = len(HISTORIES.lengths) - len(set(seen))
+        for dataset in ranks:
+            if position is not None:
+                done = dataset.resume(done, position)
+        batches = [list(loader) for loader in loaders]
+        assert {len(own) for own in batches} == {len(ranks[0]) - done}
+        if number + 1 < len(shapes):
+            batches, done = [own[:2] for own in batches], done + 2
+            position = ranks[0].position(done)
+            assert all(dataset.position(done) == position for dataset in ranks)
+            assert len(samples([batch for own in batches for batch in own])) == 2 * world * batch_size
+        else:
+            size = world * batch_size
+            rest = left // size * size if drop_last else -(-left // world) * world
+            assert sum(batch.num_samples for own in batches for batch in own) == rest
+        new = [sample for own in batches for sample in samples(own)]
+        assert not set(new) & set(seen)
+        seen += new
+    assert len(set(seen)) == len(HISTORIES.lengths) - (left - rest if drop_last else 0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_reach_workers_that_stay(index: StreamIndex, workers: int) -> None:
     dataset = StreamDataset(index, 4, 6, NEGATIVES, shuffle=True)
