@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale import _C
+from lightning_freescale._log import say_once
 from lightning_freescale.errors import ConfigurationError
 from lightning_freescale.transport.backend import NAME
 from lightning_freescale.transport.host_staged import refuse_single_connection
 from lightning_freescale.transport.rendezvous import host_id
 
-logger = logging.getLogger(__name__)
 ENOUGH_SHARED_MEMORY = 64 << 20  # bytes; less leaves a handful of small chunks
 
 
@@ -72,20 +71,23 @@ def choose(
     device: torch.device,
     *,
     overlapped: bool,
+    one_host: bool = True,
     found: Capabilities | None = None,
 ) -> Choice:
-    """The backend for exchanges of tensors on ``device``. Logs the choice.
+    """The backend for exchanges of tensors on ``device``. Says once what was chosen and why.
 
     Args:
         transport: the user's wish. ``"auto"`` takes the host-staged transport where the exchanges run beside compute,
             which NCCL's kernels would slow down, and NCCL where nothing runs beside them, since it is faster alone.
         overlapped: whether compute runs beside the exchanges.
+        one_host: whether all ranks share a host. Between hosts the host-staged transport speaks TCP, which NCCL beats on
+            faster networks: ``"auto"`` leaves it to NCCL.
         found: what the machine can do; looked up when it is needed and not given.
     """
     if transport not in ("auto", "nccl", "gloo", "host"):
         raise ConfigurationError(f"transport={transport!r}: use 'auto', 'nccl', 'gloo' or 'host'")
-    choice = _on_cpu(transport) if device.type == "cpu" else _on_cuda(transport, overlapped, found)
-    logger.info("transport: %s (%s)", choice.backend, choice.reason)
+    choice = _on_cpu(transport) if device.type == "cpu" else _on_cuda(transport, overlapped, one_host, found)
+    say_once(f"transport={transport!r}: {choice.backend}, {choice.reason}")
     return choice
 
 
@@ -96,7 +98,7 @@ def _on_cpu(transport: str) -> Choice:
     return Choice(backend, False, "CPU tensors move over gloo; there are no GPU cores to spare")
 
 
-def _on_cuda(transport: str, overlapped: bool, found: Capabilities | None) -> Choice:
+def _on_cuda(transport: str, overlapped: bool, one_host: bool, found: Capabilities | None) -> Choice:
     if transport == "gloo":
         return Choice("gloo", False, "asked for; it copies through host memory with the host waiting")
     if transport == "nccl":
@@ -108,6 +110,8 @@ def _on_cuda(transport: str, overlapped: bool, found: Capabilities | None) -> Ch
         return Choice(NAME, True, "asked for; copy engines move the data")
     if found.nccl and not overlapped:
         return Choice("nccl", False, "no compute runs beside the exchanges, and NCCL is faster alone")
+    if found.nccl and not one_host:
+        return Choice("nccl", False, "ranks are on several hosts, where the SM-free transport has no network but TCP")
     if found.sm_free:
         return Choice(NAME, True, "copy engines move the data and leave the GPU's cores to compute")
     return Choice("nccl" if found.nccl else "gloo", False, f"not SM-free: {found.reason}")

@@ -68,3 +68,10 @@ def test_impossible_wishes_are_refused() -> None:
     found = Capabilities(False, "no driver", None, 0, 0, "host", nccl=True)
     with pytest.raises(ConfigurationError, match="transport='host' cannot run here: no driver"):
         choose("host", CUDA, overlapped=True, found=found)
+
+
+def test_several_hosts_are_left_to_nccl() -> None:
+    found = Capabilities(True, "", "13.0", 1, 1 << 30, "host", nccl=True)
+    choice = choose("auto", CUDA, overlapped=True, one_host=False, found=found)
+    assert (choice.backend, choice.sm_free) == ("nccl", False)
+    assert "several hosts" in choice.reason
