@@ -8,7 +8,8 @@ local. All sides train the same model on the same batches, row-wise over all ran
 cpu: an emulated device and network (``machines.py``, ``link.py``) around the real exchange. Time is counted by default, which
 makes the result the same on every machine; ``--clock real`` lets it pass, and adds what the host does. The emulated step has
 5 % of its compute after backward (``--tail``), where rows that collide can still hide; their gradients cannot.
-cuda: real ranks, NCCL and compute. The script starts one GPU as a cluster of nodes; under another launcher it takes its place.
+cuda: real ranks and compute. TorchRec exchanges over NCCL, the prioritized side over what the strategy would choose
+(``--transport``). The script starts one GPU as a cluster of nodes; under another launcher it takes its place there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="measured steps of each side and rate")
     parser.add_argument("--clock", choices=("counted", "real"), default="counted", help="cpu: how emulated time passes")
     parser.add_argument("--tail", type=float, default=5.0, help="cpu: compute after backward, percent of the rest")
+    parser.add_argument(
+        "--transport", choices=("auto", "nccl", "host"), default="auto", help="cuda: of the prioritized exchange"
+    )
     arguments = parser.parse_args(argv)
     arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
     arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
@@ -82,6 +86,7 @@ def take_part(arguments: argparse.Namespace) -> int:
         steps=arguments.steps or (12 if real and not arguments.quick else 4),
         clock=arguments.clock,
         tail=arguments.tail / 100,
+        transport=arguments.transport,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
         figures = measure.summarise(measure.measure(options))

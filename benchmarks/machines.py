@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from benchmarks.clock import Clock, CountedTime, RealTime
 from benchmarks.link import Wire, new_link
 from benchmarks.workload import Batch, Workload
+from lightning_freescale import transport
+
+Priority = Literal["high", "low"]
+Transport = Literal["auto", "nccl", "host"]
 
 
 class Machine(Protocol):
@@ -27,8 +31,11 @@ class Machine(Protocol):
 
     device: torch.device
 
-    def group(self, priority: int) -> dist.ProcessGroup:
-        """A process group of all ranks for the embedding exchange; lower ``priority`` is more urgent."""
+    def sharding_group(self) -> dist.ProcessGroup:
+        """A process group of all ranks for what TorchRec exchanges itself."""
+
+    def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
+        """A process group of all ranks for prioritized rows and gradients."""
 
     def dense(self, dim: int) -> nn.Module:
         """The dense part: rows ``[n, dim]`` to a scalar loss."""
@@ -63,15 +70,16 @@ class Memory:
         """Its turn is over."""
 
 
-def make_machine(device: str, ranks: int, clock: str, tail: float) -> tuple[Machine, Workload]:
+def make_machine(device: str, ranks: int, clock: str, tail: float, wanted: Transport) -> tuple[Machine, Workload]:
     """This rank's machine, and what to train on it. Shapes of a real recommender on CUDA, of a small one on an emulated device.
 
     Args:
         clock: ``"counted"`` or ``"real"``, for the emulated device.
         tail: its compute after backward, as a share of that of forward and backward.
+        wanted: transport of the prioritized exchange, for CUDA.
     """
     if device == "cuda":
-        return CudaMachine(width=1024, layers=20), Workload(128, 5.8, 1.2, 8192, rows=8_000_000, dim=128)
+        return CudaMachine(width=1024, layers=20, wanted=wanted), Workload(128, 5.8, 1.2, 8192, rows=8_000_000, dim=128)
     workload = Workload(64, 3.6, 0.8, 400, rows=60_000, dim=128)
     emulation = Emulation.around(0.05, workload, ranks, tail)
     return EmulatedMachine(emulation, CountedTime() if clock == "counted" else RealTime()), workload
@@ -158,8 +166,11 @@ class EmulatedMachine:
         self._wire = Wire(clock, emulation.bandwidth, emulation.latency)
         self._compute = Device(clock)
 
-    def group(self, priority: int) -> dist.ProcessGroup:
-        return new_link(self._wire, priority)
+    def sharding_group(self) -> dist.ProcessGroup:
+        return new_link(self._wire, priority=0)
+
+    def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
+        return new_link(self._wire, priority=0 if priority == "high" else 1)
 
     def dense(self, dim: int) -> nn.Module:
         return EmulatedDense(dim, self._compute, self.emulation.forward, self.emulation.backward)
@@ -242,16 +253,35 @@ class CudaMemory(Memory):
         return torch.cuda.memory_allocated()
 
 
+def _of_all_ranks(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)  # and not the marker of a rank that is no member
+    return group
+
+
 class CudaMachine:
-    def __init__(self, width: int, layers: int):
+    """This rank's GPU.
+
+    Args:
+        width, layers: shape of the dense part.
+        wanted: what moves prioritized rows and gradients, as the strategy's ``transport``.
+    """
+
+    def __init__(self, width: int, layers: int, wanted: Transport):
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.device)
         self._shape = {"width": width, "layers": layers}
+        self._backend = transport.choose(wanted, self.device, overlapped=True).backend
 
-    def group(self, priority: int) -> dist.ProcessGroup:
-        group = dist.new_group()
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+    def sharding_group(self) -> dist.ProcessGroup:
+        return _of_all_ranks(dist.new_group())
+
+    def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
+        options: Any
+        if self._backend == transport.NAME:
+            options = transport.Options(priority=priority)
+        else:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
+        return _of_all_ranks(dist.new_group(backend=self._backend, pg_options=options))
 
     def dense(self, dim: int) -> nn.Module:
         return Layers(dim, **self._shape).to(self.device)
@@ -278,5 +308,6 @@ class CudaMachine:
         return {
             "device": torch.cuda.get_device_name(self.device),
             "sm_percent": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"),
+            "exchange": self._backend,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         } | self._shape

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.machines import make_machine
+from benchmarks.machines import Transport, make_machine
 from benchmarks.sides import BASE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
 
 GOAL = {"collisions": 0.12, "gone": 0.903}
@@ -32,13 +32,14 @@ class Options:
     steps: int  # steps of each rate that count
     clock: str
     tail: float
+    transport: Transport
 
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------------
 def measure(options: Options) -> dict[str, Any]:
     """Train all sides at all rates. Returns the same figures on every rank: a step lasts until its slowest rank is through."""
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    machine, workload = make_machine(options.device, options.ranks, options.clock, options.tail)
+    machine, workload = make_machine(options.device, options.ranks, options.clock, options.tail, options.transport)
     per_rate = options.warm + options.steps + COOL
     schedule = [rate for rate in options.rates for _ in range(per_rate)]
     batches = [

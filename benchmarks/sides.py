@@ -35,7 +35,6 @@ SYNC = "freescale_sync"
 PRIORITIZED = "prioritized"
 SIDES = (BASE, SPARSE_DIST, SYNC, PRIORITIZED)
 
-URGENT, BULK = 0, 1  # priorities of the exchange's groups
 Steps = Generator[Tensor, None, None]  # the loss of each step
 
 
@@ -68,7 +67,7 @@ def build(workload: Workload, machine: Machine) -> tuple[DistributedModelParalle
     plan = sharding.make_plan(
         model, sharders, "row_wise", device=machine.device, world_size=dist.get_world_size(), local_size=1
     )
-    env = ShardingEnv.from_process_group(machine.group(URGENT))
+    env = ShardingEnv.from_process_group(machine.sharding_group())
     sharded = DistributedModelParallel(
         model,
         env=env,
@@ -130,7 +129,9 @@ class Freescale:
                 for name, module in self._model.named_modules()
                 if isinstance(module, ShardedEmbeddingCollection)
             }
-            self.schedule = Schedule(modules, Groups(machine.group(URGENT), machine.group(BULK)), self._copies)
+            self.schedule = Schedule(
+                modules, Groups(machine.exchange_group("high"), machine.exchange_group("low")), self._copies
+            )
         self.prefetched: list[int] = []  # bytes of rows held for the next step, after each step
         self.collisions: list[float] = []  # share of those rows that had to wait for this step's gradients
 

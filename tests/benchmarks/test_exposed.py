@@ -27,7 +27,7 @@ SECONDS = 0.05  # of one exchange of all rows, see make_machine
 
 
 def options(*rates: float, tail: float = 0.05) -> Options:
-    return Options("cpu", 2, rates, warm=3, steps=2, clock="counted", tail=tail)
+    return Options("cpu", 2, rates, warm=3, steps=2, clock="counted", tail=tail, transport="auto")
 
 
 def figures_of(rank: int, chosen: Options, sabotage: Callable[[], None] | None = None) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from tests.ranks import run_ranks
 # Private names of TorchRec and FBGEMM that the package uses, and where they live. check_names() looks at each.
 PINNED = {
     "_device": ShardedEmbeddingCollection,
+    "_embedding_dim": ShardedEmbeddingCollection,
     "_embedding_dim_for_sharding_type": ShardedEmbeddingCollection,
     "_embedding_names_per_sharding": ShardedEmbeddingCollection,
     "_features_to_permute_indices": ShardedEmbeddingCollection,
@@ -94,6 +95,7 @@ def check_sharding(module: ShardedEmbeddingCollection, kind: str, world: int) ->
     assert len(module._lookups) == len(types) == len(module._embedding_names_per_sharding)
     assert {name for names in module._embedding_names_per_sharding for name in names} == set(KEYS)
     assert torch.device(module._device or "cpu") == torch.device("cpu")
+    assert module._embedding_dim == DIM
     assert module._need_indices is False
     assert isinstance(module._features_to_permute_indices, dict)
     for option in OUTPUT_OPTIONS & output_parameters():
