@@ -18,7 +18,7 @@ demo: venv
 	$(BIN)/python examples/train_hstu.py
 
 test: venv
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m tests
 
 lint: venv
 	$(BIN)/ruff check .

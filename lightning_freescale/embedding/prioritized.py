@@ -239,7 +239,7 @@ class PrioritizedEmbedding:
             self._detectors.append(CollisionDetector(rows, self.device))
         self.ids_stream, self.table_stream = SideStream(self.device), SideStream(self.device)
         # Collections built by other TorchRec releases know other options: pass those that this one has.
-        options = inspect.signature(EmbeddingCollectionAwaitable).parameters
+        options = inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters
         self._output_options = {
             name: getattr(module, f"_{name}")
             for name in ("use_gather_select", "use_gather_select_per_sharding", "use_sorted_select")

@@ -38,9 +38,6 @@ def test_installed_release() -> None:
     contract.check()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="signature() of the class sees its metaclass's (*args, **kwargs): no option is found"
-)
 def test_output_options_are_handed_on() -> None:
     expected = contract.OUTPUT_OPTIONS & contract.output_parameters()
     assert expected
