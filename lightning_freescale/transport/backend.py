@@ -45,6 +45,7 @@ class FreeScaleGroup(_ProcessGroup):
         kinds = dist.ProcessGroup.BackendType
         gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         self._gloo = gloo
+        self._cuda: Any = gloo  # the inner backend of CUDA tensors
         self._set_default_backend(kinds.GLOO)
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         self._store, self._timeout = store, timeout
@@ -56,6 +57,7 @@ class FreeScaleGroup(_ProcessGroup):
                 nccl_options._timeout = timeout
                 nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options)
                 self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+                self._cuda = nccl
             else:
                 self._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
 
@@ -106,6 +108,39 @@ class FreeScaleGroup(_ProcessGroup):
     @override
     def barrier(self, opts: Any = None) -> Any:
         return self._gloo.barrier()
+
+    # Not left to the base class, which enters the inner backend with the GIL held: gloo's threads need it to let go of the
+    # tensors of an earlier exchange, and both would wait for ever.
+    @override
+    def allreduce(self, tensors: list[Tensor], *args: Any) -> Any:
+        return self._inner(tensors[0]).allreduce(tensors, *args)
+
+    @override
+    def reduce(self, tensors: list[Tensor], *args: Any) -> Any:
+        return self._inner(tensors[0]).reduce(tensors, *args)
+
+    @override
+    def reduce_scatter(self, outputs: list[Tensor], *args: Any) -> Any:
+        return self._inner(outputs[0]).reduce_scatter(outputs, *args)
+
+    @override
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any) -> Any:
+        return self._inner(inputs[0]).gather(outputs, inputs, *args)
+
+    @override
+    def scatter(self, outputs: list[Tensor], *args: Any) -> Any:
+        return self._inner(outputs[0]).scatter(outputs, *args)
+
+    @override
+    def send(self, tensors: list[Tensor], *args: Any) -> Any:
+        return self._inner(tensors[0]).send(tensors, *args)
+
+    @override
+    def recv(self, tensors: list[Tensor], *args: Any) -> Any:
+        return self._inner(tensors[0]).recv(tensors, *args)
+
+    def _inner(self, tensor: Tensor) -> Any:
+        return self._gloo if tensor.device.type == "cpu" else self._cuda
 
     # torch 2.13 calls the same collectives by these names
     all_to_all_single = alltoall_base

@@ -200,3 +200,22 @@ def _as_default(rank: int, world: int) -> str:
 
 def test_as_the_default_group() -> None:
     assert run_ranks(_as_default, 2, (2,)) == ["freescale [2.0, 2.0]"] * 2
+
+
+def mix(rank: int) -> float:
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="freescale")
+    total = torch.zeros(8)
+    for _ in range(1500):
+        sent = torch.ones(64 * dist.get_world_size())
+        work = dist.all_to_all_single(torch.empty_like(sent), sent, group=group, async_op=True)
+        del sent  # gloo's thread holds the last reference now
+        one = torch.ones(8)
+        dist.all_reduce(one, group=group)
+        work.wait()
+        total += one
+    return total.sum().item()
+
+
+def test_reductions_beside_exchanges_do_not_deadlock() -> None:
+    assert run_ranks(mix, 2, timeout=100) == [1500 * 8 * 2.0] * 2
