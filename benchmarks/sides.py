@@ -24,7 +24,7 @@ from benchmarks.machines import Machine
 from benchmarks.workload import FEATURE, Batch, Workload
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding
-from lightning_freescale.embedding.prioritized import COLLISION, Groups
+from lightning_freescale.embedding.pieces import COLLISION, Groups
 from lightning_freescale.embedding.schedule import Schedule
 from lightning_freescale.streams import SideStream
 

@@ -1,4 +1,7 @@
-"""``FreeScaleStrategy``: Lightning's hooks, in the order of a step. It conducts; the instruments are in the other modules."""
+"""``FreeScaleStrategy``: Lightning's hooks, in the order of a step. It conducts; the instruments are in the other modules.
+
+Long because Lightning has many hooks: each is a few lines that call an instrument.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
-from lightning_freescale.embedding.prioritized import Groups
+from lightning_freescale.embedding.pieces import Groups
 from lightning_freescale.embedding.schedule import Schedule
 from lightning_freescale.embedding.trial import Trial, Verdict, decide
 from lightning_freescale.errors import ConfigurationError, FreeScaleError

@@ -19,7 +19,13 @@ TAGS = (
     "step/time_ms",
 )
 # Logged too, the last two where the model says what it computes, and the device's peak is known.
-MORE_TAGS = ("balance/cost_imbalance", "comm/mbytes_per_step", "throughput/tflops", "throughput/mfu")
+MORE_TAGS = (
+    "embedding/prioritized",
+    "balance/cost_imbalance",
+    "comm/mbytes_per_step",
+    "throughput/tflops",
+    "throughput/mfu",
+)
 
 
 class Summary:

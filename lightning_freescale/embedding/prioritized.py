@@ -3,30 +3,22 @@
 Composition around TorchRec's ``ShardedEmbeddingCollection``: its input_dist, lookups, fused optimizer and state_dict stay at
 work; only the exchange of rows and of their gradients is taken over, in two pieces (collisions and exclusive rows) that travel
 at different times over different process groups. No row is looked up before every update it must see has been applied.
-
-Orders of the rows of one batch, in one sharding group:
-    lookup order    at the owner: by feature, then requester, then sample
-    wire order      what travels: by requester, then as in lookup order
-    request order   at the requester: by owner, then as it asked (so it is the wire order of all owners, end to end)
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
-from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.distributed.types import NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Kind, Timeline
-from lightning_freescale.bubbles.timeline import Transfer as Watched
 from lightning_freescale.embedding.collisions import (
     CollisionDetector,
     count_by,
@@ -34,152 +26,21 @@ from lightning_freescale.embedding.collisions import (
     partition,
     place_within,
 )
+from lightning_freescale.embedding.pieces import (
+    COLLISION,
+    EXCLUSIVE,
+    Asked,
+    BatchState,
+    Counts,
+    ExchangeStats,
+    Groups,
+    Piece,
+    Split,
+    exchange,
+)
 from lightning_freescale.embedding.state import kernels_of
 from lightning_freescale.errors import FreeScaleError
 from lightning_freescale.streams import SideStream, current_stream, keep_for
-
-COLLISION, EXCLUSIVE = "collision", "exclusive"
-
-
-class Groups(NamedTuple):
-    """Process groups by urgency: a collision never queues behind exclusive rows."""
-
-    collision: dist.ProcessGroup
-    exclusive: dist.ProcessGroup
-
-    def of(self, piece: str) -> dist.ProcessGroup:
-        return self.collision if piece == COLLISION else self.exclusive
-
-
-class Transfer(NamedTuple):
-    """An all-to-all under way. ``wait()`` blocks the host on CPU and the current stream on CUDA."""
-
-    work: Any
-    received: Tensor
-    sent: Tensor  # alive until the transfer is done
-    watched: Watched
-
-    def wait(self) -> Tensor:
-        with self.watched.waiting():
-            self.work.wait()
-        return self.received
-
-
-def exchange(
-    sent: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, timeline: Timeline, kind: Kind
-) -> Transfer:
-    """Start an all-to-all of rows ``[sum(send), ...]``; ``send`` and ``receive`` count rows by rank."""
-    received = sent.new_empty((sum(receive), *sent.shape[1:]))
-    work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
-    return Transfer(work, received, sent, timeline.transfer(kind, work, sent.nbytes))
-
-
-@dataclass
-class ExchangeStats:
-    """Sums over the batches of this rank that went the prioritized way.
-
-    Attributes:
-        batches: their number.
-        ids: ids of these batches, repeated ones too.
-        rows: rows asked for: as many, or one for each distinct id of a batch with ``dedup``.
-        collisions: rows among them that the batch before updates.
-        row_bytes: bytes of all rows asked for; as many gradients go the other way.
-        id_bytes: bytes of a row for every id.
-    """
-
-    batches: int = 0
-    ids: int = 0
-    rows: int = 0
-    collisions: int = 0
-    row_bytes: int = 0
-    id_bytes: int = 0
-
-    @property
-    def collision_rate(self) -> float:
-        """Share of the rows that must wait for the batch before."""
-        return self.collisions / self.rows if self.rows else 0.0
-
-    @property
-    def bytes_saved(self) -> int:
-        """Bytes that ``dedup`` has spared, rows and gradients together."""
-        return 2 * (self.id_bytes - self.row_bytes)
-
-
-@dataclass
-class Piece:
-    """The collisions, or the exclusive rows, of one batch in one sharding group."""
-
-    features: KeyedJaggedTensor  # owner: ids to look up, lookup order
-    wire: Tensor  # [n] owner: position in ``features`` of each row in wire order
-    send: list[int]  # owner: rows for each requester
-    positions: Tensor  # [m] requester: position in request order of each row received
-    receive: list[int]  # requester: rows from each owner
-
-
-@dataclass
-class Asked:
-    """The ids of one batch in one sharding group, as this rank asked for them and as it was asked."""
-
-    features: KeyedJaggedTensor  # owner: lookup order
-    keys: Tensor  # [n] owner: row key of each id, unique over the group's tables
-    feature: Tensor  # [n] owner: index of the feature of each id
-    requester: Tensor  # [n] owner: rank that asked for each id
-    wire: Tensor  # [n] owner: position in lookup order of each id in wire order
-    owned: list[int]  # ids asked of this rank, by requester
-    asked: list[int]  # ids this rank asked for, by owner
-    unbucketize: Tensor | None  # [m] requester: request order -> order of the batch (row-wise sharding)
-
-    def tensors(self) -> list[Tensor | None]:
-        features = self.features
-        return [features.values(), features.lengths(), features.offsets(), self.wire, self.unbucketize]
-
-
-class _Counts:
-    """Row counts of both pieces, on their way to the host."""
-
-    def __init__(self, counts: Tensor):
-        self._host, self._event = counts, None
-        if counts.device.type == "cuda":
-            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def get(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()  # copied a step ago
-        return self._host.tolist()
-
-
-@dataclass
-class _Split:
-    """A division into collisions and the rest: decided by the owner, on its way to the requesters and to the host."""
-
-    mask: Tensor  # [n] owner, lookup order
-    told: Transfer  # [m] uint8, requester, request order
-    received_mask: Tensor | None = None
-    counts: _Counts | None = None  # [W] collisions by requester, [T] by feature, [T] all ids by feature, [W] by owner
-
-
-@dataclass
-class BatchState:
-    """One batch on its way through one module."""
-
-    kjt: KeyedJaggedTensor  # the object the module will be called with
-    context: Any
-    ids: Awaitable | None  # input_dist under way
-    asked: list[Asked] = field(default_factory=list)
-    split_before: list[_Split] | None = None  # by collision with the batch before, decides how rows come
-    split_after: list[_Split] | None = None  # by collision with the batch after, decides how gradients go
-    rows: list[dict[str, Piece]] = field(default_factory=list)
-    gradients: list[dict[str, Piece]] = field(default_factory=list)
-    incoming: dict[str, list[Transfer]] = field(default_factory=dict)
-    outgoing: dict[str, list[Transfer]] = field(default_factory=dict)
-    gradient: list[Tensor | None] = field(default_factory=list)  # [m, D] in batch order, by group
-    used: bool = False
-    learning_rates: list[float] = field(default_factory=list)
-    step: int = 0
-    divide: bool = False
 
 
 class _Join(torch.autograd.Function):
@@ -308,7 +169,7 @@ class PrioritizedEmbedding:
         for split in (*first.split_after, *second.split_before):
             keep_for(self.table_stream, (split.mask, split.received_mask))
 
-    def _tell(self, asked: Asked, mask: Tensor) -> _Split:
+    def _tell(self, asked: Asked, mask: Tensor) -> Split:
         told = exchange(
             mask[asked.wire].to(torch.uint8),
             asked.owned,
@@ -317,12 +178,12 @@ class PrioritizedEmbedding:
             self.timeline,
             Kind.ID_EXCHANGE,
         )
-        split = _Split(mask, told)
+        split = Split(mask, told)
         if self.device.type == "cuda":  # waits on the stream, not on the host; the counts are there a step later
             self._count(asked, split)
         return split
 
-    def _count(self, asked: Asked, split: _Split) -> None:
+    def _count(self, asked: Asked, split: Split) -> None:
         told = split.received_mask = split.told.wait().bool()
         owner = torch.repeat_interleave(
             torch.arange(self.world_size, device=self.device),
@@ -330,7 +191,7 @@ class PrioritizedEmbedding:
             output_size=sum(asked.asked),
         )
         features = len(asked.features.keys())
-        split.counts = _Counts(
+        split.counts = Counts(
             torch.cat(
                 [
                     count_by(asked.requester, split.mask, self.world_size),
@@ -341,7 +202,7 @@ class PrioritizedEmbedding:
             )
         )
 
-    def _pieces(self, asked: Asked, split: _Split) -> dict[str, Piece]:
+    def _pieces(self, asked: Asked, split: Split) -> dict[str, Piece]:
         if split.counts is None:
             self._count(asked, split)
         assert split.counts is not None
@@ -383,7 +244,7 @@ class PrioritizedEmbedding:
             ),
         }
 
-    def _divide(self, state: BatchState, splits: list[_Split] | None, otherwise: str) -> list[dict[str, Piece]]:
+    def _divide(self, state: BatchState, splits: list[Split] | None, otherwise: str) -> list[dict[str, Piece]]:
         with self.table_stream.work(self.ids_stream), self.timeline.span(Kind.ID_EXCHANGE, arrived=math.nan):
             if splits is None:
                 return [self._whole(asked, otherwise) for asked in state.asked]

@@ -27,7 +27,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale._log import say_once
 from lightning_freescale.bubbles.timeline import Timeline
-from lightning_freescale.embedding.prioritized import COLLISION, EXCLUSIVE, BatchState, Groups, PrioritizedEmbedding
+from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE, BatchState, Groups
+from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.streams import SideStream
 
 MORE_THAN_ONCE = "called more than once a step"

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.embedding import prioritized
-from lightning_freescale.embedding.prioritized import COLLISION, EXCLUSIVE
+from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE, Piece
 from lightning_freescale.embedding.schedule import Schedule
 from tests.embedding import exchange
 from tests.embedding.exchange import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
@@ -147,7 +146,7 @@ def skip_the_reordering(schedule: Schedule) -> None:
     update = moves._update
 
     def unordered(lookup: Any, dim: int, part: Any, received: torch.Tensor, state: Any) -> None:
-        wrong = prioritized.Piece(part.features, torch.arange(len(part.wire)), part.send, part.positions, part.receive)
+        wrong = Piece(part.features, torch.arange(len(part.wire)), part.send, part.positions, part.receive)
         update(lookup, dim, wrong, received, state)
 
     moves._update = unordered  # type: ignore[method-assign]

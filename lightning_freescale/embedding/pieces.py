@@ -1,0 +1,164 @@
+"""What travels in a prioritized exchange: the ids of a batch, their division into two pieces, and the transfers.
+
+Orders of the rows of one batch, in one sharding group:
+    lookup order    at the owner: by feature, then requester, then sample
+    wire order      what travels: by requester, then as in lookup order
+    request order   at the requester: by owner, then as it asked (so it is the wire order of all owners, end to end)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.bubbles.timeline import Kind, Timeline
+from lightning_freescale.bubbles.timeline import Transfer as Watched
+
+COLLISION, EXCLUSIVE = "collision", "exclusive"
+
+
+class Groups(NamedTuple):
+    """Process groups by urgency: a collision never queues behind exclusive rows."""
+
+    collision: dist.ProcessGroup
+    exclusive: dist.ProcessGroup
+
+    def of(self, piece: str) -> dist.ProcessGroup:
+        return self.collision if piece == COLLISION else self.exclusive
+
+
+class Transfer(NamedTuple):
+    """An all-to-all under way. ``wait()`` blocks the host on CPU and the current stream on CUDA."""
+
+    work: Any
+    received: Tensor
+    sent: Tensor  # alive until the transfer is done
+    watched: Watched
+
+    def wait(self) -> Tensor:
+        with self.watched.waiting():
+            self.work.wait()
+        return self.received
+
+
+def exchange(
+    sent: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, timeline: Timeline, kind: Kind
+) -> Transfer:
+    """Start an all-to-all of rows ``[sum(send), ...]``; ``send`` and ``receive`` count rows by rank."""
+    received = sent.new_empty((sum(receive), *sent.shape[1:]))
+    work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
+    return Transfer(work, received, sent, timeline.transfer(kind, work, sent.nbytes))
+
+
+@dataclass
+class ExchangeStats:
+    """Sums over the batches of this rank that went the prioritized way.
+
+    Attributes:
+        batches: their number.
+        ids: ids of these batches, repeated ones too.
+        rows: rows asked for: as many, or one for each distinct id of a batch with ``dedup``.
+        collisions: rows among them that the batch before updates.
+        row_bytes: bytes of all rows asked for; as many gradients go the other way.
+        id_bytes: bytes of a row for every id.
+    """
+
+    batches: int = 0
+    ids: int = 0
+    rows: int = 0
+    collisions: int = 0
+    row_bytes: int = 0
+    id_bytes: int = 0
+
+    @property
+    def collision_rate(self) -> float:
+        """Share of the rows that must wait for the batch before."""
+        return self.collisions / self.rows if self.rows else 0.0
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that ``dedup`` has spared, rows and gradients together."""
+        return 2 * (self.id_bytes - self.row_bytes)
+
+
+@dataclass
+class Piece:
+    """The collisions, or the exclusive rows, of one batch in one sharding group."""
+
+    features: KeyedJaggedTensor  # owner: ids to look up, lookup order
+    wire: Tensor  # [n] owner: position in ``features`` of each row in wire order
+    send: list[int]  # owner: rows for each requester
+    positions: Tensor  # [m] requester: position in request order of each row received
+    receive: list[int]  # requester: rows from each owner
+
+
+@dataclass
+class Asked:
+    """The ids of one batch in one sharding group, as this rank asked for them and as it was asked."""
+
+    features: KeyedJaggedTensor  # owner: lookup order
+    keys: Tensor  # [n] owner: row key of each id, unique over the group's tables
+    feature: Tensor  # [n] owner: index of the feature of each id
+    requester: Tensor  # [n] owner: rank that asked for each id
+    wire: Tensor  # [n] owner: position in lookup order of each id in wire order
+    owned: list[int]  # ids asked of this rank, by requester
+    asked: list[int]  # ids this rank asked for, by owner
+    unbucketize: Tensor | None  # [m] requester: request order -> order of the batch (row-wise sharding)
+
+    def tensors(self) -> list[Tensor | None]:
+        features = self.features
+        return [features.values(), features.lengths(), features.offsets(), self.wire, self.unbucketize]
+
+
+class Counts:
+    """Row counts of both pieces, on their way to the host."""
+
+    def __init__(self, counts: Tensor):
+        self._host, self._event = counts, None
+        if counts.device.type == "cuda":
+            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._host.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()  # copied a step ago
+        return self._host.tolist()
+
+
+@dataclass
+class Split:
+    """A division into collisions and the rest: decided by the owner, on its way to the requesters and to the host."""
+
+    mask: Tensor  # [n] owner, lookup order
+    told: Transfer  # [m] uint8, requester, request order
+    received_mask: Tensor | None = None
+    counts: Counts | None = None  # [W] collisions by requester, [T] by feature, [T] all ids by feature, [W] by owner
+
+
+@dataclass
+class BatchState:
+    """One batch on its way through one module."""
+
+    kjt: KeyedJaggedTensor  # the object the module will be called with
+    context: Any
+    ids: Awaitable | None  # input_dist under way
+    asked: list[Asked] = field(default_factory=list)
+    split_before: list[Split] | None = None  # by collision with the batch before, decides how rows come
+    split_after: list[Split] | None = None  # by collision with the batch after, decides how gradients go
+    rows: list[dict[str, Piece]] = field(default_factory=list)
+    gradients: list[dict[str, Piece]] = field(default_factory=list)
+    incoming: dict[str, list[Transfer]] = field(default_factory=dict)
+    outgoing: dict[str, list[Transfer]] = field(default_factory=dict)
+    gradient: list[Tensor | None] = field(default_factory=list)  # [m, D] in batch order, by group
+    used: bool = False
+    learning_rates: list[float] = field(default_factory=list)
+    step: int = 0
+    divide: bool = False
