@@ -24,7 +24,7 @@ def reference(events: list[Event], min_events: int = 3) -> dict[Any, list[Event]
         by_user[event.user].append(event)
     return {
         user: sorted(by_user[user], key=lambda event: event.time)
-        for user in sorted(by_user)
+        for user in sorted(by_user, key=lambda user: (isinstance(user, str), user))
         if len(by_user[user]) >= min_events
     }
 
