@@ -226,6 +226,7 @@ def _die(rank: int, world: int, host: str, marker: str) -> None:
     group = dist.new_group(backend="freescale", pg_options=QUEUE)
     # Rank 2 needs nothing of rank 1, which dies; rank 0 needs both.
     dist.all_to_all_single(torch.empty(world), torch.empty(world), group=group)
+    dist.barrier()  # all have what they were sent
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     counts = [[0] * 3, [5, 0, 0], [0] * 3]
