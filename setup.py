@@ -1,5 +1,6 @@
 """Builds the C++17 core. Metadata lives in pyproject.toml."""
 
+import sys
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
@@ -7,6 +8,9 @@ from setuptools import setup
 
 sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 headers = sorted(str(path) for path in Path("csrc").glob("*.h"))
+
+# Where the compiler has only a static libstdc++, its symbols must stay private: half of them would be bound to torch's copy.
+link_arguments = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
 
 ParallelCompile().install()  # one compiler per core
 setup(
@@ -17,6 +21,7 @@ setup(
             depends=headers,
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
+            extra_link_args=link_arguments,
         )
     ],
     cmdclass={"build_ext": build_ext},

@@ -72,7 +72,8 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def take_part(arguments: argparse.Namespace) -> int:
     """Be one of the ranks; rank 0 reports. Fails if the sides did not train alike."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the streams of five sides share the hardware's queues
+    # The streams of five sides share the hardware's queues; four ranks with 32 each are more than MPS has.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
 
     from benchmarks import measure  # heavy, and of no use to the launcher
 

@@ -31,8 +31,8 @@ class Machine(Protocol):
 
     device: torch.device
 
-    def sharding_group(self) -> dist.ProcessGroup:
-        """A process group of all ranks for what TorchRec exchanges itself."""
+    def sharding_group(self, freescale: bool) -> dist.ProcessGroup:
+        """A process group of all ranks for what TorchRec exchanges itself, on a side of its own or inside the strategy."""
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
         """A process group of all ranks for prioritized rows and gradients."""
@@ -166,7 +166,7 @@ class EmulatedMachine:
         self._wire = Wire(clock, emulation.bandwidth, emulation.latency)
         self._compute = Device(clock)
 
-    def sharding_group(self) -> dist.ProcessGroup:
+    def sharding_group(self, freescale: bool) -> dist.ProcessGroup:
         return new_link(self._wire, priority=0)
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
@@ -272,8 +272,8 @@ class CudaMachine:
         self._shape = {"width": width, "layers": layers}
         self._backend = transport.choose(wanted, self.device, overlapped=True).backend
 
-    def sharding_group(self) -> dist.ProcessGroup:
-        return _of_all_ranks(dist.new_group())
+    def sharding_group(self, freescale: bool) -> dist.ProcessGroup:
+        return self.exchange_group("low") if freescale else _of_all_ranks(dist.new_group())
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
         options: Any

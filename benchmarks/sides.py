@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
@@ -59,7 +59,9 @@ class Model(nn.Module):
         return loss, loss.detach()
 
 
-def build(workload: Workload, machine: Machine) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+def build(
+    workload: Workload, machine: Machine, prioritize: bool = False
+) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     """The sharded model and its dense optimizer, equal on every call."""
     torch.manual_seed(1 + dist.get_rank())  # each rank fills its own rows; DDP copies rank 0's dense part to all
     model = Model(workload, machine.dense(workload.dim))
@@ -67,14 +69,14 @@ def build(workload: Workload, machine: Machine) -> tuple[DistributedModelParalle
     plan = sharding.make_plan(
         model, sharders, "row_wise", device=machine.device, world_size=dist.get_world_size(), local_size=1
     )
-    env = ShardingEnv.from_process_group(machine.sharding_group())
+    env = ShardingEnv.from_process_group(machine.sharding_group(freescale=prioritize))
     sharded = DistributedModelParallel(
         model,
         env=env,
         device=machine.device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),  # as the strategy has it
+        data_parallel_wrapper=sharding.DataParallelOverAllRanks(static_graph=False),  # as the strategy has it
     )
     return sharded, machine.optimizer(model.dense.parameters())
 
@@ -120,7 +122,7 @@ class Freescale:
 
     def __init__(self, prioritize: bool, workload: Workload, machine: Machine):
         self._device = machine.device
-        self._model, self._optimizer = build(workload, machine)
+        self._model, self._optimizer = build(workload, machine, prioritize)
         self._copies = SideStream(machine.device)
         self.schedule: Schedule | None = None
         if prioritize:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import checkpoint as checkpoints
@@ -70,7 +71,7 @@ class FreeScaleMixin(_Base):
             the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
             ``"auto"``: the first steps try both, and the faster path stays.
         dedup: ask for each distinct row of a batch once and sum its gradients before sending them (CUDA only).
-        transport: what moves rows and gradients. ``"host"``: copy engines and host memory, which takes no GPU cores from
+        transport: what moves ids, rows and gradients. ``"host"``: copy engines and host memory, which takes no GPU cores from
             the compute beside it. ``"auto"``: gloo on CPU; on CUDA ``"host"`` where exchanges are prioritized, hence
             overlapped, and all ranks share a host, and NCCL otherwise.
         loss_reduction: what the loss of ``training_step`` is a mean over, ``"sample"`` or ``"token"`` (events of the
@@ -235,13 +236,21 @@ class FreeScaleMixin(_Base):
         with tables.own_random_numbers(self.global_rank, device):
             sharded = DistributedModelParallel(
                 module,
+                env=self._table_env(),
                 device=device,
                 plan=plan,
                 sharders=sharders,
-                data_parallel_wrapper=DefaultDataParallelWrapper(**wrapper, ddp_kwargs=kwargs),
+                data_parallel_wrapper=tables.DataParallelOverAllRanks(**wrapper, ddp_kwargs=kwargs),
             )
         tables.fill_shards(module, weights)
         return sharded
+
+    def _table_env(self) -> ShardingEnv:
+        """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
+        if self._exchange_backend == transport.NAME:
+            return ShardingEnv.from_process_group(self._new_group("low"))
+        assert torch.distributed.group.WORLD is not None
+        return ShardingEnv.from_process_group(torch.distributed.group.WORLD)
 
     def _prioritize_exchange(self) -> None:
         modules = {

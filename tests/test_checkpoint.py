@@ -114,6 +114,19 @@ def test_checkpoints_of_both_paths_are_the_same(tmp_path: Path) -> None:
     assert toy.same(crossed["optimizer"], runs[True]["optimizer"])
 
 
+@pytest.mark.parametrize("prioritize", [True, False])
+def test_tables_on_the_host_transport_train_and_resume_the_same(tmp_path: Path, prioritize: bool) -> None:
+    """``transport="host"`` carries TorchRec's own exchanges too: ids, and rows and gradients of synchronous steps."""
+    options = {"transport": "host", "prioritize": prioritize}
+    expected = run_ranks(fit, args=(2, None, None, None, {"prioritize": prioritize}))[0]
+    got = run_ranks(fit, args=(2, str(tmp_path), None, None, options))[0]
+    assert got["losses"] == expected["losses"]
+    assert toy.same(got["weights"], expected["weights"])
+    assert toy.same(got["optimizer"], expected["optimizer"])
+    rest = run_ranks(fit, args=(2, None, str(tmp_path / "epoch=0-step=5.ckpt"), None, options))[0]
+    assert rest["losses"] == expected["losses"][5:]
+
+
 def test_resume_at_the_end_of_a_limited_epoch(tmp_path: Path) -> None:
     options = {"limit_train_batches": 5}
     full = run_ranks(fit, args=(2, str(tmp_path / "a"), None, options))

@@ -2,8 +2,10 @@
 
 Orders of the rows of one batch, in one sharding group:
     lookup order    at the owner: by feature, then requester, then sample
-    wire order      what travels: by requester, then as in lookup order
-    request order   at the requester: by owner, then as it asked (so it is the wire order of all owners, end to end)
+    request order   at the requester: by owner, then as it asked
+    wire order      of both ends: as above, but by the other rank first, the rank itself last
+
+Rows that a rank asks of itself do not travel: they are put into their place, the end of what arrives.
 """
 
 from __future__ import annotations
@@ -48,12 +50,37 @@ class Transfer(NamedTuple):
 
 
 def exchange(
-    sent: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, timeline: Timeline, kind: Kind
+    source: Tensor,
+    order: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    timeline: Timeline,
+    kind: Kind,
 ) -> Transfer:
-    """Start an all-to-all of rows ``[sum(send), ...]``; ``send`` and ``receive`` count rows by rank."""
-    received = sent.new_empty((sum(receive), *sent.shape[1:]))
-    work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
+    """Start an all-to-all of the rows ``source[order]``, both ends in wire order.
+
+    Args:
+        source: ``[n, ...]`` rows.
+        order: ``[sum(send)]`` positions in ``source``, in wire order.
+        send, receive: rows by rank.
+    """
+    rank = group.rank()
+    own = send[rank]
+    sent = source.index_select(0, order[: len(order) - own])
+    received = source.new_empty((sum(receive), *source.shape[1:]))
+    others, mine = received.split([len(received) - own, own])
+    if own:
+        torch.index_select(source, 0, order[len(order) - own :], out=mine)
+    counts = [[0 if peer == rank else rows for peer, rows in enumerate(part)] for part in (receive, send)]
+    work = dist.all_to_all_single(others, sent, counts[0], counts[1], group=group, async_op=True)
     return Transfer(work, received, sent, timeline.transfer(kind, work, sent.nbytes))
+
+
+def own_last(order: Tensor, counts: list[int], rank: int) -> Tensor:
+    """``order``, which lists ``counts[r]`` elements of each rank ``r``, in wire order."""
+    before, own, after = order.split([sum(counts[:rank]), counts[rank], sum(counts[rank + 1 :])])
+    return torch.cat([before, after, own])
 
 
 @dataclass
@@ -94,7 +121,7 @@ class Piece:
     features: KeyedJaggedTensor  # owner: ids to look up, lookup order
     wire: Tensor  # [n] owner: position in ``features`` of each row in wire order
     send: list[int]  # owner: rows for each requester
-    positions: Tensor  # [m] requester: position in request order of each row received
+    positions: Tensor  # [m] requester: position in request order of each row in wire order
     receive: list[int]  # requester: rows from each owner
 
 
@@ -107,13 +134,14 @@ class Asked:
     feature: Tensor  # [n] owner: index of the feature of each id
     requester: Tensor  # [n] owner: rank that asked for each id
     wire: Tensor  # [n] owner: position in lookup order of each id in wire order
+    request: Tensor  # [m] requester: position in request order of each id in wire order
     owned: list[int]  # ids asked of this rank, by requester
     asked: list[int]  # ids this rank asked for, by owner
     unbucketize: Tensor | None  # [m] requester: request order -> order of the batch (row-wise sharding)
 
     def tensors(self) -> list[Tensor | None]:
         features = self.features
-        return [features.values(), features.lengths(), features.offsets(), self.wire, self.unbucketize]
+        return [features.values(), features.lengths(), features.offsets(), self.wire, self.request, self.unbucketize]
 
 
 class Counts:
@@ -138,7 +166,7 @@ class Split:
     """A division into collisions and the rest: decided by the owner, on its way to the requesters and to the host."""
 
     mask: Tensor  # [n] owner, lookup order
-    told: Transfer  # [m] uint8, requester, request order
+    told: Transfer  # [m] uint8, requester, wire order
     received_mask: Tensor | None = None
     counts: Counts | None = None  # [W] collisions by requester, [T] by feature, [T] all ids by feature, [W] by owner
 

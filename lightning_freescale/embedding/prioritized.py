@@ -37,6 +37,7 @@ from lightning_freescale.embedding.pieces import (
     Piece,
     Split,
     exchange,
+    own_last,
 )
 from lightning_freescale.embedding.state import kernels_of
 from lightning_freescale.errors import FreeScaleError
@@ -82,7 +83,7 @@ class PrioritizedEmbedding:
     ):
         self.module, self.groups, self.copies = module, groups, copies
         self.timeline = timeline or Timeline()
-        self.world_size = groups.collision.size()
+        self.rank, self.world_size = groups.collision.rank(), groups.collision.size()
         self.kernels = kernels_of(module)
         self.steps = 0  # training steps of this module, see take_over
         self.stats = ExchangeStats()
@@ -146,14 +147,16 @@ class PrioritizedEmbedding:
         )
         requester = torch.repeat_interleave(rank_of_sample.repeat(count), lengths, output_size=total)
         feature = torch.repeat_interleave(feature_of_sample, lengths, output_size=total)
+        owned, asked = list(context.output_splits) or [total], list(context.input_splits) or [total]
         return Asked(
             features=features,
             keys=features.values().to(torch.int64) + self._key_offsets[index][feature],
             feature=feature,
             requester=requester,
-            wire=torch.argsort(requester, stable=True),
-            owned=list(context.output_splits) or [total],
-            asked=list(context.input_splits) or [total],
+            wire=own_last(torch.argsort(requester, stable=True), owned, self.rank),
+            request=own_last(torch.arange(sum(asked), device=self.device), asked, self.rank),
+            owned=owned,
+            asked=asked,
             unbucketize=context.unbucketize_permute_tensor,
         )
 
@@ -171,7 +174,8 @@ class PrioritizedEmbedding:
 
     def _tell(self, asked: Asked, mask: Tensor) -> Split:
         told = exchange(
-            mask[asked.wire].to(torch.uint8),
+            mask.to(torch.uint8),
+            asked.wire,
             asked.owned,
             asked.asked,
             self.groups.collision,
@@ -189,7 +193,7 @@ class PrioritizedEmbedding:
             torch.arange(self.world_size, device=self.device),
             torch.tensor(asked.asked, device=self.device),
             output_size=sum(asked.asked),
-        )
+        )[asked.request]
         features = len(asked.features.keys())
         split.counts = Counts(
             torch.cat(
@@ -216,7 +220,7 @@ class PrioritizedEmbedding:
         mask, features = split.mask, asked.features
         values = features.values()[partition(mask)]
         wire = place_within(mask)[asked.wire[partition(mask[asked.wire])]]
-        positions = partition(split.received_mask)
+        positions = asked.request[partition(split.received_mask)]
         lengths = features.lengths()
         held = masked_lengths(mask, features.offsets().to(torch.int64)).to(lengths.dtype)
         return {
@@ -252,11 +256,7 @@ class PrioritizedEmbedding:
 
     def _whole(self, asked: Asked, piece: str) -> dict[str, Piece]:
         """All rows in one piece: nothing to tell anybody."""
-        return {
-            piece: Piece(
-                asked.features, asked.wire, asked.owned, torch.arange(sum(asked.asked), device=self.device), asked.asked
-            )
-        }
+        return {piece: Piece(asked.features, asked.wire, asked.owned, asked.request, asked.asked)}
 
     # ---- rows ------------------------------------------------------------------------------------------------------------
     def settle_rows(self, state: BatchState) -> None:
@@ -287,7 +287,7 @@ class PrioritizedEmbedding:
                     part = pieces[piece]
                     rows = self._look_up(lookup, part.features, dim)
                     state.incoming[piece].append(
-                        exchange(rows[part.wire], part.send, part.receive, self.groups.of(piece), self.timeline, kind)
+                        exchange(rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind)
                     )
             self.restore_steps()
 
@@ -349,10 +349,10 @@ class PrioritizedEmbedding:
                 positions = part.positions
                 if asked.unbucketize is not None:
                     positions = _inverse(asked.unbucketize)[positions]
-                sent = gradient.index_select(0, positions)
                 state.outgoing[piece].append(
                     exchange(
-                        sent,
+                        gradient,
+                        positions,
                         part.receive,
                         part.send,
                         self.groups.of(piece),

@@ -13,6 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -20,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from lightning_freescale._log import say_once
@@ -42,6 +43,14 @@ _OPTIONS = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
 
 # A row-wise shard smaller than this is not worth an exchange with every rank: the table stays whole on one of them.
 MIN_ROWS_PER_RANK = 16
+
+
+class DataParallelOverAllRanks(DefaultDataParallelWrapper):
+    """The dense part's AllReduce stays on the default process group, whatever moves the rows of the tables."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        assert torch.distributed.group.WORLD is not None
+        super().wrap(dmp, ShardingEnv.from_process_group(torch.distributed.group.WORLD), device)
 
 
 def embedding_modules(module: nn.Module) -> dict[str, EmbeddingCollection | EmbeddingBagCollection]:

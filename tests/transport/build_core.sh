@@ -15,6 +15,6 @@ PY
 cd "$root/csrc"
 # shellcheck disable=SC2086
 printf '%s\n' *.cpp | xargs -P "$(nproc)" -I{} g++ -O2 -std=c++17 -fPIC -fvisibility=hidden $includes -c {} -o "$objects/{}.o"
-g++ -shared "$objects"/*.o -o "$objects/core.so" -ldl -lpthread
+g++ -shared -Wl,--exclude-libs,ALL "$objects"/*.o -o "$objects/core.so" -ldl -lpthread
 mv "$objects/core.so" "$root/lightning_freescale/_C$suffix"
 echo "built lightning_freescale/_C$suffix"
