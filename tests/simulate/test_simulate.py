@@ -1,0 +1,197 @@
+"""Steps of TorchRec and FreeScale: two ranks by hand, then what must hold whatever the setting."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_freescale import simulate as package
+from lightning_freescale.balance import CostModel
+from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.simulate import FREESCALE, SIDES, SPARSE_DIST, TORCHREC, Cluster, Model, Result, Side, simulate
+from lightning_freescale.simulate.events import Ranks
+from lightning_freescale.simulate.schedules import Program, prioritized, synchronous
+from lightning_freescale.simulate.setting import Load, make_load
+
+PRIORITIZED = Side("prioritized", "prioritized")
+MODEL = Model(CostModel(linear=1e-6, quadratic=5e-10), row_bytes=2048)
+CLUSTER = Cluster(ranks=8, bandwidth=2e9, latency=1e-5)
+
+
+def histories(ranks: int, steps: int = 8, seed: int = 0) -> list[np.ndarray]:
+    drawn = np.random.default_rng(seed).lognormal(7.3, 1.2, (steps, ranks * 32))
+    return list(np.minimum(drawn, 21_000).astype(np.int64))
+
+
+# ---- by hand ----------------------------------------------------------------------------------------------------------
+def last_step(side: Side, cluster: Cluster, model: Model, compute: float, steps: int = 6) -> tuple[float, dict]:
+    """Seconds and parts of the last step but one. A rank's batch is four rows, of which one collides; a row takes a second."""
+    shape = (steps, cluster.ranks)
+    load = Load(np.full(shape, compute), np.full(shape, 4.0), np.full(shape, 1.0), np.full(shape, 3.0), samples=1.0)
+    ranks = Ranks(cluster.ranks, cluster.latency)
+    program = Program(ranks, cluster, model, side, load)
+    run = prioritized(program) if side.schedule == "prioritized" else synchronous(program, side.schedule != "base")
+    seen = [(ranks.now[0], {name: part[0] for name, part in ranks.parts.items()}) for _ in run]
+    (start, before), (end, after) = seen[-3:-1]
+    return end - start, {name: after[name] - before[name] for name in after}
+
+
+TWO = Cluster(ranks=2, bandwidth=1.0)
+ROWS = Model(CostModel(0.0), row_bytes=1.0, optimizer=0.5, id_bytes=0.0)
+
+
+def test_torchrec_waits_for_rows_and_gradients() -> None:
+    step, parts = last_step(TORCHREC, TWO, ROWS, compute=3.0)
+    assert step == pytest.approx(4 + 3 + 4 + 0.5)
+    assert parts == pytest.approx({"straggler": 0, "exposed_embedding": 8, "exposed_dense": 0, "contention": 0})
+
+
+def test_ids_are_exposed_without_sparse_dist() -> None:
+    ids = replace(ROWS, id_bytes=0.25)  # four ids of a quarter of a row
+    assert last_step(TORCHREC, TWO, ids, compute=3.0)[0] == pytest.approx(12.5)
+    assert last_step(SPARSE_DIST, TWO, ids, compute=3.0)[0] == pytest.approx(11.5)
+
+
+def test_every_exchange_has_its_latency() -> None:
+    late = replace(TWO, latency=0.125)
+    assert last_step(TORCHREC, late, ROWS, compute=3.0)[0] == pytest.approx(11.5 + 3 * 0.125)
+    assert last_step(SPARSE_DIST, late, ROWS, compute=3.0)[0] == pytest.approx(11.5 + 2 * 0.125)
+
+
+def test_prioritized_waits_for_collisions_alone() -> None:
+    """Backward ends at 9: collision gradients to 10, collision rows to 11; the optimizer runs from 9 to 9.5."""
+    step, parts = last_step(PRIORITIZED, TWO, ROWS, compute=9.0)
+    assert step == pytest.approx(11)
+    assert parts["exposed_embedding"] == pytest.approx(1.5)
+
+
+def test_a_long_optimizer_hides_collisions() -> None:
+    long = replace(ROWS, optimizer=1.5)
+    assert last_step(PRIORITIZED, TWO, long, compute=9.0)[0] == pytest.approx(11)
+    # Where the host waits for the gradients, only rows hide: 10 and 1.5.
+    assert last_step(PRIORITIZED, replace(TWO, host_waits=True), long, compute=9.0)[0] == pytest.approx(11.5)
+    assert last_step(PRIORITIZED, TWO, replace(ROWS, optimizer=3.0), compute=9.0)[0] == pytest.approx(12)
+
+
+def test_no_schedule_beats_the_link() -> None:
+    """Rows and gradients take eight seconds, compute three and a half."""
+    assert last_step(PRIORITIZED, TWO, ROWS, compute=3.0)[0] == pytest.approx(8)
+
+
+def test_the_allreduce_of_two_ranks() -> None:
+    """Two bytes: each link carries two halves, twice: two seconds after backward, before the gradients of the rows."""
+    dense = replace(ROWS, dense_bytes=2.0)
+    step, parts = last_step(TORCHREC, TWO, dense, compute=3.0)
+    assert step == pytest.approx(11.5 + 2)
+    assert parts["exposed_embedding"] + parts["exposed_dense"] == pytest.approx(10)
+
+
+def test_ring_and_tree() -> None:
+    assert replace(TWO, ranks=4).allreduce(8.0) == pytest.approx((2 * 3 / 4 * 8, 0))
+    assert replace(TWO, ranks=1).allreduce(8.0) == (0, 0)
+    seconds, latency = Cluster(ranks=1024, bandwidth=1e9, latency=1e-3).allreduce(1e3)  # latency decides: a tree
+    assert latency == pytest.approx(2 * 10 * 1e-3)
+    assert seconds == pytest.approx(2e-6)
+
+
+def test_sms_taken_by_the_exchange_slow_compute() -> None:
+    """Six of the nine seconds of forward and backward are beside exclusive rows and gradients."""
+    nccl = replace(TWO, nccl_slowdown=1.5)
+    step, parts = last_step(PRIORITIZED, nccl, ROWS, compute=9.0)
+    assert parts["contention"] == pytest.approx(6 - 6 / 1.5)
+    assert step == pytest.approx(11 + 2)
+    assert last_step(replace(PRIORITIZED, sm_free=True), nccl, ROWS, compute=9.0)[0] == pytest.approx(11)
+
+
+# ---- whatever the setting ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
+def test_the_parts_add_up(side: Side) -> None:
+    cluster = replace(CLUSTER, nccl_slowdown=1.1)
+    result = simulate(side, cluster, replace(MODEL, dense_bytes=2e8, optimizer=1e-3, noise=0.05), histories(8))
+    assert result.bubble == pytest.approx(result.step - result.compute)
+    assert result.qps == pytest.approx(8 * 32 / result.step)
+    assert min(result.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
+def test_without_a_link_to_wait_for_the_slowest_rank_is_the_step(side: Side) -> None:
+    cluster, batches = Cluster(ranks=8, bandwidth=np.inf), histories(8)
+    slowest = make_load(batches, cluster, MODEL, side.balance).compute.max(axis=1)[2:-1]
+    result = simulate(side, cluster, MODEL, batches)
+    assert result.step == pytest.approx(slowest.mean())
+    assert result.exposed == pytest.approx(0)
+
+
+def test_no_collisions_and_long_compute_expose_nothing() -> None:
+    model = Model(CostModel(linear=1e-5), row_bytes=2048, collisions=0.0)
+    assert simulate(PRIORITIZED, replace(CLUSTER, latency=0.0), model, histories(8)).exposed == pytest.approx(0)
+    assert simulate(TORCHREC, replace(CLUSTER, latency=0.0), model, histories(8)).exposed > 0.01  # it could have
+
+
+def test_collisions_expose_more() -> None:
+    exposed = [
+        simulate(FREESCALE, CLUSTER, replace(MODEL, collisions=rate), histories(8)).bubble
+        for rate in np.linspace(0, 1, 6)
+    ]
+    assert all(np.diff(exposed) > 0)
+    synchronous_ = simulate(Side("", "sparse_dist", "fixed"), CLUSTER, MODEL, histories(8)).bubble
+    assert exposed[-1] == pytest.approx(synchronous_, rel=0.02)  # all rows collide: nothing is left to hide
+
+
+@pytest.mark.parametrize("schedule", ["base", "sparse_dist", "prioritized"])
+def test_balance_helps(schedule: str) -> None:
+    def run(balance: str) -> Result:
+        return simulate(Side(balance, schedule, balance), CLUSTER, MODEL, histories(8))  # type: ignore[arg-type]
+
+    off, zigzag, fixed, variable = map(run, ("off", "zigzag", "fixed", "variable"))
+    assert fixed.step < zigzag.step < off.step
+    assert fixed.parts["straggler"] < 0.1 * off.parts["straggler"]
+    assert variable.compute == pytest.approx(off.compute)  # the same samples
+
+
+def test_one_rank_has_no_bubble() -> None:
+    for side in SIDES:
+        result = simulate(side, replace(CLUSTER, ranks=1), replace(MODEL, dense_bytes=1e9), histories(1))
+        assert result.bubble == pytest.approx(0)
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    noisy = replace(MODEL, noise=0.1)
+    assert simulate(FREESCALE, CLUSTER, noisy, histories(8)) == simulate(FREESCALE, CLUSTER, noisy, histories(8))
+    assert simulate(FREESCALE, CLUSTER, noisy, histories(8), seed=1) != simulate(
+        FREESCALE, CLUSTER, noisy, histories(8)
+    )
+
+
+def test_a_thousand_ranks() -> None:
+    """Stragglers grow with the ranks unless samples are balanced."""
+    few, many = (
+        [
+            simulate(side, replace(CLUSTER, ranks=ranks), MODEL, histories(ranks, steps=5))
+            for side in (TORCHREC, FREESCALE)
+        ]
+        for ranks in (64, 1024)
+    )
+    assert many[0].parts["straggler"] > few[0].parts["straggler"]
+    assert many[1].parts["straggler"] < 0.1 * many[0].parts["straggler"]
+    assert many[1].qps > 10 * few[1].qps
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="bandwidth: 0 must be positive"):
+        Cluster(ranks=8, bandwidth=0)
+    with pytest.raises(ConfigurationError, match=r"collisions: 1\.2 must be a share"):
+        replace(MODEL, collisions=1.2)
+    with pytest.raises(ConfigurationError, match="batches: 3 are too few"):
+        simulate(TORCHREC, CLUSTER, MODEL, histories(8, steps=3))
+    with pytest.raises(ConfigurationError, match="balance: 'best' is none of"):
+        simulate(Side("", "base", "best"), CLUSTER, MODEL, histories(8))
+
+
+def test_the_example() -> None:
+    found = doctest.testmod(package)
+    assert found.attempted
+    assert not found.failed
