@@ -1,16 +1,15 @@
 """Load balancing: how even the plans are, how long they take, and what the jagged kernels save.
 
-    python benchmarks/balance.py [--json out.json]
+    python -m benchmarks.balance [--quick] [--json] [--output FILE]
 
 One core. Histories are log-normal (mu 7.3, sigma 1.2) up to 21,000 events; a history of L events costs L + L^2 / 2048.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import report
 from lightning_freescale import jagged
 from lightning_freescale.balance import fixed, loads, lower_bound, straggler, variable, zigzag
 from lightning_freescale.balance.partition import Mode
 
 Row = dict[str, float | int | str]
+WORLDS = (8, 16, 32, 64, 128, 256, 512)  # of the kernels
+QUICK_WORLDS = (8, 32)
 
 
 def histories(samples: int, seed: int) -> NDArray[np.int64]:
@@ -126,10 +131,10 @@ def combine_by_index(values: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
     return permute_by_index(values, lengths, order.argsort())
 
 
-def kernel_times(batch_size: int = 128, repeats: int = 3) -> list[Row]:
+def kernel_times(worlds: Sequence[int] = WORLDS, batch_size: int = 128, repeats: int = 3) -> list[Row]:
     """One rank's batch of int64 ids grouped by destination (dispatch) and put back (combine)."""
     rows: list[Row] = []
-    for world in (32, 512):
+    for world in worlds:
         lengths = histories(batch_size, seed=0)
         values = np.arange(lengths.sum())
         ranks = np.random.default_rng(1).integers(0, world, batch_size)
@@ -171,25 +176,22 @@ def kernel_times(batch_size: int = 128, repeats: int = 3) -> list[Row]:
     return rows
 
 
-def print_table(title: str, rows: list[Row]) -> None:
-    cells = [list(rows[0])] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    print(f"\n{title}")
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = report.make_parser(__doc__, quick="two global batches, few ranks and repeats")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = {"straggler": straggler_shares(), "solver": solver_times(), "kernels": kernel_times()}
-    print_table("Straggler share by cost, mean of 10 global batches", results["straggler"])
-    print_table("Solver time, one core, best of 20", results["solver"])
-    print_table("Jagged kernels against eager PyTorch, one core", results["kernels"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    draws, repeats, worlds = (2, 3, QUICK_WORLDS) if arguments.quick else (10, 20, WORLDS)
+    results = {
+        "straggler": straggler_shares(draws),
+        "solver": solver_times(repeats),
+        "kernels": kernel_times(worlds),
+    }
+    titles = {
+        f"Straggler share by cost, mean of {draws} global batches": results["straggler"],
+        f"Solver time, one core, best of {repeats}": results["solver"],
+        "Jagged kernels against eager PyTorch, one core": results["kernels"],
+    }
+    report.publish(arguments, report.head("balance") | results, titles)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
@@ -80,6 +81,17 @@ def run(
             started.append(_Rank(rank, argv, shared, same_host, echo))
         _await(started, timeout)
         return [rank.output() for rank in started]
+
+
+def launch(module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0) -> int:
+    """Run ``python -m module *argv`` on every rank, show what rank 0 prints, and return the exit status."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, env={"PYTHONPATH": path}, echo=True)
+    except ClusterFailed as failure:
+        print(str(failure).splitlines()[0], file=sys.stderr)
+        return failure.status if failure.status > 0 else 1
+    return 0
 
 
 def has_gpu() -> bool:

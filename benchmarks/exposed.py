@@ -1,6 +1,6 @@
 """Exposed embedding exchange per step against the collision rate: TorchRec's pipelines, freescale_sync, prioritized.
 
-    python benchmarks/exposed.py [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda]
+    python -m benchmarks.exposed [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda]
 
 A step's exposed time is its time less that of the same dense compute alone, measured in the same run with the rows already
 local. All sides train the same model on the same batches, row-wise over all ranks; their losses are compared.

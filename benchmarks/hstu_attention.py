@@ -1,6 +1,6 @@
 """HSTU attention: jagged against dense and padded, forward and backward, on the device that is there.
 
-    python benchmarks/hstu_attention.py [--quick] [--sweep] [--json out.json]
+    python -m benchmarks.hstu_attention [--quick] [--json] [--output FILE] [--sweep]
 
 CUDA: bfloat16, median of event times. CPU: float32, one thread, best time. TFLOP/s count the causal pairs of the true
 lengths alone: 2 products forward, 5 backward (scores again, dq, dk, dv, and the weights' gradient), whatever more an
@@ -9,9 +9,8 @@ implementation computes. "dense" pads to the longest history; "-" where its scor
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import report
 from lightning_freescale.models.attention import dense_attention, hstu_attention, plan_attention
 from lightning_freescale.models.buckets import num_buckets
 
@@ -175,18 +178,8 @@ def sweep(repeats: int) -> list[Row]:
     return rows
 
 
-def print_table(title: str, rows: list[Row]) -> None:
-    cells = [list(rows[0])] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    print(f"\n{title}")
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
+    parser = report.make_parser(__doc__, quick="fewer cases and repeats")
     parser.add_argument("--sweep", action="store_true", help="also time other launch parameters of the kernels (CUDA)")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,14 +187,12 @@ def main() -> None:
     repeats = (5 if arguments.quick else 20) if device == "cuda" else 3
     results = {"attention": [measure(case, device, repeats) for case in cases(device, arguments.quick)]}
     name = torch.cuda.get_device_name() if device == "cuda" else "one CPU thread"
-    print_table(f"HSTU attention, {'bfloat16' if device == 'cuda' else 'float32'}, {name}", results["attention"])
+    tables = {f"HSTU attention, {'bfloat16' if device == 'cuda' else 'float32'}, {name}": results["attention"]}
     if arguments.sweep and device == "cuda":
         results["sweep"] = sweep(repeats)
-        print_table(
-            "Launch parameters: forward, or the whole backward with one of its kernels changed", results["sweep"]
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        title = "Launch parameters: forward, or the whole backward with one of its kernels changed"
+        tables[title] = results["sweep"]
+    report.publish(arguments, report.head("hstu_attention", name) | results, tables)
 
 
 if __name__ == "__main__":

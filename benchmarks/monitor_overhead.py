@@ -1,6 +1,6 @@
 """What watching costs: the time of steps that the monitor records against steps that it does not, in the same run.
 
-    python benchmarks/monitor_overhead.py [--json out.json] [--steps 240] [--ranks 2]
+    python -m benchmarks.monitor_overhead [--quick] [--json] [--output FILE] [--steps 240] [--ranks 2]
 
 An HSTU on synthetic histories, synchronous exchange. Blocks of recorded and unrecorded steps alternate, so that both see the
 same machine. By default the monitor records as few steps as it takes to stay below 0.5%; the last row is for that.
@@ -8,11 +8,10 @@ same machine. By default the monitor records as few steps as it takes to stay be
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -23,7 +22,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import lightning_freescale as fs
+from benchmarks import report
 from lightning_freescale.bubbles.monitor import OVERHEAD, BubbleMonitor
 from lightning_freescale.models import HSTU
 
@@ -119,22 +122,19 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--steps", type=int, default=240)
+    parser = report.make_parser(__doc__, quick="60 steps")
+    parser.add_argument("--steps", type=int, help="default: 240")
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    results = measure(arguments.ranks, arguments.steps)
+    results = measure(arguments.ranks, arguments.steps or (60 if arguments.quick else 240))
     if results is None:
         return
-    width = max(map(len, results))
-    for name, value in results.items():
-        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    rows = [{"figure": name, "value": value} for name, value in results.items()]
+    machine = None if results["device"] == "cpu" else str(results["device"])
+    report.publish(arguments, report.head("monitor_overhead", machine) | results, {"What watching costs": rows})
 
 
 if __name__ == "__main__":

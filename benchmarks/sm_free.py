@@ -1,6 +1,6 @@
 """Does communication slow the compute it hides behind? NCCL's kernels against copy engines.
 
-    virtual_cluster.sh 2 python benchmarks/sm_free.py [--json out.json] [--explain] [--seconds 0.3]
+    python -m benchmarks.cluster 4 -- -m benchmarks.sm_free [--quick] [--json] [--output FILE] [--explain] [--seconds 0.3]
 
 Every rank is one process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set (torchrun does that). A chain of bf16
 matrix products, and of HSTU layers on histories of uneven lengths, is timed
@@ -17,11 +17,9 @@ slowdown is due to the link alone: plain pinned copies without flags or peers, a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -36,8 +34,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import report
+
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
+SHOWN = ("compute", "mode", "ms", "slowdown", "gb_per_s_per_rank")
 
 
 def bare_package() -> None:
@@ -265,6 +269,7 @@ def show(cluster: Cluster, row: Row) -> None:
         print(
             f"{row['compute']:<6} {row['mode']:<26} {row['ms']:9.2f} ms  {row['slowdown']:6.3f}x  "
             f"{row['gb_per_s_per_rank']:7.2f} GB/s per rank",
+            file=sys.stderr,
             flush=True,
         )
 
@@ -280,9 +285,8 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=0.3, help="length of the compute chain")
+    parser = report.make_parser(__doc__, quick="a shorter chain")
+    parser.add_argument("--seconds", type=float, help="length of the compute chain (default: 0.3, quick: 0.1)")
     parser.add_argument("--mebibytes", type=int, default=64, help="size of one exchange, per rank")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="chunk sizes to try as well, in MiB")
     parser.add_argument("--compute", nargs="*", default=["gemm", "hstu"], choices=["gemm", "hstu"])
@@ -290,13 +294,14 @@ def main() -> None:
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--limit", type=float, default=240, help="seconds after which it gives up")
     args = parser.parse_args()
+    args.seconds = args.seconds or (0.1 if args.quick else 0.3)
     bare_package()
     transport = importlib.import_module("lightning_freescale.transport")
     with limited(args.limit):
         cluster = Cluster()
         found = transport.capabilities()
         if cluster.rank == 0:
-            print(f"torch {torch.__version__}, {cluster.world} ranks, {found}", flush=True)
+            print(f"torch {torch.__version__}, {cluster.world} ranks, {found}", file=sys.stderr, flush=True)
         groups = {} if args.no_nccl else {"nccl": dist.new_group(backend="nccl", timeout=timedelta(seconds=60))}
         options = {"": transport.Options(reductions="gloo")}
         options |= {
@@ -314,15 +319,17 @@ def main() -> None:
                 print(f"rank {cluster.rank}: {name} left out: {error}", flush=True)
                 continue
             rows += compare(cluster, name, compute, groups, args)
-        if cluster.rank == 0 and args.json:
+        if cluster.rank == 0:
             facts = {
                 "device": torch.cuda.get_device_name(cluster.device),
                 "sms_per_rank": torch.cuda.get_device_properties(cluster.device).multi_processor_count,
-                "torch": torch.__version__,
                 "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
                 "report": groups["freescale"].report(),
             }
-            args.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1))
+            shown = [{name: row[name] for name in SHOWN} for row in rows]
+            machine = f"{facts['device']} as {cluster.world} ranks"
+            figures = report.head("sm_free", machine) | {"device": facts, "rows": rows}
+            report.publish(args, figures, {"Compute beside an exchange": shown})
         cluster.meet()
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """Stragglers, measured: how long ranks wait for each other's histories, before and after balancing.
 
-    python benchmarks/straggler.py [--json out.json]             # two ranks on this machine's CPU, short histories
-    virtual_cluster.sh 4 python benchmarks/straggler.py --accelerator gpu --precision bf16-mixed --embedding-dim 256 \
-        --layers 4 --heads 4 --max-history 8192 --batch-size 16  # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are given
+    python -m benchmarks.straggler [--quick] [--json] [--output FILE]  # two ranks on this machine's CPU, short histories
+    python -m benchmarks.straggler --ranks 4 --accelerator gpu --precision bf16-mixed --embedding-dim 256 --layers 4 --heads 4 \
+        --max-history 8192 --batch-size 16  # one GPU as a cluster; under another launcher it takes its place there
 
 An HSTU trains on the same global batches in several ways. On each rank and step the time of its own compute is taken, from the
 arrival of the rows of its histories to their gradient: no communication is in between, neither forward nor backward. A rank is
@@ -12,11 +12,8 @@ idle from its own end to that of the slowest. Histories are log-normal, mu 7.3 a
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,12 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import cluster, report
+
 Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = report.make_parser(__doc__, quick="few steps")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, where no launcher has set RANK")
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--precision", default="32-true")
@@ -44,35 +45,17 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--negatives", type=int, default=16)
     parser.add_argument("--items", type=int, default=10_000)
-    parser.add_argument("--steps", type=int, default=16, help="measured in each way")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
+    parser.add_argument("--steps", type=int, help="measured in each way (default: 16, quick: 4)")
+    parser.add_argument("--warmup", type=int, help="steps before them (default: 4, quick: 2)")
     options = parser.parse_args()
+    options.steps = options.steps or (4 if options.quick else 16)
+    options.warmup = options.warmup or (2 if options.quick else 4)
     if "RANK" in os.environ:
         run(options)
     else:
-        launch(options.ranks)
-
-
-def launch(ranks: int) -> None:
-    """Start this script once per rank, as machines of one device each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": 1,
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env={**os.environ, **{key: str(value) for key, value in common.items()}, "RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    sys.exit(max(process.wait() for process in processes))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        gpu = options.accelerator == "gpu"
+        sys.exit(cluster.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu))
 
 
 # ---- on a rank --------------------------------------------------------------------------------------------------------
@@ -101,19 +84,21 @@ def run(options: argparse.Namespace) -> None:
     if rank:
         return
     results: dict[str, Any] = {
-        "setting": {key: str(value) for key, value in vars(options).items() if key != "json"},
+        "setting": {key: str(value) for key, value in vars(options).items() if key not in ("json", "output")},
         "straggler": [row(name, found, runs["off"]) for name, found in runs.items()],
         "cost model": fit_errors(prior, sums, seconds),
         "exchange": exchange_row(runs["fixed, by exchange"]),
     }
-    print_table(f"Measured on {sums.shape[1]} ranks, {len(seconds)} steps each", results["straggler"])
-    print_table(
-        "Cost model against measured seconds, off; half of the steps to fit, half to test", results["cost model"]
+    device = torch.cuda.get_device_name() if options.accelerator == "gpu" else None
+    report.publish(
+        options,
+        report.head("straggler", device and f"{device} as {options.ranks} ranks") | results,
+        {
+            f"Measured on {sums.shape[1]} ranks, {len(seconds)} steps each": results["straggler"],
+            "Cost model against measured seconds, off; half of the steps to fit, half to test": results["cost model"],
+            "Exchange of samples, per step": [results["exchange"]],
+        },
     )
-    print_table("Exchange of samples, per step", [results["exchange"]])
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 class Run:
@@ -315,14 +300,6 @@ def exchange_row(run: Run) -> Row:
         "waited for data ms": 1e3 * per_batch["waited"],
         "KiB sent": per_batch["bytes_sent"] / 1024,
     }
-
-
-def print_table(title: str, rows: list[Row]) -> None:
-    cells = [list(rows[0])] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    print(f"\n{title}")
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 if __name__ == "__main__":
