@@ -1,0 +1,33 @@
+"""How the figures of the benchmarks look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+COLOURS = ("#b23a48", "#e09f3e", "#7a9e7e", "#5b8e9f", "#1d3557", "#8d6a9f")
+DPI = 130
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def ranks_axis(axes: Any, ranks: Iterable[int], label: str = "ranks") -> None:
+    """Doubling numbers along the bottom, each written out."""
+    ticks = sorted(set(ranks))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(label)
+    tidy(axes)
+
+
+def tidy(axes: Any) -> None:
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.title.set_fontsize(10)

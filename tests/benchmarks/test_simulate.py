@@ -1,0 +1,50 @@
+"""The simulator against the kept measurements, through its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import simulate
+from lightning_freescale.simulate import SIDES
+
+
+def test_it_is_close_to_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, plot = tmp_path / "out.json", tmp_path / "out.png"
+    monkeypatch.setattr("sys.argv", ["simulate", "--quick", "--json", "--output", str(output), "--plot", str(plot)])
+    simulate.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(output.read_text())
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    errors = {row["measured in"]: row for row in found["errors"]}
+    for name in ("exposed_cpu.json", "exposed_cpu_no_tail.json"):
+        assert errors[name]["largest error %"] < 1.5
+    assert errors["straggler_h200.json"]["largest error %"] < 12
+    assert [(row["ranks"], row["side"]) for row in found["scaling"]] == [
+        (ranks, side.name) for ranks in (8, 64) for side in SIDES
+    ]
+    assert {row["efficiency %"] for row in found["scaling"][: len(SIDES)]} == {100}
+
+
+def test_exposed_times_follow_the_collisions() -> None:
+    rows = [row for row in simulate.against_exposed("exposed_cpu.json", steps=40) if row["side"] == "prioritized"]
+    measured, simulated = ([row[name] for row in rows] for name in ("exposed ms", "simulated exposed ms"))
+    assert len(rows) == 6
+    np.testing.assert_allclose(simulated, measured, rtol=0.07, atol=0.3)
+
+
+def test_the_measured_batches_are_made_again() -> None:
+    """Their mean compute, by the cost fitted to other steps of the run, is the measured one; other batches would be off."""
+    found = simulate.kept("straggler_h200.json")
+    cost, _ = simulate.measured_cost(found)
+    batches = simulate.measured_batches(found["setting"])
+    assert [len(batch) for batch in batches] == [4 * 16] * 16
+    ranks = np.array([cost(batch).reshape(4, 16).sum(axis=1) + cost.constant for batch in batches])  # [steps, ranks]
+    off = found["straggler"][0]
+    assert 1e3 * ranks.mean() == pytest.approx(off["compute ms"], rel=0.03)
+    assert 1e3 * ranks.max(axis=1).mean() == pytest.approx(off["slowest ms"], rel=0.03)
