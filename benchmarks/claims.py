@@ -1,0 +1,125 @@
+"""The README's table of results: one row a claim, every figure out of ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import RESULTS
+
+GOAL_RATE = 0.12  # of collisions, where exposed times are quoted
+NOT_PART = ("--output", "--plot")  # of a command: they change where its figures go, not the figures
+
+
+class Claim(NamedTuple):
+    claim: str
+    before: str
+    after: str
+    command: str
+
+
+def kept(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """All kept results by the names of their files, without suffix."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def command(found: dict[str, Any]) -> str:
+    """What made a result, without where it was written."""
+    words = iter(shlex.split(found["command"]))
+    shown: list[str] = []
+    for word in words:
+        if word in NOT_PART:
+            next(words)
+        elif word != "--json":
+            shown.append(word)
+    return shlex.join(shown)
+
+
+def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
+    """A row for each result that there is."""
+    makers = {
+        "exposed": exposed,
+        "straggler": straggler,
+        "sm_free": sm_free,
+        "balance": partition,
+        "simulate": simulated,
+    }
+    for benchmark, make in makers.items():
+        for found in results.values():
+            if found["benchmark"] == benchmark:
+                yield make(found)
+
+
+def exposed(found: dict[str, Any]) -> Claim:
+    row = next(row for row in found["results"] if row["collisions"] == GOAL_RATE)
+    machine, parameters = found["machine"], found["parameters"]
+    where = machine["device"]
+    if parameters["device"] == "cpu":
+        after = f"{parameters['tail']:.0%} of the compute" if parameters["tail"] else "no compute"
+        where = f"emulated device and link, {after} after backward"
+    line = f"; linear in the collisions, R² {found['line']['r2']:.4f}" if "line" in found else ""
+    ms = row["exposed_ms"]
+    return Claim(
+        f"exposed embedding exchange at {GOAL_RATE:.0%} collisions, {parameters['ranks']} ranks, {where}",
+        f"{ms['TrainPipelineBase']:.1f} ms (TorchRec), {ms['TrainPipelineSparseDist']:.1f} (SparseDist)",
+        f"{ms['prioritized']:.1f} ms: {row['gone']['TrainPipelineBase']:.1%} gone{line}",
+        command(found),
+    )
+
+
+def straggler(found: dict[str, Any]) -> Claim:
+    rows = {row["balance"]: row for row in found["straggler"]}
+    off, flops, fitted = (rows[name] for name in ("off", "fixed, cost by FLOPs", "fixed"))
+    setting = found["setting"]
+    return Claim(
+        f"idle time of the ranks, HSTU, histories to {int(setting['max_history']):,} events, {setting['ranks']} ranks, "
+        f"{found['machine'].split(':')[0]}",
+        f"{off['idle ms']:.1f} ms a step, straggler {off['straggler %']:.1f}%",
+        f'`balance="fixed"`: {flops["idle ms"]:.1f} ms, {flops["straggler %"]:.1f}%, with costs from the model\'s FLOPs; '
+        f"{fitted['idle ms']:.1f} ms, {fitted['straggler %']:.1f}%, {fitted['times less']:.1f}x less, with costs fitted to "
+        "measured steps",
+        command(found),
+    )
+
+
+def sm_free(found: dict[str, Any]) -> Claim:
+    rows = {(row["compute"], row["mode"]): row for row in found["rows"]}
+    shown = {}
+    for mode in ("nccl", "freescale"):
+        rate = rows["gemm", mode]["gb_per_s_per_rank"]
+        slow = [rows[compute, mode]["slowdown"] for compute in ("gemm", "hstu")]
+        shown[mode] = f"matrix products {slow[0]:.2f}x, HSTU layers {slow[1]:.2f}x ({{}}, {rate:.1f} GB/s a rank)"
+    return Claim(
+        f"compute beside an AllToAll over its time alone, {rows['gemm', 'alone']['world']} ranks on one "
+        f"{found['device']['device']}",
+        shown["nccl"].format("NCCL"),
+        shown["freescale"].format("SM-free"),
+        command(found),
+    )
+
+
+def partition(found: dict[str, Any]) -> Claim:
+    row = next(row for row in reversed(found["solver"]) if row["plan"] == "fixed")
+    return Claim(
+        f"partition of {row['ranks x batch']} samples, one core",
+        f"`numpy.argsort` {row['argsort ms']:.1f} ms",
+        f"`fixed` {row['ms']:.1f} ms",
+        command(found),
+    )
+
+
+def simulated(found: dict[str, Any]) -> Claim:
+    ranks = 256
+    rows = {row["side"]: row for row in found["scaling"] if row["ranks"] == ranks}
+    before, after = rows["TorchRec"], rows["FreeScale"]
+    worst = max(row["largest error %"] for row in found["errors"])
+    return Claim(
+        f"*simulated*, not measured: bubble on {ranks} ranks of {found['setting']['link GB/s']:g} GB/s; the simulator is "
+        f"within {worst:.0f}% of the steps that were measured",
+        f"{before['bubble %']:.0f}% of a step, {before['QPS']:,.0f} samples/s",
+        f"{after['bubble %']:.0f}% of a step, {after['QPS']:,.0f} samples/s: {after['bubble gone %']:.0f}% gone",
+        command(found),
+    )

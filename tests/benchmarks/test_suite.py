@@ -1,0 +1,100 @@
+"""The suite as a whole: what is listed, the options all share, and that no figure in a table is typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report, tables
+from benchmarks.__main__ import TOOLS, scripts
+from benchmarks.claims import claims, command, kept
+
+ROOT = Path(__file__).resolve().parents[2]
+# The listing, then a look at what it has imported.
+LIST = """
+import runpy, sys
+try:
+    runpy.run_module("benchmarks", run_name="__main__")
+finally:
+    print({"torch", "numpy", "lightning_freescale", "matplotlib"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_the_listing_names_all_and_imports_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIST], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stderr.strip() == "set()"
+    for script in scripts():
+        assert f"{script.name}: {script.claim}" in done.stdout
+
+
+def test_every_benchmark_says_what_it_is_and_how_to_run_it() -> None:
+    found = list(scripts())
+    assert {"balance", "exposed", "hstu_attention", "simulate", "sm_free", "straggler"} <= {s.name for s in found}
+    for script in found:
+        assert script.claim.endswith((".", "?"))
+        assert script.commands
+        assert all(line.startswith("python -m benchmarks") for line in script.commands)
+
+
+@pytest.mark.parametrize("name", [script.name for script in scripts() if script.name not in TOOLS])
+def test_every_benchmark_has_the_same_options(name: str) -> None:
+    source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    by_hand = all(f'"{option}"' in source for option in ("--json", "--quick", "--output"))
+    assert "report.make_parser(" in source or by_hand
+
+
+def test_results_say_where_they_come_from() -> None:
+    for name, found in kept().items():
+        for field in ("benchmark", "date", "command", "machine", "versions"):
+            assert found[field], f"{name}: no {field}"
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    assert tables.stale() == [], "run python -m benchmarks.tables"
+
+
+def test_another_figure_makes_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tables.results_table()
+    results = kept()
+    results["exposed_cpu"]["results"][2]["exposed_ms"]["prioritized"] = 77.0
+    monkeypatch.setattr(tables, "kept", lambda: results)
+    assert "77.0 ms" in tables.results_table()
+    assert "77.0 ms" not in before
+    assert ROOT / "README.md" in tables.stale()
+
+
+def test_every_claim_has_its_command() -> None:
+    for claim in claims(kept()):
+        assert claim.command.startswith("python ")
+        assert "--output" not in claim.command
+        script = next(word for word in claim.command.replace("/", ".").split() if word.startswith("benchmarks."))
+        assert (ROOT / "benchmarks" / f"{script.removesuffix('.py').split('.')[1]}.py").exists()
+    assert (
+        command({"command": "python -m benchmarks.a --output 'b c' --x 1 --json --plot d"})
+        == "python -m benchmarks.a --x 1"
+    )
+
+
+def test_the_marks_must_be_there() -> None:
+    assert (
+        tables.between_marks(f"a {tables.BEGIN} old {tables.END} b", "new") == f"a {tables.BEGIN}\nnew\n{tables.END} b"
+    )
+    with pytest.raises(ValueError, match="has no <!-- end"):
+        tables.between_marks(tables.BEGIN, "new")
+
+
+def test_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"side": "a", "ms": 1.23456}, {"side": "bc", "ms": 20.0}]
+    output = tmp_path / "new" / "out.json"
+    arguments = report.make_parser("", "").parse_args(["--output", str(output)])
+    report.publish(arguments, {"rows": rows}, {"Title": rows}, "note")
+    assert capsys.readouterr().out == "\nTitle\nside     ms\n   a  1.235\n  bc     20\nnote\n"
+    assert json.loads(output.read_text()) == {"rows": rows}
+    report.publish(report.make_parser("", "").parse_args(["--json"]), {"rows": rows}, {"Title": rows})
+    assert json.loads(capsys.readouterr().out) == {"rows": rows}
