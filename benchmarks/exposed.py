@@ -83,8 +83,8 @@ def take_part(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         ranks=arguments.ranks,
         rates=tuple(rates),
-        warm=6 if arguments.device == "cuda" else 3,
-        steps=arguments.steps or (12 if real and not arguments.quick else 4),
+        warm=8 if arguments.device == "cuda" else 3,  # the allocator needs some steps to have all sizes
+        steps=arguments.steps or (16 if real and not arguments.quick else 4),
         clock=arguments.clock,
         tail=arguments.tail / 100,
         transport=arguments.transport,

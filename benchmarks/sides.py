@@ -85,7 +85,9 @@ def build(
 def dense_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
     """The same dense compute, AllReduce and optimizer, with the rows already local and their gradient left where it is."""
     torch.manual_seed(1)
-    model = DistributedDataParallel(machine.dense(workload.dim), gradient_as_bucket_view=True, broadcast_buffers=False)
+    model = DistributedDataParallel(  # as DistributedModelParallel sets it up for the sides
+        machine.dense(workload.dim), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=25
+    )
     optimizer = machine.optimizer(model.parameters())
     rows = torch.randn(workload.ids_per_rank, workload.dim, device=machine.device, requires_grad=True)
 
