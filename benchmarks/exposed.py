@@ -2,8 +2,9 @@
 
     python benchmarks/exposed.py [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda]
 
-A step's exposed time is its time less that of the same dense compute alone, measured in the same run with the rows already
-local. All sides train the same model on the same batches, row-wise over all ranks; their losses are compared.
+A step's exposed time is its time less that of the same compute alone, measured in the same run: dense layers, their AllReduce,
+look-ups and updates of as many rows, but no row travels. (The time beyond the dense part alone is kept beside it.) All sides
+train the same model on the same batches, row-wise over all ranks; their losses are compared.
 
 cpu: an emulated device and network (``machines.py``, ``link.py``) around the real exchange. Time is counted by default, which
 makes the result the same on every machine; ``--clock real`` lets it pass, and adds what the host does. The emulated step has
