@@ -31,8 +31,8 @@ class Machine(Protocol):
 
     device: torch.device
 
-    def sharding_group(self, freescale: bool) -> dist.ProcessGroup:
-        """A process group of all ranks for what TorchRec exchanges itself, on a side of its own or inside the strategy."""
+    def sharding_group(self) -> dist.ProcessGroup:
+        """A process group of all ranks for what TorchRec exchanges itself."""
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
         """A process group of all ranks for prioritized rows and gradients."""
@@ -166,7 +166,7 @@ class EmulatedMachine:
         self._wire = Wire(clock, emulation.bandwidth, emulation.latency)
         self._compute = Device(clock)
 
-    def sharding_group(self, freescale: bool) -> dist.ProcessGroup:
+    def sharding_group(self) -> dist.ProcessGroup:
         return new_link(self._wire, priority=0)
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
@@ -253,7 +253,7 @@ class CudaMemory(Memory):
         return torch.cuda.memory_allocated()
 
 
-def _of_all_ranks(group: Any) -> dist.ProcessGroup:
+def _member(group: Any) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup)  # and not the marker of a rank that is no member
     return group
 
@@ -272,8 +272,8 @@ class CudaMachine:
         self._shape = {"width": width, "layers": layers}
         self._backend = transport.choose(wanted, self.device, overlapped=True).backend
 
-    def sharding_group(self, freescale: bool) -> dist.ProcessGroup:
-        return self.exchange_group("low") if freescale else _of_all_ranks(dist.new_group())
+    def sharding_group(self) -> dist.ProcessGroup:
+        return _member(dist.new_group())
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
         options: Any
@@ -281,7 +281,7 @@ class CudaMachine:
             options = transport.Options(priority=priority)
         else:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
-        return _of_all_ranks(dist.new_group(backend=self._backend, pg_options=options))
+        return _member(dist.new_group(backend=self._backend, pg_options=options))
 
     def dense(self, dim: int) -> nn.Module:
         return Layers(dim, **self._shape).to(self.device)

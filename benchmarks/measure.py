@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.machines import Transport, make_machine
-from benchmarks.sides import BASE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
+from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
 
 GOAL = {"collisions": 0.12, "gone": 0.903}
 COOL = 1  # steps at the end of a rate that see the next rate's first batch: not counted
@@ -62,17 +62,19 @@ def measure(options: Options) -> dict[str, Any]:
             memory[name].close()
             step_ms[name] = [1e3 * seconds for seconds in times[counted]]
         seen = prioritized.collisions[number * per_rate :][counted]
-        typical = {name: statistics.median(times) for name, times in step_ms.items()}
+        # Means: work that runs ahead of its step moves time from one step to another.
+        mean = {name: statistics.mean(times) for name, times in step_ms.items()}
         results.append(
             {
                 "collisions": rate,
                 "collisions_measured": _mean(statistics.mean(seen), machine.device),
-                "step_ms": typical,
+                "step_ms": mean,
                 "step_ms_spread": {name: max(times) - min(times) for name, times in step_ms.items()},
-                "exposed_ms": {name: typical[name] - typical[DENSE] for name in SIDES},
+                "exposed_ms": {name: mean[name] - mean[COMPUTE] for name in SIDES},
+                "beyond_dense_ms": {name: mean[name] - mean[DENSE] for name in SIDES},
             }
         )
-    values = {name: torch.stack(kept).double().cpu() for name, kept in losses.items() if name != DENSE}
+    values = {name: torch.stack(kept).double().cpu() for name, kept in losses.items() if name in SIDES}
     reference = values[SIDES[0]]
     apart = {
         name: max(_slowest([float(((value - reference) / reference).abs().max())], machine.device))
@@ -133,6 +135,8 @@ def summarise(figures: dict[str, Any]) -> dict[str, Any]:
     for row in results:
         exposed = row["exposed_ms"]
         row["gone"] = {side: 1.0 - exposed[PRIORITIZED] / exposed[side] for side in (BASE, SPARSE_DIST)}
+        beyond = row["beyond_dense_ms"]
+        row["gone_beyond_dense"] = {side: 1.0 - beyond[PRIORITIZED] / beyond[side] for side in (BASE, SPARSE_DIST)}
     if len(results) > 1:
         rates = [row["collisions_measured"] for row in results]
         figures["line"] = line_through(rates, [row["exposed_ms"][PRIORITIZED] for row in results])
@@ -142,7 +146,8 @@ def summarise(figures: dict[str, Any]) -> dict[str, Any]:
     memory["extra_batches"] = memory["rows_prefetched_bytes"] / memory["rows_of_a_batch_bytes"]
     for row in results:
         if row["collisions"] == GOAL["collisions"]:
-            figures["goal"] = GOAL | {"reached": min(row["gone"].values())}
+            beyond = min(row["gone_beyond_dense"].values())
+            figures["goal"] = GOAL | {"reached": min(row["gone"].values()), "reached_beyond_dense": beyond}
     return figures
 
 
@@ -159,16 +164,18 @@ def describe(figures: dict[str, Any]) -> str:
         _listed({name: value for name, value in machine.items() if name != "device"}),
         _listed({**figures["workload"], **figures["versions"]}),
         "",
-        "collisions  dense   "
+        "collisions  dense compute  "
         + "  ".join(f"{side:>{max(12, len(side))}}" for side in SIDES)
         + "   gone, of exposed time",
-        "asked  met  ms/step "
+        "asked  met  ms/step ms/step "
         + "  ".join(f"{'exposed ms':>{max(12, len(side))}}" for side in SIDES)
         + "   of base  of sparse",
     ]
     for row in figures["results"]:
         lines.append(
-            f"{row['collisions']:4.0%} {row['collisions_measured']:6.1%}{row['step_ms'][DENSE]:8.1f} "
+            f"{row['collisions']:4.0%} {row['collisions_measured']:6.1%}"
+            + "".join(f"{row['step_ms'][side]:8.1f}" for side in (DENSE, COMPUTE))
+            + " "
             + "  ".join(f"{row['exposed_ms'][side]:{max(12, len(side))}.1f}" for side in SIDES)
             + f"   {row['gone'][BASE]:7.1%}  {row['gone'][SPARSE_DIST]:8.1%}"
         )
@@ -197,7 +204,7 @@ def describe(figures: dict[str, Any]) -> str:
         reached = "reached" if goal["reached"] >= goal["gone"] else "missed"
         lines.append(
             f"goal at {goal['collisions']:.0%} collisions, {goal['gone']:.1%} of TorchRec's exposed time gone: {reached}, "
-            f"{goal['reached']:.1%}"
+            f"{goal['reached']:.1%} ({goal['reached_beyond_dense']:.1%} of the time beyond the dense part alone)"
         )
     return "\n".join(lines)
 

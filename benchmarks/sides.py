@@ -1,4 +1,4 @@
-"""The sides of the exchange benchmark: four ways to train one model on the same batches, and its dense part alone.
+"""The sides of the exchange benchmark: four ways to train one model on the same batches, and its compute alone.
 
 Each side is a generator that takes one training step per ``next``. All live in one process and run a few steps at a time in
 turn, so that whatever disturbs the machine disturbs them alike; a side's pipeline stays filled while the others run.
@@ -7,11 +7,17 @@ turn, so that whatever disturbs the machine disturbs them alike; a side's pipeli
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -29,6 +35,7 @@ from lightning_freescale.embedding.schedule import Schedule
 from lightning_freescale.streams import SideStream
 
 DENSE = "dense alone"
+COMPUTE = "compute alone"
 BASE = "TrainPipelineBase"
 SPARSE_DIST = "TrainPipelineSparseDist"
 SYNC = "freescale_sync"
@@ -60,19 +67,16 @@ class Model(nn.Module):
 
 
 def build(
-    workload: Workload, machine: Machine, prioritize: bool = False
+    workload: Workload, machine: Machine, group: dist.ProcessGroup
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
-    """The sharded model and its dense optimizer, equal on every call."""
+    """The model, its table spread over ``group``, and its dense optimizer: equal on every call."""
     torch.manual_seed(1 + dist.get_rank())  # each rank fills its own rows; DDP copies rank 0's dense part to all
     model = Model(workload, machine.dense(workload.dim))
     sharders = sharding.make_sharders(model, {"optimizer": "rowwise_adagrad", "lr": 0.02}, machine.device)
-    plan = sharding.make_plan(
-        model, sharders, "row_wise", device=machine.device, world_size=dist.get_world_size(), local_size=1
-    )
-    env = ShardingEnv.from_process_group(machine.sharding_group(freescale=prioritize))
+    plan = sharding.make_plan(model, sharders, "row_wise", device=machine.device, world_size=group.size(), local_size=1)
     sharded = DistributedModelParallel(
         model,
-        env=env,
+        env=ShardingEnv.from_process_group(group),
         device=machine.device,
         plan=plan,
         sharders=sharders,
@@ -84,13 +88,46 @@ def build(
 # ---- the sides ---------------------------------------------------------------------------------------------------------------
 def dense_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
     """The same dense compute, AllReduce and optimizer, with the rows already local and their gradient left where it is."""
-    torch.manual_seed(1)
-    model = DistributedDataParallel(machine.dense(workload.dim), gradient_as_bucket_view=True, broadcast_buffers=False)
-    optimizer = machine.optimizer(model.parameters())
     rows = torch.randn(workload.ids_per_rank, workload.dim, device=machine.device, requires_grad=True)
+    return _alone(workload, machine, batches, lambda batch: rows)
+
+
+def compute_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
+    """All compute of a rank and none of the exchange: as many ids, looked up in a table as large as the rank's own part."""
+    rows, cuda = workload.rows // dist.get_world_size(), machine.device.type == "cuda"
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (
+                rows,
+                workload.dim,
+                EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST,
+                ComputeDevice.CUDA if cuda else ComputeDevice.CPU,
+            )
+        ],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.02,
+        pooling_mode=PoolingMode.NONE,
+        device=machine.device,
+    )
+    table.init_embedding_weights_uniform(-1.0, 1.0)
+
+    def look_up(batch: Batch) -> Tensor:
+        features = batch.to(machine.device, non_blocking=True).features
+        return table(features.values() % rows, features.offsets().to(torch.int64))
+
+    return _alone(workload, machine, batches, look_up)
+
+
+def _alone(workload: Workload, machine: Machine, batches: Sequence[Batch], rows_of: Callable[[Batch], Tensor]) -> Steps:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(  # as DistributedModelParallel sets it up for the sides
+        machine.dense(workload.dim), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=25
+    )
+    optimizer = machine.optimizer(model.parameters())
 
     def steps() -> Steps:
-        for _ in batches:
+        for batch in batches:
+            rows = rows_of(batch)
             optimizer.zero_grad()
             rows.grad = None
             loss = model(rows)
@@ -103,7 +140,7 @@ def dense_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) 
 
 def torchrec_pipeline(kind: Any, workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
     """One of TorchRec's own training pipelines."""
-    pipeline = kind(*build(workload, machine), machine.device)
+    pipeline = kind(*build(workload, machine, machine.sharding_group()), machine.device)
 
     def steps() -> Steps:
         source = iter(batches)
@@ -118,11 +155,12 @@ class Freescale:
 
     Args:
         prioritize: with the schedule (``prioritize=True``) or without (``freescale_sync``).
+        group: the ranks that share the table.
     """
 
-    def __init__(self, prioritize: bool, workload: Workload, machine: Machine):
+    def __init__(self, prioritize: bool, workload: Workload, machine: Machine, group: dist.ProcessGroup):
         self._device = machine.device
-        self._model, self._optimizer = build(workload, machine, prioritize)
+        self._model, self._optimizer = build(workload, machine, group)
         self._copies = SideStream(machine.device)
         self.schedule: Schedule | None = None
         if prioritize:
@@ -181,12 +219,13 @@ class Freescale:
 
 def make_sides(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> tuple[dict[str, Steps], Freescale]:
     """All sides by name, and the prioritized one again to ask it what it saw. A collective."""
-    prioritized = Freescale(True, workload, machine)
+    prioritized = Freescale(True, workload, machine, machine.exchange_group("low"))
     sides = {
         DENSE: dense_alone(workload, machine, batches),
+        COMPUTE: compute_alone(workload, machine, batches),
         BASE: torchrec_pipeline(TrainPipelineBase, workload, machine, batches),
         SPARSE_DIST: torchrec_pipeline(TrainPipelineSparseDist, workload, machine, batches),
-        SYNC: Freescale(False, workload, machine).steps(batches),
+        SYNC: Freescale(False, workload, machine, machine.sharding_group()).steps(batches),
         PRIORITIZED: prioritized.steps(batches),
     }
     return sides, prioritized

@@ -10,8 +10,8 @@ matrix products, and of HSTU layers on histories of uneven lengths, is timed
 * with the freescale backend's AllToAll under way for the whole time,
 * with the freescale backend moving as many bytes as NCCL did.
 
-Slowdown is the time over the time alone. Bytes are those that leave a rank for other ranks; each exchange also holds a
-rank's part for itself, which the freescale backend takes through host memory too. ``--explain`` adds what part of a
+Slowdown is the time over the time alone. Bytes are those that leave a rank; as in the prioritized exchange, a rank has no
+part for itself. ``--explain`` adds what part of a
 slowdown is due to the link alone: plain pinned copies without flags or peers, and copies of the other ranks.
 """
 
@@ -139,9 +139,10 @@ def timed(cluster: Cluster, compute: Callable[[], None], calls: int, background:
     return {"ms": took, "bytes": count, "gb_per_s": count / took / 1e6}
 
 
-def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int, world: int) -> Callable[[], Any]:
+def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int) -> Callable[[], Any]:
     """A background of ``count`` AllToAlls, one after another, issued by a thread that keeps three under way."""
-    leaves = send.numel() * send.element_size() * (world - 1) // world
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    splits = [0 if peer == rank else send.numel() // (world - 1) for peer in range(world)]
     side = torch.cuda.Stream(send.device)  # an exchange waits for its caller's stream: not for the one that computes
 
     def start() -> Any:
@@ -154,7 +155,7 @@ def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int,
                     for number in range(count):
                         while number >= 3 and not works[number - 3].is_completed():
                             time.sleep(1e-4)
-                        works.append(dist.all_to_all_single(receive, send, group=group, async_op=True))
+                        works.append(dist.all_to_all_single(receive, send, splits, splits, group=group, async_op=True))
             except BaseException as error:
                 errors.append(error)
 
@@ -169,14 +170,14 @@ def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int,
                 work.wait()
             torch.cuda.synchronize()
 
-        return (lambda: leaves * sum(work.is_completed() for work in list(works))), finish
+        return (lambda: send.nbytes * sum(work.is_completed() for work in list(works))), finish
 
     return start
 
 
 def bare_rate(cluster: Cluster, group: Any, send: torch.Tensor, receive: torch.Tensor) -> float:
     """GB/s that leave a rank when nothing else runs."""
-    run = exchanges(group, send, receive, 4, cluster.world)
+    run = exchanges(group, send, receive, 4)
     for attempt in range(2):  # the first sets up connections and buffers
         cluster.meet()
         began = time.perf_counter()
@@ -185,8 +186,7 @@ def bare_rate(cluster: Cluster, group: Any, send: torch.Tensor, receive: torch.T
         torch.cuda.synchronize()
         took = time.perf_counter() - began
         if attempt:
-            bytes_out = 4 * send.numel() * send.element_size() * (cluster.world - 1) / cluster.world
-            return cluster.mean(bytes_out / took / 1e9)
+            return cluster.mean(4 * send.nbytes / took / 1e9)
     raise AssertionError
 
 
@@ -244,19 +244,18 @@ def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: di
         return row
 
     row("alone", None)
-    elements = (args.mebibytes << 20) // 2
+    elements = (args.mebibytes << 20) // 2 // (cluster.world - 1) * (cluster.world - 1)
     send = torch.randn(elements, device=cluster.device, dtype=torch.bfloat16)
     receive = torch.empty_like(send)
     seconds = rows[0]["ms"] / 1e3
-    leaves = 2 * elements * (cluster.world - 1) / cluster.world
     for mode, group in groups.items():
         rate = bare_rate(cluster, group, send, receive)
-        count = max(2, int(1.6 * seconds * rate * 1e9 / leaves) + 1)  # enough to outlast the compute
-        found = row(mode, exchanges(group, send, receive, count, cluster.world))
+        count = max(2, int(1.6 * seconds * rate * 1e9 / send.nbytes) + 1)  # enough to outlast the compute
+        found = row(mode, exchanges(group, send, receive, count))
         found["bare_gb_per_s_per_rank"] = rate
     if "nccl" in groups:
-        count = max(1, round(next(r for r in rows if r["mode"] == "nccl")["bytes_per_rank"] / leaves))
-        row("freescale, NCCL's bytes", exchanges(groups["freescale"], send, receive, count, cluster.world))
+        count = max(1, round(next(r for r in rows if r["mode"] == "nccl")["bytes_per_rank"] / send.nbytes))
+        row("freescale, NCCL's bytes", exchanges(groups["freescale"], send, receive, count))
     if args.explain:
         copies = plain_copies(cluster.device, args.mebibytes, 1.5 * seconds)
         row("plain copies, all ranks", copies)
@@ -287,7 +286,7 @@ def limited(seconds: float) -> Iterator[None]:
 def main() -> None:
     parser = report.make_parser(__doc__, quick="a shorter chain")
     parser.add_argument("--seconds", type=float, help="length of the compute chain (default: 0.3, quick: 0.1)")
-    parser.add_argument("--mebibytes", type=int, default=64, help="size of one exchange, per rank")
+    parser.add_argument("--mebibytes", type=int, default=64, help="what leaves a rank in one exchange")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="chunk sizes to try as well, in MiB")
     parser.add_argument("--compute", nargs="*", default=["gemm", "hstu"], choices=["gemm", "hstu"])
     parser.add_argument("--no-nccl", action="store_true")

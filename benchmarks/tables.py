@@ -110,7 +110,7 @@ def views(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def _exposed_row(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "collisions": f"{row['collisions']:.0%}",
-        "dense alone ms": row["step_ms"]["dense alone"],
+        **{f"{name} ms": ms for name, ms in row["step_ms"].items() if name not in EXPOSED},
         **{side: row["exposed_ms"][side] for side in EXPOSED},
         "gone": f"{row['gone']['TrainPipelineBase']:.1%}",
     }

@@ -247,10 +247,11 @@ class FreeScaleMixin(_Base):
 
     def _table_env(self) -> ShardingEnv:
         """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
-        if self._exchange_backend == transport.NAME:
-            return ShardingEnv.from_process_group(self._new_group("low"))
-        assert torch.distributed.group.WORLD is not None
-        return ShardingEnv.from_process_group(torch.distributed.group.WORLD)
+        group = torch.distributed.group.WORLD
+        if self._prioritize or self._exchange_backend == transport.NAME:
+            group = self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
+        assert group is not None
+        return ShardingEnv.from_process_group(group)
 
     def _prioritize_exchange(self) -> None:
         modules = {

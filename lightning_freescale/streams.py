@@ -47,3 +47,9 @@ def keep_for(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Te
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on_device(values: list[int], device: torch.device) -> Tensor:
+    """``[n]`` int64. Unlike ``torch.tensor(values, device=...)`` the host does not wait for what the stream holds."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -41,7 +41,7 @@ from lightning_freescale.embedding.pieces import (
 )
 from lightning_freescale.embedding.state import kernels_of
 from lightning_freescale.errors import FreeScaleError
-from lightning_freescale.streams import SideStream, current_stream, keep_for
+from lightning_freescale.streams import SideStream, current_stream, keep_for, on_device
 
 
 class _Join(torch.autograd.Function):
@@ -84,6 +84,8 @@ class PrioritizedEmbedding:
         self.module, self.groups, self.copies = module, groups, copies
         self.timeline = timeline or Timeline()
         self.rank, self.world_size = groups.collision.rank(), groups.collision.size()
+        # Behind the ids of the same batch, and not behind the gradients of the one before, which wait for their backward.
+        self._ids_group = module._env.process_group
         self.kernels = kernels_of(module)
         self.steps = 0  # training steps of this module, see take_over
         self.stats = ExchangeStats()
@@ -139,7 +141,7 @@ class PrioritizedEmbedding:
         lengths = features.lengths().to(torch.int64)
         rank_of_sample = torch.repeat_interleave(
             torch.arange(self.world_size, device=self.device),
-            torch.tensor(sizes, device=self.device),
+            on_device(sizes, self.device),
             output_size=sum(sizes),
         )
         feature_of_sample = torch.arange(count, device=self.device).repeat_interleave(
@@ -178,7 +180,7 @@ class PrioritizedEmbedding:
             asked.wire,
             asked.owned,
             asked.asked,
-            self.groups.collision,
+            self._ids_group,
             self.timeline,
             Kind.ID_EXCHANGE,
         )
@@ -191,7 +193,7 @@ class PrioritizedEmbedding:
         told = split.received_mask = split.told.wait().bool()
         owner = torch.repeat_interleave(
             torch.arange(self.world_size, device=self.device),
-            torch.tensor(asked.asked, device=self.device),
+            on_device(asked.asked, self.device),
             output_size=sum(asked.asked),
         )[asked.request]
         features = len(asked.features.keys())

@@ -39,6 +39,7 @@ PINNED = {
     "_embedding_dim": ShardedEmbeddingCollection,
     "_embedding_dim_for_sharding_type": ShardedEmbeddingCollection,
     "_embedding_names_per_sharding": ShardedEmbeddingCollection,
+    "_env": ShardedEmbeddingCollection,
     "_features_to_permute_indices": ShardedEmbeddingCollection,
     "_lookups": ShardedEmbeddingCollection,
     "_need_indices": ShardedEmbeddingCollection,
@@ -96,6 +97,7 @@ def check_sharding(module: ShardedEmbeddingCollection, kind: str, world: int) ->
     assert {name for names in module._embedding_names_per_sharding for name in names} == set(KEYS)
     assert torch.device(module._device or "cpu") == torch.device("cpu")
     assert module._embedding_dim == DIM
+    assert module._env.process_group.size() == world
     assert module._need_indices is False
     assert isinstance(module._features_to_permute_indices, dict)
     for option in OUTPUT_OPTIONS & output_parameters():
