@@ -24,6 +24,7 @@ from lightning_freescale.data.dataset import MIN_EVENTS
 from lightning_freescale.data.sources import ParquetSource, Source, open_source, readable
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.simulate import forecast
 
 RANDOM = "random"  # no balancing: each rank takes its samples as they come
 MODES = (RANDOM, *PARTITIONS)
@@ -191,10 +192,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the figures, e.g. out.png")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    forecast.add_arguments(parser, _numbers)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what each mode does on each number of ranks."""
+    """Print what each mode does on each number of ranks and, if asked for, what steps to expect."""
+    with_forecast = forecast.asked_for(args)
     lengths = training_lengths(args)
     model = CostModel(linear=1.0, quadratic=1 / args.crossover)
     outcomes = []
@@ -205,10 +208,19 @@ def run(args: argparse.Namespace) -> int:
         outcomes += evaluate(lengths, ranks, args.batch_size, model, args.batches, args.seed)
     if args.plot:
         draw(args.plot, outcomes, lengths, model, args.batch_size, args.seed)
+    expected = []
+    if with_forecast:
+        expected = forecast.forecast(
+            lengths, args, lambda size, seed: global_batches(lengths, size, args.batches, seed)
+        )
     if args.json:
-        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+        rows = [asdict(outcome) for outcome in outcomes]
+        simulated = [asdict(result) | {"bubble": result.bubble} for result in expected]
+        print(json.dumps({"balance": rows, "simulated": simulated} if with_forecast else rows, indent=2))
     else:
         print(report(args, lengths, outcomes))
+        if with_forecast:
+            print(f"\n{forecast.table(args, expected)}")
     return 0
 
 
