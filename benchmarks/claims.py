@@ -53,17 +53,21 @@ def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
                 yield make(found)
 
 
+def where(found: dict[str, Any]) -> str:
+    """The machine of an exposed exchange, in words."""
+    parameters = found["parameters"]
+    if parameters["device"] != "cpu":
+        return found["machine"]["device"]
+    after = f"{parameters['tail']:.0%} of the compute" if parameters["tail"] else "no compute"
+    return f"emulated, {after} after backward"
+
+
 def exposed(found: dict[str, Any]) -> Claim:
     row = next(row for row in found["results"] if row["collisions"] == GOAL_RATE)
-    machine, parameters = found["machine"], found["parameters"]
-    where = machine["device"]
-    if parameters["device"] == "cpu":
-        after = f"{parameters['tail']:.0%} of the compute" if parameters["tail"] else "no compute"
-        where = f"emulated device and link, {after} after backward"
     line = f"; linear in the collisions, R² {found['line']['r2']:.4f}" if "line" in found else ""
     ms = row["exposed_ms"]
     return Claim(
-        f"exposed embedding exchange at {GOAL_RATE:.0%} collisions, {parameters['ranks']} ranks, {where}",
+        f"exposed embedding exchange at {GOAL_RATE:.0%} collisions, {found['parameters']['ranks']} ranks, {where(found)}",
         f"{ms['TrainPipelineBase']:.1f} ms (TorchRec), {ms['TrainPipelineSparseDist']:.1f} (SparseDist)",
         f"{ms['prioritized']:.1f} ms: {row['gone']['TrainPipelineBase']:.1%} gone{line}",
         command(found),

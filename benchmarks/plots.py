@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 COLOURS = ("#b23a48", "#e09f3e", "#7a9e7e", "#5b8e9f", "#1d3557", "#8d6a9f")
@@ -27,7 +28,15 @@ def ranks_axis(axes: Any, ranks: Iterable[int], label: str = "ranks") -> None:
     tidy(axes)
 
 
+def legend(figure: Figure, colours: Iterable[str], lines: Mapping[str, Any]) -> None:
+    """Below the figure: what each colour is, in order, then what each style of line is."""
+    handles = [Line2D([], [], color=colour, label=name) for colour, name in zip(COLOURS, colours, strict=False)]
+    handles += [Line2D([], [], color="grey", linestyle=style, label=name) for name, style in lines.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+
+
 def tidy(axes: Any) -> None:
+    axes.set_axisbelow(True)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.title.set_fontsize(10)

@@ -16,6 +16,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import paper
 from benchmarks.__main__ import TOOLS, scripts
 from benchmarks.claims import claims, command, kept
 
@@ -34,6 +35,7 @@ def pages() -> dict[Path, str]:
     return {
         readme: between_marks(readme.read_text(), results_table()),
         ROOT / "benchmarks" / "README.md": benchmarks_page(),
+        ROOT / "docs" / "paper.md": paper.page(kept()),
     }
 
 
@@ -96,7 +98,10 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
 
 
 def views(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The tables of a result."""
+    """The tables of a result; what is shown elsewhere as a picture is left to it."""
+    if found["benchmark"] == "figures":
+        yield "Collisions", found["collisions"]
+        return
     if found["benchmark"] == "exposed":
         yield "Exposed ms a step, and what is gone of TorchRec's", [_exposed_row(row) for row in found["results"]]
         return
