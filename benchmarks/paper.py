@@ -84,7 +84,7 @@ def batch_and_ranks(results: Results) -> Section:
         f"themselves, {off[0]['straggler %']:.0f}% at {off[0]['samples a rank']} samples a rank to {off[-1]['straggler %']:.0f}% "
         f"at {off[-1]['samples a rank']}. With few samples the longest history alone makes the step: at "
         f"{sizes[0]['samples a rank']} a rank even `fixed` leaves {small['fixed']['straggler %']:.0f}%, its heaviest rank "
-        f"{small['fixed']['above bound %']:.2f}% above the least that any plan can have.",
+        f"{small['fixed']['above bound %']:.2f}% above the least that equal counts allow.",
         "figure_batch_and_ranks.png",
         ["figures"],
     )

@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- results: made by `python -m benchmarks.tables` -->"
 END = "<!-- end of results -->"
 EXPOSED = ("TrainPipelineBase", "TrainPipelineSparseDist", "freescale_sync", "prioritized")
+ALL_OF_THEM = (
+    "All results: [`benchmarks/README.md`](benchmarks/README.md). Beside the paper's: [`docs/paper.md`](docs/paper.md)."
+)
 NOT_ON_GPU = "The exposed exchange has not been measured on a GPU with this version yet."
 
 
@@ -69,7 +72,8 @@ def results_table() -> str:
     on_gpu = any(
         found["benchmark"] == "exposed" and found["parameters"]["device"] != "cpu" for found in results.values()
     )
-    return table if on_gpu else f"{table}\n\n{NOT_ON_GPU}"
+    notes = ALL_OF_THEM if on_gpu else f"{NOT_ON_GPU}\n{ALL_OF_THEM}"
+    return f"{table}\n\n{notes}"
 
 
 # ---- benchmarks/README.md ---------------------------------------------------------------------------------------------

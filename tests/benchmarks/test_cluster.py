@@ -162,3 +162,10 @@ def test_command_prints_rank_0_and_returns_the_status(tmp_path: Path) -> None:
     failed = command("2", "--timeout", "30", "--", str(script), "3")
     assert failed.returncode == 3
     assert "ended with status 3" in failed.stderr
+
+
+def test_a_module_is_launched_on_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cluster.launch("benchmarks", [], 2, gpu=False, timeout=30) == 0
+    assert "python -m benchmarks.balance" in capfd.readouterr().out
+    assert cluster.launch("benchmarks.nothing", [], 2, gpu=False, timeout=30) != 0
+    assert "No module named benchmarks.nothing" in capfd.readouterr().err

@@ -48,3 +48,14 @@ def test_the_measured_batches_are_made_again() -> None:
     off = found["straggler"][0]
     assert 1e3 * ranks.mean() == pytest.approx(off["compute ms"], rel=0.03)
     assert 1e3 * ranks.max(axis=1).mean() == pytest.approx(off["slowest ms"], rel=0.03)
+
+
+def test_a_gpu_has_the_links_that_were_measured_on_it() -> None:
+    found = {"machine": {"device": "NVIDIA H200", "exchange": "freescale"}, "parameters": {"ranks": 4}}
+    rates = {row["mode"]: row for row in simulate.kept("sm_free_h200.json")["rows"] if row["compute"] == "gemm"}
+    for side, mode in (("TrainPipelineBase", "nccl"), ("prioritized", "freescale")):
+        cluster, optimizer = simulate.machine_of(found, side)
+        assert cluster.bandwidth == 1e9 * rates[mode]["bare_gb_per_s_per_rank"]
+        assert cluster.nccl_slowdown == max(1.0, rates[mode]["slowdown"])
+        assert not cluster.host_waits
+        assert optimizer == 0
