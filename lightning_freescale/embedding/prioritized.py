@@ -39,7 +39,7 @@ from lightning_freescale.embedding.pieces import (
     exchange,
     own_last,
 )
-from lightning_freescale.embedding.state import kernels_of
+from lightning_freescale.embedding.state import kernels_in, kernels_of
 from lightning_freescale.errors import FreeScaleError
 from lightning_freescale.streams import SideStream, current_stream, keep_for, on_device
 
@@ -93,12 +93,15 @@ class PrioritizedEmbedding:
         self._dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
         self._key_offsets: list[Tensor] = []
         self._detectors: list[CollisionDetector] = []
+        self._weights: list[list[Tensor]] = []  # [rows, D] of the table of each feature, by group
         for lookup in module._lookups:
-            offsets, rows = [], 0
-            for config in lookup.grouped_configs:
-                for table in config.embedding_tables:  # the features of one table share its rows
-                    offsets += [rows] * len(table.feature_names)
+            offsets, rows, weights = [], 0, []
+            for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
+                for table, part in zip(config.embedding_tables, kernel.split_embedding_weights(), strict=True):
+                    offsets += [rows] * len(table.feature_names)  # the features of one table share its rows
+                    weights += [part.detach()] * len(table.feature_names)
                     rows += table.local_rows
+            self._weights.append(weights)
             self._key_offsets.append(torch.tensor(offsets, dtype=torch.int64, device=self.device))
             self._detectors.append(CollisionDetector(rows, self.device))
         self.ids_stream, self.table_stream = SideStream(self.device), SideStream(self.device)
@@ -284,19 +287,21 @@ class PrioritizedEmbedding:
         state.incoming[piece] = []
         kind = Kind.ROW_EXCHANGE_COLLISION if piece == COLLISION else Kind.ROW_EXCHANGE_EXCLUSIVE
         with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
-            for lookup, dim, pieces in zip(self.module._lookups, self._dims, state.rows, strict=True):
+            for weights, dim, pieces in zip(self._weights, self._dims, state.rows, strict=True):
                 if piece in pieces:
                     part = pieces[piece]
-                    rows = self._look_up(lookup, part.features, dim)
+                    rows = self._look_up(weights, part.features, dim)
                     state.incoming[piece].append(
                         exchange(rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind)
                     )
-            self.restore_steps()
 
-    def _look_up(self, lookup: Any, features: KeyedJaggedTensor, dim: int) -> Tensor:
-        if not features.values().numel():
-            return torch.empty(0, dim, device=self.device)
-        return lookup(features).view(-1, dim)
+    def _look_up(self, weights: list[Tensor], features: KeyedJaggedTensor, dim: int) -> Tensor:
+        """Plain reads of the tables: quicker than the kernels' forward, which is for lookups that will be updated."""
+        rows = torch.empty(features.values().numel(), dim, device=self.device)
+        counts = features.length_per_key()
+        for table, ids, part in zip(weights, features.values().split(counts), rows.split(counts), strict=True):
+            torch.index_select(table, 0, ids, out=part)
+        return rows
 
     def join(self, state: BatchState, arrived: Any) -> EmbeddingCollectionAwaitable:
         """Requester: the module's output, once both pieces have come. ``arrived(state)`` is called with their gradient."""
