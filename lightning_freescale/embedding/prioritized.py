@@ -1,6 +1,6 @@
 """Prioritized exchange of one sharded ``EmbeddingCollection``: the moves. Their order within a step is in ``schedule.py``.
 
-Composition around TorchRec's ``ShardedEmbeddingCollection``: its input_dist, lookups, fused optimizer and state_dict stay at
+Composition around TorchRec's ``ShardedEmbeddingCollection``: its input_dist, tables, fused optimizer and state_dict stay at
 work; only the exchange of rows and of their gradients is taken over, in two pieces (collisions and exclusive rows) that travel
 at different times over different process groups. No row is looked up before every update it must see has been applied.
 """
@@ -287,12 +287,23 @@ class PrioritizedEmbedding:
         state.incoming[piece] = []
         kind = Kind.ROW_EXCHANGE_COLLISION if piece == COLLISION else Kind.ROW_EXCHANGE_EXCLUSIVE
         with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
-            for weights, dim, pieces in zip(self._weights, self._dims, state.rows, strict=True):
+            if not state.arriving:
+                state.arriving = [
+                    torch.empty(sum(sum(part.receive) for part in pieces.values()), dim, device=self.device)
+                    for pieces, dim in zip(state.rows, self._dims, strict=True)
+                ]
+            for weights, dim, pieces, arriving in zip(
+                self._weights, self._dims, state.rows, state.arriving, strict=True
+            ):
                 if piece in pieces:
                     part = pieces[piece]
                     rows = self._look_up(weights, part.features, dim)
+                    places = arriving.split([sum(other.receive) for other in pieces.values()])
+                    into = places[list(pieces).index(piece)]
                     state.incoming[piece].append(
-                        exchange(rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind)
+                        exchange(
+                            rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind, into
+                        )
                     )
 
     def _look_up(self, weights: list[Tensor], features: KeyedJaggedTensor, dim: int) -> Tensor:
@@ -310,23 +321,23 @@ class PrioritizedEmbedding:
         state.gradient = [None] * len(state.asked)
         self.steps += 1
         state.step = self.steps
-        joined = []
+        orders = []
         with self.table_stream.work():
             self.restore_steps()
-            taken = {name: iter(transfers) for name, transfers in state.incoming.items()}
             for asked, pieces in zip(state.asked, state.rows, strict=True):
                 order = _inverse(torch.cat([part.positions for part in pieces.values()]))
-                if asked.unbucketize is not None:
-                    order = order[asked.unbucketize]
-                joined.append((torch.cat([next(taken[name]).wait() for name in pieces]), order))
+                orders.append(order if asked.unbucketize is None else order[asked.unbucketize])
+            for transfers in state.incoming.values():
+                for transfer in transfers:
+                    transfer.wait()
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here, on CPU above
             self.table_stream.join()
         outputs = []
-        for index, (parts, order) in enumerate(joined):
+        for index, (parts, order) in enumerate(zip(state.arriving, orders, strict=True)):
             keep_for(current_stream(self.device), (parts, order))
             anchor = torch.empty(0, device=self.device, requires_grad=True)
             outputs.append(NoWait(_Join.apply(anchor, state, index, order, arrived, parts)))
-        state.incoming = {}
+        state.incoming, state.arriving = {}, []
         module = self.module
         return EmbeddingCollectionAwaitable(
             awaitables_per_sharding=outputs,
@@ -387,10 +398,9 @@ class PrioritizedEmbedding:
     def _update(self, lookup: Any, dim: int, part: Piece, received: Tensor, state: BatchState) -> None:
         if not received.numel():
             return
+        gradient = received.index_select(0, _inverse(part.wire))  # a gather is quicker than a scatter of rows
         if state.divide:
-            received.div_(self.world_size)
-        gradient = torch.empty_like(received)
-        gradient[part.wire] = received
+            gradient.div_(self.world_size)
         self._set_steps(state.step - 1)  # the lookup below counts as a step
         with torch.enable_grad():
             rows = lookup(part.features).view(-1, dim)
