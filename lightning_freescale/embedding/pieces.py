@@ -139,11 +139,20 @@ class Asked:
     request: Tensor  # [m] requester: position in request order of each id in wire order
     owned: list[int]  # ids asked of this rank, by requester
     asked: list[int]  # ids this rank asked for, by owner
-    unbucketize: Tensor | None  # [m] requester: request order -> order of the batch (row-wise sharding)
+    unbucketize: Tensor | None  # [m] requester: place in request order of each id of the batch (row-wise sharding)
+    bucketize: Tensor | None  # [m] requester: place in the batch of each id in request order
 
     def tensors(self) -> list[Tensor | None]:
         features = self.features
-        return [features.values(), features.lengths(), features.offsets(), self.wire, self.request, self.unbucketize]
+        return [
+            features.values(),
+            features.lengths(),
+            features.offsets(),
+            self.wire,
+            self.request,
+            self.unbucketize,
+            self.bucketize,
+        ]
 
 
 class Counts:

@@ -152,6 +152,7 @@ class PrioritizedEmbedding:
         )
         requester = torch.repeat_interleave(rank_of_sample.repeat(count), lengths, output_size=total)
         feature = torch.repeat_interleave(feature_of_sample, lengths, output_size=total)
+        unbucketize = context.unbucketize_permute_tensor
         owned, asked = list(context.output_splits) or [total], list(context.input_splits) or [total]
         return Asked(
             features=features,
@@ -162,7 +163,8 @@ class PrioritizedEmbedding:
             request=own_last(torch.arange(sum(asked), device=self.device), asked, self.rank),
             owned=owned,
             asked=asked,
-            unbucketize=context.unbucketize_permute_tensor,
+            unbucketize=unbucketize,
+            bucketize=None if unbucketize is None else _inverse(unbucketize),
         )
 
     # ---- collisions ------------------------------------------------------------------------------------------------------
@@ -364,9 +366,7 @@ class PrioritizedEmbedding:
                 if piece not in pieces or gradient is None:  # no gradient: the loss does not depend on this group
                     continue
                 part = pieces[piece]
-                positions = part.positions
-                if asked.unbucketize is not None:
-                    positions = _inverse(asked.unbucketize)[positions]
+                positions = part.positions if asked.bucketize is None else asked.bucketize[part.positions]
                 state.outgoing[piece].append(
                     exchange(
                         gradient,
