@@ -15,12 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.bubble import MARKS
 from lightning_freescale.data.batch import HISTORY, SeqBatch
 from lightning_freescale.models import HSTU
-
-# The batch is there; its rows have arrived; their gradient is known; all gradients are through the graph, those of the tables
-# included; the dense ones are reduced; the optimizer begins; the step is over.
-MARKS = ("batch", "arrived", "gradient", "graph", "backward", "optimizer", "end")
 
 
 class Marks:
