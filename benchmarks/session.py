@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
         known: figures of sides that are done, and of those that failed.
         wait: seconds that a rank waits for another.
     """
-    _quiet()
+    quiet()
     job, counted = _job(arguments, wait)
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=wait))
     figures = known or _head(arguments, job, counted)
@@ -160,7 +160,8 @@ def _keep(figures: Figures, path: Path | None) -> None:
         draft.replace(path)
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Nothing of what libraries say while all is well."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
