@@ -3,11 +3,11 @@
 Bubble of a side: its step time less the mean dense compute time of the ranks, measured alone. Its parts, in milliseconds a step:
 
     straggler           what ranks wait for the slowest one's compute, mean of the ranks
-    exposed embedding   from the batch to its rows, from their gradient to the end of the graph, and from the reduced dense
-                        gradients to the optimizer: whatever ids, rows and gradients keep the compute waiting
+    exposed embedding   from the batch to its rows, between forward and backward, from the rows' gradient to the end of the graph,
+                        and from the reduced dense gradients to the optimizer: where ids, rows and gradients are waited for
     exposed dense       from the end of the graph to the reduced dense gradients
     input               between steps: the training loop and the wait for a batch
-    slower compute      what the mean compute of the ranks takes longer than alone, beside transfers and by waits inside of it
+    slower compute      what the mean compute of the ranks takes longer than alone, beside transfers
     other               the rest: the optimizer, what the ranks do not do at the same time
 
 A wait counts as that of the rank that waits least: the others wait for that rank's compute, too, which is straggling.
@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The moments of a step. The batch is there; its rows have arrived; their gradient is known; all gradients are through the graph,
-# those of the tables included; the dense ones are reduced; the optimizer begins; the step is over.
-MARKS = ("batch", "arrived", "gradient", "graph", "backward", "optimizer", "end")
+# The moments of a step. The batch is there; its rows have arrived; the loss is known; its backward begins; the rows' gradient is
+# known; all gradients are through the graph, those of the tables included; the dense ones are reduced; the optimizer begins; the
+# step is over.
+MARKS = ("batch", "arrived", "forward", "begun", "gradient", "graph", "backward", "optimizer", "end")
 
 DENSE = "dense alone"
 BASE = "TrainPipelineBase"
@@ -58,7 +59,7 @@ def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
     column = {name: ms[:, counted, index] for index, name in enumerate(MARKS)}
     began = ms[:, counted.start - 1 : counted.stop - 1, MARKS.index("end")]
     steps = (column["end"] - began).max(axis=0)
-    compute = column["gradient"] - column["arrived"]
+    compute = column["forward"] - column["arrived"] + column["gradient"] - column["begun"]
 
     def least(start: NDArray[np.float64], end: NDArray[np.float64]) -> float:
         return float((end - start).min(axis=0).mean())
@@ -75,6 +76,7 @@ def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
         "parts_ms": {
             "straggler": float((compute.max(axis=0) - compute).mean()),
             "exposed embedding": least(column["batch"], column["arrived"])
+            + least(column["forward"], column["begun"])
             + least(column["gradient"], column["graph"])
             + least(column["backward"], column["optimizer"]),
             "exposed dense": least(column["graph"], column["backward"]),
@@ -105,7 +107,7 @@ def summarise(figures: Figures) -> Figures:
         side["gone"] = {
             name: 1 - side["bubble_ms"] / sides[name]["bubble_ms"]
             for name in (BASE, SPARSE_DIST)
-            if name in sides and "bubble_ms" in side
+            if sides.get(name, {}).get("bubble_ms", 0.0) > 0
         }
     if trained:
         figures["losses"] = compare_losses(

@@ -58,7 +58,7 @@ class Marks:
 
 
 class MarkedHSTU(HSTU):
-    """Marks the arrival of the rows, their gradient and the end of the graph; keeps the losses."""
+    """Marks what happens between the arrival of the rows and the end of the graph; keeps the losses."""
 
     marks: Marks
 
@@ -70,11 +70,13 @@ class MarkedHSTU(HSTU):
         marks.predicted.append(self.num_predicted(batch))
 
         def backward_begins(_: Tensor) -> None:
+            marks.mark("begun")
             # Before DDP queues its own callback, which waits for the reduced gradients: callbacks run in this order.
             torch.autograd.Variable._execution_engine.queue_callback(lambda: marks.mark("graph"))  # type: ignore[attr-defined]
 
         rows.register_hook(lambda _: marks.mark("gradient"))
         loss.register_hook(backward_begins)
+        marks.mark("forward")
         return loss
 
 

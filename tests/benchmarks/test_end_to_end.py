@@ -79,10 +79,8 @@ def test_figures_of_a_side(figures: dict[str, Any]) -> None:
             assert side["bubble_ms"] == pytest.approx(side["step_ms"]["mean"] - figures["dense_ms"])
             assert sum(side["parts_ms"][part] for part in PARTS) == pytest.approx(side["bubble_ms"])
             assert side["samples_per_second"] == pytest.approx(8e3 / side["step_ms"]["mean"])
-    assert figures["sides"][BASE]["gone"][BASE] == 0.0
-    assert figures["goal"]["reached"] == min(figures["sides"][ALL]["gone"].values())
     text = bubble.describe(figures)
-    for word in ("dense compute alone", *SIDES[1:], *PARTS, "equal", "90.3%"):
+    for word in ("dense compute alone", *SIDES[1:], *PARTS, "equal"):
         assert word in text
 
 
@@ -124,17 +122,48 @@ def test_where_freescale_cannot_help() -> None:
 
 # ---- parts -------------------------------------------------------------------------------------------------------------------
 def test_account_of_known_marks() -> None:
-    #        batch arrived gradient graph backward optimizer end
-    fast = [1.0, 3.0, 10.0, 17.0, 19.0, 20.0, 21.0]  # waits 3 for the slow one in backward
-    slow = [1.0, 3.0, 13.0, 17.0, 19.0, 20.0, 21.0]
+    # batch, arrived, forward, begun, gradient, graph, backward, optimizer, end
+    fast = [1.0, 3.0, 6.0, 6.5, 10.5, 17.0, 19.0, 20.0, 21.0]  # waits 3 for the slow one in backward
+    slow = [1.0, 3.0, 6.0, 6.5, 13.5, 17.0, 19.0, 20.0, 21.0]
     steps = np.array([[[21.0 * step + moment for moment in rank] for step in range(3)] for rank in (fast, slow)])
     figures = bubble.account(steps / 1e3, slice(1, 3))
     assert figures["step_ms"]["mean"] == figures["step_ms"]["median"] == pytest.approx(21.0)
     assert figures["step_ms"]["spread"] == pytest.approx(0.0)
     assert figures["rank_ms"] == pytest.approx([20.0, 20.0])
     assert figures["compute_ms"] == pytest.approx(8.5)
-    expected = {"straggler": 1.5, "exposed embedding": 2 + 4 + 1, "exposed dense": 2.0, "input": 1.0}
+    expected = {"straggler": 1.5, "exposed embedding": 2 + 0.5 + 3.5 + 1, "exposed dense": 2.0, "input": 1.0}
     assert figures["parts_ms"] == pytest.approx(expected)
+
+
+def side(step: float, straggler: float = 0.0) -> dict[str, Any]:
+    parts = {"straggler": straggler, "exposed embedding": 4.0, "exposed dense": 0.0, "input": 0.0}
+    times = {"mean": step, "median": step, "spread": 0.0, "steps": [step]}
+    kept = {"losses": [1.0], "notes": {}, "peak_bytes": 2**30}
+    return {"step_ms": times, "rank_ms": [6.0, 10.0], "compute_ms": 7.0, "parts_ms": parts} | kept
+
+
+def made_up(**sides: dict[str, Any]) -> dict[str, Any]:
+    head = {"title": "made up", "parameters": {"device": "cpu", "ranks": 2}, "machine": "none", "global_batch": 8}
+    empty: dict[str, Any] = {"workload": {}, "model": {}, "versions": {}, "failed": {}}
+    return head | empty | {"steps": 1, "counted": 1, "collisions": 0.12, "sides": sides}
+
+
+def test_what_is_gone_of_the_bubble() -> None:
+    sides = {DENSE: side(9.0), BASE: side(28.0, 10.0), SPARSE_DIST: side(18.0), ALL: side(9.0)}
+    figures = bubble.summarise(made_up(**sides))
+    assert figures["dense_ms"] == 8.0  # the mean of the ranks
+    assert [figures["sides"][name]["bubble_ms"] for name in (BASE, SPARSE_DIST, ALL)] == [20.0, 10.0, 1.0]
+    assert figures["sides"][ALL]["gone"] == {BASE: 0.95, SPARSE_DIST: 0.9}
+    assert figures["goal"] == {"gone": 0.903, "reached": 0.9}  # of the better baseline
+    assert figures["sides"][BASE]["parts_ms"]["other"] == pytest.approx(6.0)
+    assert figures["sides"][BASE]["straggler_percent"] == pytest.approx(1000 / 28)
+    assert "missed, 90.0%" in bubble.describe(figures)
+
+
+def test_nothing_is_gone_of_no_bubble() -> None:
+    figures = bubble.summarise(made_up(**{DENSE: side(9.0), BASE: side(7.0), ALL: side(6.0)}))
+    assert figures["sides"][ALL]["gone"] == {}
+    assert "goal" not in figures
 
 
 def test_losses_are_weighted_by_what_ranks_predict() -> None:
