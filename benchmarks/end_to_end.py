@@ -75,7 +75,9 @@ def launch(arguments: argparse.Namespace) -> int:
         "OMP_NUM_THREADS": _threads(arguments),
     }
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
-        part = Path(folder) / "part.json"
+        # Beside the output, if there is one: should everything be killed, what was measured by then is there.
+        part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"
+        part.unlink(missing_ok=True)
         argv = ["-m", "benchmarks.end_to_end", *sys.argv[1:], "--part", str(part)]
         while True:
             try:
@@ -87,6 +89,7 @@ def launch(arguments: argparse.Namespace) -> int:
                     print(failure, file=sys.stderr)
                     return failure.status if failure.status > 0 else 1
         figures = finish(json.loads(part.read_text()))
+        part.unlink()
     report(figures, arguments)
     return _status(figures)
 
@@ -137,10 +140,12 @@ def finish(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    # Where the output lay on this machine is of no interest to its reader.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     head = {
         "benchmark": "end_to_end",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.end_to_end", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.end_to_end", *words]),
     }
     text = json.dumps(head | figures, indent=1)
     if arguments.output:

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -255,7 +256,7 @@ def report(figures: Figures, arguments: argparse.Namespace) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.quality", *words]),
     }
-    text = json.dumps(head | _rounded(figures), indent=1)
+    text = _in_lines(head | _rounded(figures))
     if arguments.output:
         arguments.output.write_text(text + "\n")
     if arguments.plot:
@@ -270,6 +271,11 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_lines(figures: Figures) -> str:
+    """JSON with every curve on one line."""
+    return re.sub(r"\[[^][{}\"]*\]", lambda found: " ".join(found[0].split()), json.dumps(figures, indent=1))
 
 
 def describe(figures: Figures) -> str:
@@ -315,7 +321,7 @@ def draw(figures: Figures, path: Path) -> None:
             for (metric, values), line in zip(curves["metrics"].items(), ("-", "--"), strict=True):
                 right.plot(epochs, values, linestyle=line, label=f"{metric}, {side}", **style)
         left.set(title=f"{name}: training loss", xlabel="step")
-        right.set(title=f"{name}: next item among all, held-out users' last", xlabel="epoch")
+        right.set(title=f"{name}: HR@10, NDCG@10", xlabel="epoch")
         left.legend()
         right.legend(fontsize="small")
     figure.savefig(path, dpi=110)

@@ -155,7 +155,7 @@ def _gather(trained: Trained, counted: slice) -> Figures:
 def _keep(figures: Figures, path: Path | None) -> None:
     """Whole or not at all: a rank may be killed at any time."""
     if path is not None:
-        draft = path.with_suffix(".draft")
+        draft = path.with_name(f"{path.name}.draft")
         draft.write_text(json.dumps(figures, default=str))
         draft.replace(path)
 

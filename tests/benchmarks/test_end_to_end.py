@@ -223,6 +223,7 @@ def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed == json.loads(output.read_text())
+    assert list(tmp_path.iterdir()) == [output]
     assert printed["command"].startswith("python -m benchmarks.end_to_end --device cpu --quick")
     assert list(printed["sides"]) == [DENSE, BASE, SYNC]
     assert printed["losses"]["apart"] == {BASE: 0.0, SYNC: 0.0}
