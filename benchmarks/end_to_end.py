@@ -120,14 +120,14 @@ def take_part(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", _threads(arguments))
     rank = int(os.environ["RANK"])  # Lightning takes the variables away
     part = arguments.part or arguments.output
-    from benchmarks import session  # heavy, and of no use to the launcher
+    from benchmarks import all_sides  # heavy, and of no use to the launcher
 
     known = json.loads(part.read_text()) if arguments.part and arguments.part.exists() else None
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
-        figures = finish(session.run(arguments, keep=part if rank == 0 else None, known=known, wait=WAIT))
+        figures = finish(all_sides.run(arguments, keep=part if rank == 0 else None, known=known, wait=WAIT))
     if rank == 0 and arguments.part is None:
         report(figures, arguments)
-    session.leave()
+    all_sides.leave()
     return 0 if arguments.part else _status(figures)
 
 

@@ -93,7 +93,7 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
     import torch.distributed as dist
 
     from benchmarks.measure import versions
-    from benchmarks.session import quiet
+    from benchmarks.all_sides import quiet
 
     quiet()
     shape = _shape(arguments)

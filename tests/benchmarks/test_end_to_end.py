@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bubble, end_to_end, session, trainings
+from benchmarks import all_sides, bubble, end_to_end, trainings
 from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PARTS, PRIORITIZE, SIDES, SM_FREE, SPARSE_DIST, SYNC
 from benchmarks.cluster import ClusterFailed
 from benchmarks.workload import LongTail, collision_rate
@@ -34,7 +34,7 @@ def figures_of(
     os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0")  # as the launcher has it: a node for every rank
     if sabotage is not None:
         sabotage()
-    return end_to_end.finish(session.run(end_to_end.parse(argv), keep=None if rank else keep, known=known, wait=30.0))
+    return end_to_end.finish(all_sides.run(end_to_end.parse(argv), keep=None if rank else keep, known=known, wait=30.0))
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,9 @@ def test_all_sides_train_alike(figures: dict[str, Any]) -> None:
 def test_dense_compute_takes_the_time_asked_for(figures: dict[str, Any]) -> None:
     for row in figures["results"]:
         assert row["step_ms"][DENSE] == pytest.approx(1e3 * SECONDS * 3.6 * 1.05)
-        assert row["step_ms"][COMPUTE] == pytest.approx(row["step_ms"][DENSE])  # the emulated device has no time for the tables
+        assert row["step_ms"][COMPUTE] == pytest.approx(
+            row["step_ms"][DENSE]
+        )  # the emulated device has no time for the tables
 
 
 def test_torchrec_exposes_both_exchanges_whatever_collides(figures: dict[str, Any]) -> None:
