@@ -92,8 +92,8 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
     """Train all sides on all data. The same figures on every rank."""
     import torch.distributed as dist
 
-    from benchmarks.measure import versions
     from benchmarks.all_sides import quiet
+    from benchmarks.measure import versions
 
     quiet()
     shape = _shape(arguments)
