@@ -57,6 +57,7 @@ def exchange(
     group: dist.ProcessGroup,
     timeline: Timeline,
     kind: Kind,
+    into: Tensor | None = None,
 ) -> Transfer:
     """Start an all-to-all of the rows ``source[order]``, both ends in wire order.
 
@@ -64,11 +65,12 @@ def exchange(
         source: ``[n, ...]`` rows.
         order: ``[sum(send)]`` positions in ``source``, in wire order.
         send, receive: rows by rank.
+        into: ``[sum(receive), ...]``, where to put what arrives; new memory by default.
     """
     rank = group.rank()
     own = send[rank]
     sent = source.index_select(0, order[: len(order) - own])
-    received = source.new_empty((sum(receive), *source.shape[1:]))
+    received = source.new_empty((sum(receive), *source.shape[1:])) if into is None else into
     others, mine = received.split([len(received) - own, own])
     if own:
         torch.index_select(source, 0, order[len(order) - own :], out=mine)
@@ -137,11 +139,20 @@ class Asked:
     request: Tensor  # [m] requester: position in request order of each id in wire order
     owned: list[int]  # ids asked of this rank, by requester
     asked: list[int]  # ids this rank asked for, by owner
-    unbucketize: Tensor | None  # [m] requester: request order -> order of the batch (row-wise sharding)
+    unbucketize: Tensor | None  # [m] requester: place in request order of each id of the batch (row-wise sharding)
+    bucketize: Tensor | None  # [m] requester: place in the batch of each id in request order
 
     def tensors(self) -> list[Tensor | None]:
         features = self.features
-        return [features.values(), features.lengths(), features.offsets(), self.wire, self.request, self.unbucketize]
+        return [
+            features.values(),
+            features.lengths(),
+            features.offsets(),
+            self.wire,
+            self.request,
+            self.unbucketize,
+            self.bucketize,
+        ]
 
 
 class Counts:
@@ -183,6 +194,7 @@ class BatchState:
     split_after: list[Split] | None = None  # by collision with the batch after, decides how gradients go
     rows: list[dict[str, Piece]] = field(default_factory=list)
     gradients: list[dict[str, Piece]] = field(default_factory=list)
+    arriving: list[Tensor] = field(default_factory=list)  # [m, D] rows of both pieces, one after the other, by group
     incoming: dict[str, list[Transfer]] = field(default_factory=dict)
     outgoing: dict[str, list[Transfer]] = field(default_factory=dict)
     gradient: list[Tensor | None] = field(default_factory=list)  # [m, D] in batch order, by group

@@ -1,6 +1,6 @@
 """Prioritized exchange of one sharded ``EmbeddingCollection``: the moves. Their order within a step is in ``schedule.py``.
 
-Composition around TorchRec's ``ShardedEmbeddingCollection``: its input_dist, lookups, fused optimizer and state_dict stay at
+Composition around TorchRec's ``ShardedEmbeddingCollection``: its input_dist, tables, fused optimizer and state_dict stay at
 work; only the exchange of rows and of their gradients is taken over, in two pieces (collisions and exclusive rows) that travel
 at different times over different process groups. No row is looked up before every update it must see has been applied.
 """
@@ -39,7 +39,7 @@ from lightning_freescale.embedding.pieces import (
     exchange,
     own_last,
 )
-from lightning_freescale.embedding.state import kernels_of
+from lightning_freescale.embedding.state import kernels_in, kernels_of
 from lightning_freescale.errors import FreeScaleError
 from lightning_freescale.streams import SideStream, current_stream, keep_for, on_device
 
@@ -93,12 +93,15 @@ class PrioritizedEmbedding:
         self._dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
         self._key_offsets: list[Tensor] = []
         self._detectors: list[CollisionDetector] = []
+        self._weights: list[list[Tensor]] = []  # [rows, D] of the table of each feature, by group
         for lookup in module._lookups:
-            offsets, rows = [], 0
-            for config in lookup.grouped_configs:
-                for table in config.embedding_tables:  # the features of one table share its rows
-                    offsets += [rows] * len(table.feature_names)
+            offsets, rows, weights = [], 0, []
+            for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
+                for table, part in zip(config.embedding_tables, kernel.split_embedding_weights(), strict=True):
+                    offsets += [rows] * len(table.feature_names)  # the features of one table share its rows
+                    weights += [part.detach()] * len(table.feature_names)
                     rows += table.local_rows
+            self._weights.append(weights)
             self._key_offsets.append(torch.tensor(offsets, dtype=torch.int64, device=self.device))
             self._detectors.append(CollisionDetector(rows, self.device))
         self.ids_stream, self.table_stream = SideStream(self.device), SideStream(self.device)
@@ -149,6 +152,7 @@ class PrioritizedEmbedding:
         )
         requester = torch.repeat_interleave(rank_of_sample.repeat(count), lengths, output_size=total)
         feature = torch.repeat_interleave(feature_of_sample, lengths, output_size=total)
+        unbucketize = context.unbucketize_permute_tensor
         owned, asked = list(context.output_splits) or [total], list(context.input_splits) or [total]
         return Asked(
             features=features,
@@ -159,7 +163,8 @@ class PrioritizedEmbedding:
             request=own_last(torch.arange(sum(asked), device=self.device), asked, self.rank),
             owned=owned,
             asked=asked,
-            unbucketize=context.unbucketize_permute_tensor,
+            unbucketize=unbucketize,
+            bucketize=None if unbucketize is None else _inverse(unbucketize),
         )
 
     # ---- collisions ------------------------------------------------------------------------------------------------------
@@ -284,19 +289,32 @@ class PrioritizedEmbedding:
         state.incoming[piece] = []
         kind = Kind.ROW_EXCHANGE_COLLISION if piece == COLLISION else Kind.ROW_EXCHANGE_EXCLUSIVE
         with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
-            for lookup, dim, pieces in zip(self.module._lookups, self._dims, state.rows, strict=True):
+            if not state.arriving:
+                state.arriving = [
+                    torch.empty(sum(sum(part.receive) for part in pieces.values()), dim, device=self.device)
+                    for pieces, dim in zip(state.rows, self._dims, strict=True)
+                ]
+            for weights, dim, pieces, arriving in zip(
+                self._weights, self._dims, state.rows, state.arriving, strict=True
+            ):
                 if piece in pieces:
                     part = pieces[piece]
-                    rows = self._look_up(lookup, part.features, dim)
+                    rows = self._look_up(weights, part.features, dim)
+                    places = arriving.split([sum(other.receive) for other in pieces.values()])
+                    into = places[list(pieces).index(piece)]
                     state.incoming[piece].append(
-                        exchange(rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind)
+                        exchange(
+                            rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind, into
+                        )
                     )
-            self.restore_steps()
 
-    def _look_up(self, lookup: Any, features: KeyedJaggedTensor, dim: int) -> Tensor:
-        if not features.values().numel():
-            return torch.empty(0, dim, device=self.device)
-        return lookup(features).view(-1, dim)
+    def _look_up(self, weights: list[Tensor], features: KeyedJaggedTensor, dim: int) -> Tensor:
+        """Plain reads of the tables: quicker than the kernels' forward, which is for lookups that will be updated."""
+        rows = torch.empty(features.values().numel(), dim, device=self.device)
+        counts = features.length_per_key()
+        for table, ids, part in zip(weights, features.values().split(counts), rows.split(counts), strict=True):
+            torch.index_select(table, 0, ids, out=part)
+        return rows
 
     def join(self, state: BatchState, arrived: Any) -> EmbeddingCollectionAwaitable:
         """Requester: the module's output, once both pieces have come. ``arrived(state)`` is called with their gradient."""
@@ -305,23 +323,23 @@ class PrioritizedEmbedding:
         state.gradient = [None] * len(state.asked)
         self.steps += 1
         state.step = self.steps
-        joined = []
+        orders = []
         with self.table_stream.work():
             self.restore_steps()
-            taken = {name: iter(transfers) for name, transfers in state.incoming.items()}
             for asked, pieces in zip(state.asked, state.rows, strict=True):
                 order = _inverse(torch.cat([part.positions for part in pieces.values()]))
-                if asked.unbucketize is not None:
-                    order = order[asked.unbucketize]
-                joined.append((torch.cat([next(taken[name]).wait() for name in pieces]), order))
+                orders.append(order if asked.unbucketize is None else order[asked.unbucketize])
+            for transfers in state.incoming.values():
+                for transfer in transfers:
+                    transfer.wait()
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here, on CPU above
             self.table_stream.join()
         outputs = []
-        for index, (parts, order) in enumerate(joined):
+        for index, (parts, order) in enumerate(zip(state.arriving, orders, strict=True)):
             keep_for(current_stream(self.device), (parts, order))
             anchor = torch.empty(0, device=self.device, requires_grad=True)
             outputs.append(NoWait(_Join.apply(anchor, state, index, order, arrived, parts)))
-        state.incoming = {}
+        state.incoming, state.arriving = {}, []
         module = self.module
         return EmbeddingCollectionAwaitable(
             awaitables_per_sharding=outputs,
@@ -348,9 +366,7 @@ class PrioritizedEmbedding:
                 if piece not in pieces or gradient is None:  # no gradient: the loss does not depend on this group
                     continue
                 part = pieces[piece]
-                positions = part.positions
-                if asked.unbucketize is not None:
-                    positions = _inverse(asked.unbucketize)[positions]
+                positions = part.positions if asked.bucketize is None else asked.bucketize[part.positions]
                 state.outgoing[piece].append(
                     exchange(
                         gradient,
@@ -382,10 +398,9 @@ class PrioritizedEmbedding:
     def _update(self, lookup: Any, dim: int, part: Piece, received: Tensor, state: BatchState) -> None:
         if not received.numel():
             return
+        gradient = received.index_select(0, _inverse(part.wire))  # a gather is quicker than a scatter of rows
         if state.divide:
-            received.div_(self.world_size)
-        gradient = torch.empty_like(received)
-        gradient[part.wire] = received
+            gradient.div_(self.world_size)
         self._set_steps(state.step - 1)  # the lookup below counts as a step
         with torch.enable_grad():
             rows = lookup(part.features).view(-1, dim)

@@ -28,12 +28,12 @@ def optimizer_tensors(sharded: DistributedModelParallel) -> dict[str, Any]:
 
 def kernels_of(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """FBGEMM's kernels of one sharded collection on this rank."""
-    return [
-        child
-        for lookup in getattr(module, "_lookups", ())
-        for child in lookup.modules()
-        if isinstance(child, SplitTableBatchedEmbeddingBagsCodegen)
-    ]
+    return [kernel for lookup in getattr(module, "_lookups", ()) for kernel in kernels_in(lookup)]
+
+
+def kernels_in(lookup: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The kernels of one of its lookups, one for each group of tables."""
+    return [child for child in lookup.modules() if isinstance(child, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 def _kernels(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:

@@ -146,7 +146,12 @@ class HSTUMixin(_Module):
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the predicted positions of this rank."""
         self._check_features(batch, self.feature_names)
-        embedded = self.embedding(batch.features)
+        loss = self.loss(self.embedding(batch.features), batch)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.num_samples)
+        return loss
+
+    def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
+        """The loss of :meth:`training_step` given the embeddings of the batch's features: all of its dense compute."""
         outputs = self.encode(embedded, batch)
         with torch.autocast(outputs.device.type, enabled=False):
             total = sampled_softmax(
@@ -158,9 +163,7 @@ class HSTUMixin(_Module):
                 _offsets(batch.lengths),
                 self.log_q,
             )
-        loss = total / self.num_predicted(batch).clamp(min=1)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.num_samples)
-        return loss
+        return total / self.num_predicted(batch).clamp(min=1)
 
     def correct_sampling(self, item_counts: Tensor) -> None:
         """Tell the loss that negatives are drawn in proportion to ``item_counts [num_items]``, not uniformly.

@@ -1,0 +1,167 @@
+"""End to end: an HSTU trained by TorchRec, by freescale_sync, with each technique alone and with all of them.
+
+    python -m benchmarks.end_to_end [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--longest 8192|21000]
+    python -m benchmarks.end_to_end --cannot-help
+
+All sides train the same model on the same global batches: log-normal histories drawn freely, so that ranks have unequal work; one
+large table, row-wise over the ranks; 12 % of a batch's rows collide with those of the batch before. The FreeScale sides are
+Lightning Trainers with the strategy, Lightning's own overhead included. The bubble of a side is its step time less the mean dense
+compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
+
+``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
+freescale_sync, in turns.
+
+The script starts one GPU as a cluster of nodes (``cluster.py``). If a side fails, the others are run without it. Under another
+launcher it takes its place there, and what was measured before a failure is in ``--output``. On CPU all sides run and their
+losses are compared; the times are those of ranks that share cores, and say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import bubble, cluster
+
+TIMEOUT = 400.0  # seconds for all sides
+WAIT = 60.0  # seconds that a rank waits for another
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps")
+    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda; as launched under a launcher")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--longest", type=int, help="longest history, in events; default 8192, on cpu 512")
+    parser.add_argument("--steps", type=int, help="steps of each side that count")
+    parser.add_argument("--batch-size", type=int, help="samples a rank; default 128, on cpu 16")
+    parser.add_argument("--rows", type=int, help="of the table; default 8,000,000, on cpu 200,000")
+    parser.add_argument("--dim", type=int, help="of the table and the layers; default 128, on cpu 32")
+    parser.add_argument("--layers", type=int, help="default 4, on cpu 2")
+    parser.add_argument("--heads", type=int, help="default 4, on cpu 2")
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="only these")
+    parser.add_argument("--cannot-help", action="store_true", help="where FreeScale has nothing to win")
+    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where the launcher looks for the ranks' figures
+    arguments = parser.parse_args(argv)
+    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
+    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+    if unknown := sorted(set(arguments.sides or ()) - set(bubble.SIDES)):
+        parser.error(f"--sides: no side {unknown[0]!r}; there are {', '.join(map(repr, bubble.SIDES))}")
+    if arguments.ranks < 2:
+        parser.error("--ranks: one rank exchanges nothing; use two or more")
+    return arguments
+
+
+# ---- the launcher ------------------------------------------------------------------------------------------------------------
+def launch(arguments: argparse.Namespace) -> int:
+    """Start this script once more on every rank, and again without a side that failed."""
+    root = str(Path(__file__).resolve().parents[1])
+    env = {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": _threads(arguments),
+    }
+    with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
+        # Beside the output, if there is one: should everything be killed, what was measured by then is there.
+        part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"
+        part.unlink(missing_ok=True)
+        argv = ["-m", "benchmarks.end_to_end", *sys.argv[1:], "--part", str(part)]
+        while True:
+            try:
+                gpu = arguments.device == "cuda"
+                cluster.run(arguments.ranks, argv, timeout=TIMEOUT, gpu=gpu, env=env, echo=True)
+                break
+            except cluster.ClusterFailed as failure:
+                if not _note_failure(part, failure):
+                    print(failure, file=sys.stderr)
+                    return failure.status if failure.status > 0 else 1
+        figures = finish(json.loads(part.read_text()))
+        part.unlink()
+    report(figures, arguments)
+    return _status(figures)
+
+
+def _threads(arguments: argparse.Namespace) -> str:
+    """Of a rank. Lightning takes every rank for a machine of its own, and would give each all cores."""
+    return str(max(1, (os.cpu_count() or 1) // arguments.ranks)) if arguments.device == "cuda" else "1"
+
+
+def _note_failure(part: Path, failure: cluster.ClusterFailed) -> bool:
+    """Whether it was a side that failed, and not what comes before or after all sides."""
+    figures = json.loads(part.read_text()) if part.exists() else {}
+    side = figures.get("under_way")
+    if side is None:
+        return False
+    print(f"{side}: {failure}", file=sys.stderr)
+    figures["failed"][side] = str(failure).strip().splitlines()[-1]
+    figures["under_way"] = None
+    part.write_text(json.dumps(figures))
+    return True
+
+
+# ---- on every rank -----------------------------------------------------------------------------------------------------------
+def take_part(arguments: argparse.Namespace) -> int:
+    """Be one of the ranks; rank 0 keeps the figures of the sides that are done."""
+    # The streams of all sides share the hardware's queues; four ranks with 32 each are more than MPS has.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    os.environ.setdefault("OMP_NUM_THREADS", _threads(arguments))
+    rank = int(os.environ["RANK"])  # Lightning takes the variables away
+    part = arguments.part or arguments.output
+    from benchmarks import all_sides  # heavy, and of no use to the launcher
+
+    known = json.loads(part.read_text()) if arguments.part and arguments.part.exists() else None
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
+        figures = finish(all_sides.run(arguments, keep=part if rank == 0 else None, known=known, wait=WAIT))
+    if rank == 0 and arguments.part is None:
+        report(figures, arguments)
+    all_sides.leave()
+    return 0 if arguments.part else _status(figures)
+
+
+def finish(figures: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, with what follows from it."""
+    figures.pop("under_way", None)
+    if figures["parameters"]["cannot_help"]:
+        return bubble.ratio(figures)
+    return bubble.summarise(figures)
+
+
+def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    # Where the output lay on this machine is of no interest to its reader.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    head = {
+        "benchmark": "end_to_end",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.end_to_end", *words]),
+    }
+    text = json.dumps(head | figures, indent=1)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    print(text if arguments.json else bubble.describe(figures), flush=True)
+
+
+def _status(figures: dict[str, Any]) -> int:
+    """Fails if a side did, or if the sides did not train alike."""
+    return int(bool(figures["failed"]) or not figures.get("losses", {}).get("equal", False))
+
+
+def main() -> int:
+    arguments = parse()
+    return take_part(arguments) if "RANK" in os.environ else launch(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""Model quality: an HSTU trained to the end with freescale_sync and with freescale, from the same seed.
+
+    python -m benchmarks.quality [FILE ...] [--quick] [--json] [--output FILE] [--plot FILE.png] [--ranks N] [--device cpu|cuda]
+
+On synthetic data, and on every file of events that is named. ``freescale`` has everything on: balanced batches, the prioritized
+exchange and, on CUDA, the SM-free transport. Both see the same global batches. Losses are means over the predicted positions of
+the global batch; HR@10 and NDCG@10 rank the held-out item of every user among all items. The noise of a metric is the standard
+error of its mean over the users, at most ``sqrt(m (1 - m) / users)``. A third run, ``freescale_sync`` from another seed, shows
+what else moves the metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import cluster
+
+SYNC, FREESCALE, RESEEDED = "freescale_sync", "freescale", "freescale_sync, another seed"
+METRICS = {"HR@10": "val/hr@10", "NDCG@10": "val/ndcg@10"}
+Figures = dict[str, Any]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="*", type=Path, metavar="FILE", help="Parquet, CSV or text file of events")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--plot", type=Path, help="draw the curves of both sides into this PNG")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few users, one epoch, no third run")
+    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--epochs", type=int, help="default 8")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    for path in arguments.data:
+        if not path.exists():
+            parser.error(f"{path}: no such file")
+    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
+    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+    arguments.epochs = arguments.epochs or (1 if arguments.quick else 8)
+    return arguments
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Start this script once more on every rank."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # Lightning would give each rank all cores
+    try:
+        gpu = arguments.device == "cuda"
+        argv = ["-m", "benchmarks.quality", *sys.argv[1:]]
+        cluster.run(arguments.ranks, argv, timeout=1800, gpu=gpu, env=env, echo=True)
+    except cluster.ClusterFailed as failure:
+        print(str(failure).splitlines()[0], file=sys.stderr)
+        return failure.status if failure.status > 0 else 1
+    return 0
+
+
+# ---- on every rank -----------------------------------------------------------------------------------------------------------
+def take_part(arguments: argparse.Namespace) -> int:
+    """Be one of the ranks; rank 0 reports."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rank = int(os.environ["RANK"])  # Lightning takes the variables away
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
+        figures = measure(arguments, rank)
+    if rank == 0:
+        report(figures, arguments)
+    return 0
+
+
+def measure(arguments: argparse.Namespace, rank: int) -> Figures:
+    """Train all sides on all data. The same figures on every rank."""
+    import torch.distributed as dist
+
+    from benchmarks.all_sides import quiet
+    from benchmarks.measure import versions
+
+    quiet()
+    shape = _shape(arguments)
+    figures: Figures = {
+        "parameters": {"ranks": arguments.ranks, "device": arguments.device, "epochs": arguments.epochs} | shape,
+        "versions": versions(),
+        "machine": _machine(arguments.device),
+        "data": {},
+    }
+    for source in ("synthetic", *arguments.data):
+        name = source if isinstance(source, str) else source.name
+        runs = {
+            side: train(arguments, shape, source, side)
+            for side in (SYNC, FREESCALE, RESEEDED)
+            if not (arguments.quick and side == RESEEDED)
+        }
+        figures["data"][name] = compare(runs)
+        if rank == 0:
+            print(f"{name}: done", file=sys.stderr, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return figures
+
+
+def _shape(arguments: argparse.Namespace) -> Figures:
+    """Of the model, the batches and the synthetic data."""
+    if arguments.quick:
+        model = {"embedding_dim": 16, "num_layers": 1, "num_heads": 2}
+        return {"model": model, "batch_size": 16, "max_history": 32, "negatives": 8, "synthetic": {"users": 120}}
+    if arguments.device == "cpu":
+        model = {"embedding_dim": 32, "num_layers": 2, "num_heads": 2}
+        return {"model": model, "batch_size": 32, "max_history": 128, "negatives": 32, "synthetic": {"users": 2000}}
+    model = {"embedding_dim": 128, "num_layers": 4, "num_heads": 4}
+    synthetic = {"users": 16_000, "items": 10_000, "mean_length": 200.0, "sigma": 1.2}
+    return {"model": model, "batch_size": 64, "max_history": 2048, "negatives": 64, "synthetic": synthetic}
+
+
+def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, side: str) -> Figures:
+    """One training, its losses and metrics equal on every rank. A collective."""
+    import lightning.pytorch as pl
+    import torch
+    import torch.distributed as dist
+
+    import lightning_freescale as fs
+    from benchmarks.bubble import global_losses
+    from benchmarks.marks import MarkedHSTU, Marks
+
+    cuda, everything = arguments.device == "cuda", side == FREESCALE
+    os.environ["WORLD_SIZE"] = str(arguments.ranks)  # Lightning takes it away at the end of every fit
+    pl.seed_everything(arguments.seed + (side == RESEEDED), verbose=False)
+    data = fs.SeqRecDataModule(
+        source,
+        batch_size=shape["batch_size"],
+        max_history=shape["max_history"],
+        balance="fixed" if everything else "off",
+        num_negatives=shape["negatives"],
+        seed=arguments.seed,
+        synthetic=shape["synthetic"],
+        cache_dir=Path(tempfile.gettempdir()) / "freescale-quality",
+    )
+    model = MarkedHSTU(data.num_items, max_history=shape["max_history"], **shape["model"])
+    model.marks = Marks(torch.device("cuda" if cuda else "cpu"))
+    options: Figures = {"balance": "off", "prioritize": everything}
+    if everything and cuda:
+        options["transport"] = "host"
+    watch = _epochs()
+    trainer = pl.Trainer(
+        strategy=fs.FreeScaleStrategy(timeout=120.0, **options),
+        accelerator="gpu" if cuda else "cpu",
+        devices=1,
+        num_nodes=arguments.ranks,
+        precision="bf16-mixed" if cuda else "32-true",
+        max_epochs=arguments.epochs,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(model, datamodule=data)
+    mine = [torch.stack(values).double().tolist() for values in (model.marks.losses, model.marks.predicted)]
+    ranks: list[Any] = [None] * arguments.ranks
+    dist.all_gather_object(ranks, mine)
+    losses, predicted = (np.array([rank[part] for rank in ranks]) for part in (0, 1))
+    result = {
+        "users": int(data.histories.num_users),
+        "items": data.num_items,
+        "losses": global_losses(losses, predicted),
+        "metrics": {name: [epoch[key] for epoch in watch.metrics] for name, key in METRICS.items()},
+        "prioritized": watch.prioritized,
+    }
+    del trainer, model
+    gc.collect()
+    return result
+
+
+def _epochs() -> Any:
+    """A callback that keeps the metrics of every epoch. Made late: the launcher need not spend seconds on Lightning's import."""
+    import lightning.pytorch as pl
+
+    class Epochs(pl.Callback):
+        def __init__(self) -> None:
+            self.metrics: list[dict[str, float]] = []
+            self.prioritized = False
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            schedule = trainer.strategy.schedule
+            self.prioritized = schedule is not None and bool(schedule.prioritized)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.metrics.append({key: float(trainer.callback_metrics[key]) for key in METRICS.values()})
+
+    return Epochs()
+
+
+def _machine(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores ({platform.machine()})"
+
+
+# ---- the figures -------------------------------------------------------------------------------------------------------------
+def compare(runs: dict[str, Figures]) -> Figures:
+    """Both sides' curves, and how far they are apart beside the noise of the metrics."""
+    sync, freescale = runs[SYNC], runs[FREESCALE]
+    apart = [abs(a - b) for a, b in zip(sync["losses"], freescale["losses"], strict=True)]
+    metrics = {}
+    for name in METRICS:
+        last = {side: run["metrics"][name][-1] for side, run in runs.items()}
+        mean = last[SYNC]
+        noise = math.sqrt(mean * (1 - mean) / sync["users"])
+        difference = last[FREESCALE] - last[SYNC]
+        metrics[name] = {
+            "last": last,
+            "difference": difference,
+            "noise": noise,
+            "within_noise": abs(difference) <= noise,
+        }
+    return {
+        "users": sync["users"],
+        "items": sync["items"],
+        "steps": len(sync["losses"]),
+        "loss": {
+            "first": sync["losses"][0],
+            "last": {side: run["losses"][-1] for side, run in runs.items()},
+            "apart": {"first_step": apart[0], "mean": sum(apart) / len(apart), "largest": max(apart)},
+        },
+        "metrics": metrics,
+        "prioritized": {side: run["prioritized"] for side, run in runs.items()},
+        "curves": {side: {"losses": run["losses"], "metrics": run["metrics"]} for side, run in runs.items()},
+    }
+
+
+def report(figures: Figures, arguments: argparse.Namespace) -> None:
+    # Where the files lay on this machine is of no interest to a reader of the results.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    head = {
+        "benchmark": "quality",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.quality", *words]),
+    }
+    text = _in_lines(head | _rounded(figures))
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    if arguments.plot:
+        draw(figures, arguments.plot)
+    print(text if arguments.json else describe(figures), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    """Seven digits are all that a float32 has."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_lines(figures: Figures) -> str:
+    """JSON with every curve on one line."""
+    return re.sub(r"\[[^][{}\"]*\]", lambda found: " ".join(found[0].split()), json.dumps(figures, indent=1))
+
+
+def describe(figures: Figures) -> str:
+    """The figures as a table."""
+    parameters = figures["parameters"]
+    lines = [f"Model quality, {parameters['epochs']} epochs, {parameters['ranks']} ranks, {figures['machine']}"]
+    for name, found in figures["data"].items():
+        apart = found["loss"]["apart"]
+        lines += ["", f"{name}: {found['users']:,} users, {found['items']:,} items, {found['steps']} steps"]
+        lines.append(f"  {'':30}{'last loss':>10}" + "".join(f"{metric:>10}" for metric in METRICS))
+        for side, loss in found["loss"]["last"].items():
+            last = "".join(f"{found['metrics'][metric]['last'][side]:10.4f}" for metric in METRICS)
+            lines.append(f"  {side:30}{loss:10.4f}{last}")
+        for label, key in (("difference", "difference"), ("noise (standard error)", "noise")):
+            lines.append(f"  {label:40}" + "".join(f"{found['metrics'][metric][key]:10.4f}" for metric in METRICS))
+        lines.append(
+            f"  losses apart: {apart['first_step']:.1e} in the first step, {apart['mean']:.1e} in the mean, "
+            f"{apart['largest']:.1e} at most"
+        )
+        outside = [metric for metric in METRICS if not found["metrics"][metric]["within_noise"]]
+        lines.append(f"  metrics: {'equal within noise' if not outside else 'DIFFERENT: ' + ', '.join(outside)}")
+    return "\n".join(lines)
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Losses and metrics of both sides, a row for each source of data."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    data = figures["data"]
+    figure, axes = pyplot.subplots(len(data), 2, figsize=(11, 3.2 * len(data)), squeeze=False, layout="constrained")
+    styles: dict[str, Figures] = {
+        SYNC: {"color": "tab:gray", "linewidth": 3, "alpha": 0.6},
+        FREESCALE: {"color": "tab:blue", "linewidth": 1},
+    }
+    for (left, right), (name, found) in zip(axes, data.items(), strict=True):
+        for side, style in styles.items():
+            curves = found["curves"][side]
+            left.plot(curves["losses"], label=side, **style)
+            epochs = range(1, 1 + len(curves["metrics"]["HR@10"]))
+            for (metric, values), line in zip(curves["metrics"].items(), ("-", "--"), strict=True):
+                right.plot(epochs, values, linestyle=line, label=f"{metric}, {side}", **style)
+        left.set(title=f"{name}: training loss", xlabel="step")
+        right.set(title=f"{name}: HR@10, NDCG@10", xlabel="epoch")
+        left.legend()
+        right.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    arguments = parse()
+    return take_part(arguments) if "RANK" in os.environ else launch(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
