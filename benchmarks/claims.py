@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import RESULTS
 
 GOAL_RATE = 0.12  # of collisions, where exposed times are quoted
+BASE, ALL = "TrainPipelineBase", "all"  # sides of end_to_end
 NOT_PART = ("--output", "--plot")  # of a command: they change where its figures go, not the figures
 
 
@@ -41,16 +42,52 @@ def command(found: dict[str, Any]) -> str:
 def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
     """A row for each result that there is."""
     makers = {
+        "end_to_end": end_to_end,
         "exposed": exposed,
         "straggler": straggler,
         "sm_free": sm_free,
         "balance": partition,
+        "quality": quality,
         "simulate": simulated,
     }
     for benchmark, make in makers.items():
         for found in results.values():
-            if found["benchmark"] == benchmark:
-                yield make(found)
+            if found["benchmark"] == benchmark and (claim := make(found)):
+                yield claim
+
+
+def end_to_end(found: dict[str, Any]) -> Claim | None:
+    """Nothing where FreeScale cannot help, or a side is missing: the table of that result says what there is."""
+    sides = found.get("sides", {})
+    if "goal" not in found or not {BASE, ALL} <= set(sides):
+        return None
+    before, after = sides[BASE], sides[ALL]
+    equal = "equal" if found["losses"]["equal"] else "different"
+    device = found["machine"] if isinstance(found["machine"], str) else found["machine"]["device"]
+    return Claim(
+        f"bubble of a step, end to end, {found['parameters']['ranks']} ranks, {device}; losses {equal}",
+        f"{before['bubble_ms']:.1f} of {before['step_ms']['mean']:.1f} ms (TorchRec), "
+        f"{before['samples_per_second']:,.0f} samples/s",
+        f"{after['bubble_ms']:.1f} of {after['step_ms']['mean']:.1f} ms, {after['samples_per_second']:,.0f} samples/s: "
+        f"{after['gone'][BASE]:.1%} gone",
+        command(found),
+    )
+
+
+def quality(found: dict[str, Any]) -> Claim:
+    """The worst of all data sets."""
+    data = found["data"].values()
+    apart = max(part["loss"]["apart"]["largest"] for part in data)
+    metrics = [metric for part in data for metric in part["metrics"].values()]
+    difference = max(abs(metric["difference"]) for metric in metrics)
+    within = "all within" if all(metric["within_noise"] for metric in metrics) else "not all within"
+    return Claim(
+        f"model quality after {found['parameters']['epochs']} epochs on {len(data)} data sets, same seed",
+        "`freescale_sync`",
+        f"`freescale`: losses at most {apart:.0e} apart over all steps; HR@10 and NDCG@10 at most {difference:.4f}, {within} "
+        "their noise",
+        command(found),
+    )
 
 
 def where(found: dict[str, Any]) -> str:

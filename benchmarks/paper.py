@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.claims import GOAL_RATE, command, where
+from benchmarks.claims import quality as claim_of_quality
 
 PICTURES = "../benchmarks/results"
 INTRODUCTION = """<!-- made by `python -m benchmarks.tables` -->
@@ -48,6 +49,8 @@ def sections(results: Results) -> Iterator[Section]:
     yield from exposed(results)
     if "sm_free_h200" in results:
         yield contention(results)
+    if "quality_cpu" in results:
+        yield quality(results)
     if "simulate" in results:
         yield many_ranks(results)
 
@@ -157,6 +160,18 @@ def contention(results: Results) -> Section:
         f"{slow['gemm', 'freescale']} and {slow['hstu', 'freescale']}.",
         "figure_sm_free.png",
         ["sm_free_h200"],
+    )
+
+
+def quality(results: Results) -> Section:
+    claim = claim_of_quality(results["quality_cpu"])
+    return Section(
+        "Model quality (Fig. 11)",
+        "Accuracy curves equal TorchRec's.",
+        f"{claim.claim.capitalize()}, beside {claim.before}, {claim.after}. (`freescale_sync` equals plain TorchRec bit for "
+        "bit on CPU; the tests compare them.)",
+        "quality_cpu.png",
+        ["quality_cpu"],
     )
 
 

@@ -25,6 +25,7 @@ Row = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- results: made by `python -m benchmarks.tables` -->"
 END = "<!-- end of results -->"
+SIDE_COLUMNS = {"bubble": "bubble_ms", "samples/s": "samples_per_second", "straggler %": "straggler_percent"}
 EXPOSED = ("TrainPipelineBase", "TrainPipelineSparseDist", "freescale_sync", "prioritized")
 ALL_OF_THEM = (
     "All results: [`benchmarks/README.md`](benchmarks/README.md). Beside the paper's: [`docs/paper.md`](docs/paper.md)."
@@ -103,6 +104,15 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
 
 def views(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The tables of a result; what is shown elsewhere as a picture is left to it."""
+    if found["benchmark"] == "quality":
+        yield (
+            "At the end of training",
+            [row for name, part in found["data"].items() for row in _quality_rows(name, part)],
+        )
+        return
+    if found["benchmark"] == "end_to_end":
+        yield "Sides, ms a step", [_side_row(name, side) for name, side in found["sides"].items()]
+        return
     if found["benchmark"] == "figures":
         yield "Collisions", found["collisions"]
         return
@@ -114,6 +124,19 @@ def views(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             flat = [{key: cell for key, cell in row.items() if not isinstance(cell, (dict, list))} for row in rows]
             yield name.capitalize(), flat
+
+
+def _quality_rows(data: str, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    values = {"last loss": part["loss"]["last"]} | {name: metric["last"] for name, metric in part["metrics"].items()}
+    for name, sides in values.items():
+        yield {"data": data, "figure": name, **{side: f"{value:.4f}" for side, value in sides.items()}}
+
+
+def _side_row(name: str, side: dict[str, Any]) -> dict[str, Any]:
+    row = {"side": name, "step": side["step_ms"]["mean"]}
+    row |= {column: side[key] for column, key in SIDE_COLUMNS.items() if key in side}
+    row |= side.get("parts_ms", {})
+    return row | {f"of {baseline} gone": f"{share:.1%}" for baseline, share in side.get("gone", {}).items()}
 
 
 def _exposed_row(row: dict[str, Any]) -> dict[str, Any]:

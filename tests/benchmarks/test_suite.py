@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import report, tables
 from benchmarks.__main__ import TOOLS, scripts
-from benchmarks.claims import claims, command, kept
+from benchmarks.claims import ALL, BASE, claims, command, kept
 
 ROOT = Path(__file__).resolve().parents[2]
 # The listing, then a look at what it has imported.
@@ -79,6 +79,41 @@ def test_every_claim_has_its_command() -> None:
         command({"command": "python -m benchmarks.a --output 'b c' --x 1 --json --plot d"})
         == "python -m benchmarks.a --x 1"
     )
+
+
+def end_to_end(**sides: float) -> dict:
+    """A result of ``benchmarks.end_to_end``: bubbles, of steps of 100 ms of compute."""
+    return {
+        "benchmark": "end_to_end",
+        "command": "python -m benchmarks.end_to_end --output x.json",
+        "machine": {"device": "a GPU"},
+        "parameters": {"ranks": 4},
+        "sides": {
+            name: {
+                "step_ms": {"mean": 100 + bubble},
+                "bubble_ms": bubble,
+                "samples_per_second": 5000.0,
+                "parts_ms": {"straggler": bubble},
+                "gone": {BASE: 1 - bubble / 50},
+            }
+            for name, bubble in sides.items()
+        },
+        "losses": {"equal": True},
+        "goal": {"gone": 0.903, "reached": 0.9},
+    }
+
+
+def test_end_to_end_has_its_row_and_its_table() -> None:
+    (claim,) = claims({"end_to_end_h200": end_to_end(**{BASE: 50.0, ALL: 4.0})})
+    assert claim.claim.endswith("4 ranks, a GPU; losses equal")
+    assert claim.before.startswith("50.0 of 150.0 ms")
+    assert claim.after.endswith("92.0% gone")
+    ((_, rows),) = tables.views(end_to_end(**{BASE: 50.0, ALL: 4.0}))
+    assert [(row["side"], row["bubble"], row[f"of {BASE} gone"]) for row in rows] == [
+        (BASE, 50, "0.0%"),
+        (ALL, 4, "92.0%"),
+    ]
+    assert list(claims({"end_to_end_h200": end_to_end(**{BASE: 50.0})})) == []  # a side failed
 
 
 def test_the_marks_must_be_there() -> None:
