@@ -1,9 +1,10 @@
 """What watching costs: the time of steps that the monitor records against steps that it does not, in the same run.
 
-    python benchmarks/monitor_overhead.py [--json out.json] [--steps 240] [--ranks 2]
+    python benchmarks/monitor_overhead.py [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--strategy NAME]
 
-An HSTU on synthetic histories, synchronous exchange. Blocks of recorded and unrecorded steps alternate, so that both see the
-same machine. By default the monitor records as few steps as it takes to stay below 0.5%; the last row is for that.
+An HSTU on synthetic histories of one length, so that every step is the same work. Blocks of recorded and unrecorded steps
+alternate, so that both see the same machine. By default the monitor records as few steps as it takes to stay below 0.5%, by
+its own account of what it costs; the last rows are for that. The script starts its ranks itself, on CUDA one GPU as a cluster.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ import argparse
 import json
 import logging
 import math
+import os
+import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_freescale as fs
+from benchmarks import cluster
+from benchmarks.measure import versions
 from lightning_freescale.bubbles.monitor import OVERHEAD, BubbleMonitor
 from lightning_freescale.models import HSTU
 
@@ -60,31 +71,33 @@ class Alternating(BubbleMonitor):
         return values
 
 
-def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
+def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Figures of rank 0; ``None`` on the other ranks."""
-    cuda = torch.cuda.is_available()
+    cuda, ranks, steps = arguments.device == "cuda", arguments.ranks, arguments.steps
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
+    batch_size, length = (64, 1024) if cuda else (16, 64)
     data = fs.SeqRecDataModule(
-        batch_size=64 if cuda else 16,
-        max_history=1024 if cuda else 256,
+        batch_size=batch_size,
+        max_history=length,
         balance="off",
         num_negatives=32,
-        # Histories of one length: every step is the same work.
         synthetic={
-            "users": (64 if cuda else 16) * ranks * (steps + 1),
+            "users": batch_size * ranks * (steps + 4),
             "mean_length": 100.0,
             "sigma": 0.0,
-            "min_length": 1024 if cuda else 64,
-            "max_length": 1024 if cuda else 64,
+            "min_length": length,
+            "max_length": length,
         },
     )
     monitor = Alternating()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            strategy=fs.FreeScaleStrategy(balance="off", prioritize=False),
+            strategy=fs.FreeScaleStrategy(balance="off", prioritize=arguments.strategy == "freescale"),
             accelerator="cuda" if cuda else "cpu",
-            devices=ranks,
+            devices=1,
+            num_nodes=ranks,
+            precision="bf16-mixed" if cuda else "32-true",
             callbacks=[monitor],
             logger=TensorBoardLogger(folder),
             log_every_n_steps=2 * BLOCK,
@@ -94,9 +107,8 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(
-            HSTU(data.num_items, embedding_dim=256 if cuda else 64, num_layers=4 if cuda else 2), datamodule=data
-        )
+        model = HSTU(data.num_items, embedding_dim=256 if cuda else 64, num_layers=4 if cuda else 2, max_history=length)
+        trainer.fit(model, datamodule=data)
     if not trainer.is_global_zero:
         return None
     plain, recorded, accounted, publishing = (
@@ -105,11 +117,9 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
     )
     every = max(1, math.ceil(accounted / plain / OVERHEAD))
     return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "ranks": ranks,
-        "steps": steps,
         "step ms": plain,
         "recorded step ms": recorded,
+        "recorded over other steps": recorded / plain,
         "recording ms, by the monitor's own account": accounted,
         "share of a recorded step": accounted / plain,
         "publishing ms per interval": publishing,
@@ -118,24 +128,65 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--ranks", type=int, default=2)
-    arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    results = measure(arguments.ranks, arguments.steps)
-    if results is None:
+def report(results: dict[str, Any], arguments: argparse.Namespace) -> None:
+    cuda = arguments.device == "cuda"
+    head = {
+        "benchmark": "monitor_overhead",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.monitor_overhead", *sys.argv[1:]]),
+        "machine": torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores ({platform.machine()})",
+        "versions": versions(),
+        "strategy": arguments.strategy,
+        "ranks": arguments.ranks,
+        "steps": arguments.steps,
+    }
+    text = json.dumps(head | {"results": results}, indent=2)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    if arguments.json:
+        print(text, flush=True)
         return
     width = max(map(len, results))
+    print(f"{head['machine']}, {arguments.ranks} ranks, {arguments.strategy}")
     for name, value in results.items():
-        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"{name:<{width}}  {value:.4g}", flush=True)
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Start this script once more on every rank."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    argv = ["-m", "benchmarks.monitor_overhead", *sys.argv[1:]]
+    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    try:
+        cluster.run(arguments.ranks, argv, timeout=300, gpu=arguments.device == "cuda", env=env, echo=True)
+    except cluster.ClusterFailed as failure:
+        print(str(failure).splitlines()[0], file=sys.stderr)
+        return failure.status if failure.status > 0 else 1
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--strategy", choices=("freescale", "freescale_sync"), default="freescale_sync")
+    arguments = parser.parse_args()
+    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
+    arguments.ranks = arguments.ranks or (4 if arguments.device == "cuda" else 2)
+    if "RANK" not in os.environ:
+        return launch(arguments)
+    for name in ("lightning.pytorch", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    results = measure(arguments)
+    if results is not None:
+        report(results, arguments)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
