@@ -173,7 +173,8 @@ class AllReduceProbe:
     def hidden_before(self) -> float:
         """Seconds of AllReduce that ran behind backward, in the step before the current one. Call it after forward.
 
-        On CUDA, DDP looks at one step in a hundred (and at the first ten): there it is that of the last step it looked at.
+        At most: DDP counts from the first bucket's start to the end of backward, though the last may have arrived before.
+        On CUDA it looks at one step in a hundred (and at the first ten): there it is that of the last step it looked at.
         """
         if self._ddp is None:
             return 0.0
