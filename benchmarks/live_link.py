@@ -54,14 +54,17 @@ class LiveWire:
         return next((queue for _, queue in sorted(self._queues.items()) if queue), None)
 
     def _run(self) -> None:
-        free = 0.0  # when the wire has carried the last chunk
+        free = (
+            time.monotonic()
+        )  # when the wire has carried the last chunk; a late wake-up is made good by the next ones
         while True:
             with self._changed:
                 while (queue := self._due()) is None:
                     self._changed.wait()
+                    free = time.monotonic()
                 carried = queue[0]
             seconds = min(self._chunk, carried.bytes_left / self._bandwidth)
-            free = max(free, time.monotonic() - self._chunk) + seconds  # a late wake-up is made good by the next chunks
+            free += seconds
             time.sleep(max(0.0, free - time.monotonic()))
             carried.bytes_left -= round(seconds * self._bandwidth)
             if carried.bytes_left <= 0:

@@ -254,8 +254,9 @@ def same_losses(first: Tensor, second: Tensor) -> str:
 
 def verdict(first: Analysis, second: Analysis) -> str:
     """What became of the wait for stragglers and of the step; and, where the machine disturbed both, that it did."""
+    shares = [f"{one.summary['bubble/straggler']:.0%}" for one in (first, second)]
     text = (
-        f"Wait for stragglers: {first.ms('straggler'):.1f} to {second.ms('straggler'):.1f} ms a step. "
+        f"Wait for stragglers: {shares[0]} to {shares[1]} of the ranks' time. "
         f"A step: {first.ms('wall'):.0f} to {second.ms('wall'):.0f} ms."
     )
     before, after = first.ms("useful"), second.ms("useful")
@@ -263,7 +264,7 @@ def verdict(first: Analysis, second: Analysis) -> str:
         return text
     return (
         f"{text}\nThe useful work is the same, but took {before:.0f} and {after:.0f} ms: ranks on one machine compete for "
-        "its cores and\nmemory, with each other and with whatever else runs there. Compare the bubbles rather than the steps."
+        "its cores and\nmemory, with each other and with whatever else runs there. Compare shares rather than times."
     )
 
 

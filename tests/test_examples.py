@@ -131,7 +131,7 @@ def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
     assert re.search(r"^B +runs/freescale/version_0$", output, re.MULTILINE)
     assert output.count("3 steps recorded (1 to 3)") == 2  # the first sets things up
     assert re.search(r"^  straggler ms( +\d+\.\d\d){2}", output, re.MULTILINE)
-    assert re.search(r"^Wait for stragglers: \d+\.\d to \d+\.\d ms a step", output, re.MULTILINE)
+    assert re.search(r"^Wait for stragglers: \d+% to \d+% of the ranks' time", output, re.MULTILINE)
     page = (tmp_path / "runs" / "report.html").read_text()
     assert "runs/freescale_sync/version_0" in page
     assert "See every step:      runs/report.html" in output
@@ -268,7 +268,7 @@ def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
         analyse(read_run(write_run(tmp_path / name, [computes] * 4)))
         for name, computes in (("uneven", (10.0, 50.0)), ("even", (30.0, 30.0)), ("slow", (40.0, 40.0)))
     )
-    assert demo.verdict(uneven, even) == "Wait for stragglers: 20.0 to 0.0 ms a step. A step: 59 to 39 ms."
+    assert demo.verdict(uneven, even) == "Wait for stragglers: 34% to 0% of the ranks' time. A step: 59 to 39 ms."
     assert "The useful work is the same, but took 30 and 40 ms" in demo.verdict(uneven, slow)
 
 

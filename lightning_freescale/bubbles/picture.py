@@ -84,7 +84,8 @@ def draw_panels(
         for tick in _ticks(seconds):
             x = left + tick * per_second / 1e3
             canvas.line((x, below, x, below + 4 * scale), fill="#888888")
-            canvas.text((x + 2 * scale, below + 3 * scale), f"{tick:g} ms", fill="#666666", font=font)
+            if x + font.getlength(text := f"{tick:g} ms") < width:
+                canvas.text((x + 2 * scale, below + 3 * scale), text, fill="#666666", font=font)
 
     offset = 0
     for (title, steps), height in zip(panels, heights, strict=True):
