@@ -38,8 +38,9 @@ from benchmarks.measure import versions
 from lightning_freescale.bubbles.monitor import OVERHEAD, BubbleMonitor
 from lightning_freescale.models import HSTU
 
-BLOCK = 6  # steps
-WARM_UP = 12
+BLOCK = 8  # steps
+SETTLED = 4  # first steps of a block, in which the block before is gathered and published: not counted
+WARM_UP = 16
 
 
 class Alternating(BubbleMonitor):
@@ -58,8 +59,8 @@ class Alternating(BubbleMonitor):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         now = time.perf_counter()
-        # The first and last steps of a block pay for the other kind too: opening, gathering, publishing.
-        if batch_idx > WARM_UP and 0 < batch_idx % BLOCK < BLOCK - 1:
+        # The last step of a block opens the first of the next.
+        if batch_idx > WARM_UP and SETTLED <= batch_idx % BLOCK < BLOCK - 1:
             self.steps[self._records(batch_idx)].append(now - self._last)
         self._last = now
 
