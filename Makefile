@@ -15,7 +15,7 @@ FBGEMM_cuda := fbgemm-gpu==1.8.0
 .PHONY: demo test lint venv clean
 
 demo: venv
-	$(BIN)/python examples/train_hstu.py
+	$(BIN)/freescale demo
 
 test: venv
 	$(BIN)/python -m tests

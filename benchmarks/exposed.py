@@ -57,20 +57,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def launch(arguments: argparse.Namespace) -> int:
-    """Start this script once more on every rank."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    argv = ["-m", "benchmarks.exposed", *sys.argv[1:]]
-    try:
-        gpu = arguments.device == "cuda"
-        cluster.run(arguments.ranks, argv, timeout=300, gpu=gpu, env={"PYTHONPATH": path}, echo=True)
-    except cluster.ClusterFailed as failure:
-        print(str(failure).splitlines()[0], file=sys.stderr)
-        return failure.status if failure.status > 0 else 1
-    return 0
-
-
 def take_part(arguments: argparse.Namespace) -> int:
     """Be one of the ranks; rank 0 reports. Fails if the sides did not train alike."""
     # The streams of five sides share the hardware's queues; four ranks with 32 each are more than MPS has.
@@ -114,7 +100,10 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     arguments = parse()
-    return take_part(arguments) if "RANK" in os.environ else launch(arguments)
+    if "RANK" in os.environ:
+        return take_part(arguments)
+    gpu = arguments.device == "cuda"
+    return cluster.launch("benchmarks.exposed", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
 
 
 if __name__ == "__main__":

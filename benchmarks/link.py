@@ -142,8 +142,9 @@ class _Arrival(dist._Work):
 
 @dataclass
 class _Options:
-    wire: Wire
+    wire: Any
     priority: int
+    kind: type
     _timeout: timedelta = field(default_factory=lambda: timedelta(seconds=60))
 
 
@@ -199,15 +200,22 @@ class LinkGroup(_ProcessGroup):
         return tensor.nbytes * (rows - own) // rows if rows else 0
 
 
-def new_link(wire: Wire, priority: int = 0) -> dist.ProcessGroup:
-    """A group of all ranks over this rank's ``wire``; lower ``priority`` goes first."""
+def new_link(wire: Any, priority: int = 0, kind: type[LinkGroup] = LinkGroup) -> dist.ProcessGroup:
+    """A group of all ranks over this rank's ``wire``; lower ``priority`` goes first.
+
+    Args:
+        wire: a :class:`Wire`, or what groups of another ``kind`` want.
+        kind: of the group.
+    """
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             NAME,
-            lambda group, options: LinkGroup(group.store, group.group_rank, group.group_size, group.timeout, options),
+            lambda group, options: options.kind(
+                group.store, group.group_rank, group.group_size, group.timeout, options
+            ),
             extended_api=True,
             devices=["cpu"],
         )
-    group = dist.new_group(backend=NAME, pg_options=_Options(wire, priority))
+    group = dist.new_group(backend=NAME, pg_options=_Options(wire, priority, kind))
     assert isinstance(group, dist.ProcessGroup)
     return group

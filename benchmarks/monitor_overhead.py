@@ -1,15 +1,18 @@
 """What watching costs: the time of steps that the monitor records against steps that it does not, in the same run.
 
-    python -m benchmarks.monitor_overhead [--quick] [--json] [--output FILE] [--steps 240] [--ranks 2]
+    python -m benchmarks.monitor_overhead [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--strategy NAME]
 
-An HSTU on synthetic histories, synchronous exchange. Blocks of recorded and unrecorded steps alternate, so that both see the
-same machine. By default the monitor records as few steps as it takes to stay below 0.5%; the last row is for that.
+An HSTU on synthetic histories of one length, so that every step is the same work. Blocks of recorded and unrecorded steps
+alternate, so that both see the same machine. By default the monitor records as few steps as it takes to stay below 0.5%, by
+its own account of what it costs; the last rows are for that. The script starts its ranks itself, on CUDA one GPU as a cluster.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -26,12 +29,13 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning_freescale as fs
-from benchmarks import report
+from benchmarks import cluster, report
 from lightning_freescale.bubbles.monitor import OVERHEAD, BubbleMonitor
 from lightning_freescale.models import HSTU
 
-BLOCK = 6  # steps
-WARM_UP = 12
+BLOCK = 8  # steps
+SETTLED = 4  # first steps of a block, in which the block before is gathered and published: not counted
+WARM_UP = 16
 
 
 class Alternating(BubbleMonitor):
@@ -50,8 +54,8 @@ class Alternating(BubbleMonitor):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         now = time.perf_counter()
-        # The first and last steps of a block pay for the other kind too: opening, gathering, publishing.
-        if batch_idx > WARM_UP and 0 < batch_idx % BLOCK < BLOCK - 1:
+        # The last step of a block opens the first of the next.
+        if batch_idx > WARM_UP and SETTLED <= batch_idx % BLOCK < BLOCK - 1:
             self.steps[self._records(batch_idx)].append(now - self._last)
         self._last = now
 
@@ -63,31 +67,33 @@ class Alternating(BubbleMonitor):
         return values
 
 
-def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
+def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Figures of rank 0; ``None`` on the other ranks."""
-    cuda = torch.cuda.is_available()
+    cuda, ranks, steps = arguments.device == "cuda", arguments.ranks, arguments.steps
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
+    batch_size, length = (64, 1024) if cuda else (16, 64)
     data = fs.SeqRecDataModule(
-        batch_size=64 if cuda else 16,
-        max_history=1024 if cuda else 256,
+        batch_size=batch_size,
+        max_history=length,
         balance="off",
         num_negatives=32,
-        # Histories of one length: every step is the same work.
         synthetic={
-            "users": (64 if cuda else 16) * ranks * (steps + 1),
+            "users": batch_size * ranks * (steps + 4),
             "mean_length": 100.0,
             "sigma": 0.0,
-            "min_length": 1024 if cuda else 64,
-            "max_length": 1024 if cuda else 64,
+            "min_length": length,
+            "max_length": length,
         },
     )
     monitor = Alternating()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            strategy=fs.FreeScaleStrategy(balance="off", prioritize=False),
+            strategy=fs.FreeScaleStrategy(balance="off", prioritize=arguments.strategy == "freescale"),
             accelerator="cuda" if cuda else "cpu",
-            devices=ranks,
+            devices=1,
+            num_nodes=ranks,
+            precision="bf16-mixed" if cuda else "32-true",
             callbacks=[monitor],
             logger=TensorBoardLogger(folder),
             log_every_n_steps=2 * BLOCK,
@@ -97,9 +103,8 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(
-            HSTU(data.num_items, embedding_dim=256 if cuda else 64, num_layers=4 if cuda else 2), datamodule=data
-        )
+        model = HSTU(data.num_items, embedding_dim=256 if cuda else 64, num_layers=4 if cuda else 2, max_history=length)
+        trainer.fit(model, datamodule=data)
     if not trainer.is_global_zero:
         return None
     plain, recorded, accounted, publishing = (
@@ -108,11 +113,9 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
     )
     every = max(1, math.ceil(accounted / plain / OVERHEAD))
     return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "ranks": ranks,
-        "steps": steps,
         "step ms": plain,
         "recorded step ms": recorded,
+        "recorded over other steps": recorded / plain,
         "recording ms, by the monitor's own account": accounted,
         "share of a recorded step": accounted / plain,
         "publishing ms per interval": publishing,
@@ -121,21 +124,35 @@ def measure(ranks: int, steps: int) -> dict[str, float | int | str] | None:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = report.make_parser(__doc__, quick="60 steps")
     parser.add_argument("--steps", type=int, help="default: 240")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--strategy", choices=("freescale", "freescale_sync"), default="freescale_sync")
     arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
+    arguments.ranks = arguments.ranks or (4 if arguments.device == "cuda" else 2)
+    arguments.steps = arguments.steps or (60 if arguments.quick else 240)
+    if "RANK" not in os.environ:
+        gpu = arguments.device == "cuda"
+        return cluster.launch("benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
+    for name in ("lightning.pytorch", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    results = measure(arguments.ranks, arguments.steps or (60 if arguments.quick else 240))
-    if results is None:
-        return
-    rows = [{"figure": name, "value": value} for name, value in results.items()]
-    machine = None if results["device"] == "cpu" else str(results["device"])
-    report.publish(arguments, report.head("monitor_overhead", machine) | results, {"What watching costs": rows})
+    results = measure(arguments)
+    if results is not None:
+        machine = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+        setting = {"strategy": arguments.strategy, "ranks": arguments.ranks, "steps": arguments.steps}
+        rows = [{"figure": name, "value": value} for name, value in results.items()]
+        figures = report.head("monitor_overhead", machine) | setting | {"results": results}
+        report.publish(arguments, figures, {f"What watching costs, {_listed(setting)}": rows})
+    return 0
+
+
+def _listed(setting: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in setting.items())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("lightning_freescale.demo:main", "train an HSTU recommender on two processes"),
+    "demo": Command(
+        "lightning_freescale.demo:main", "train an HSTU recommender on two processes, without FreeScale and with it"
+    ),
     "plan": Command("lightning_freescale.balance.plan:main", "say what balancing would win on your data"),
     "report": Command("lightning_freescale.bubbles.report:main", "show where the time of a run went"),
     "export": Command("lightning_freescale.cli:export", "write a checkpoint as one plain, unsharded state dict"),

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_freescale import demo
+from lightning_freescale.bubbles.analysis import analyse
+from lightning_freescale.bubbles.records import read_run
+from tests.bubbles.made import write_run
 from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,9 +114,27 @@ def test_the_demo_by_plain_python(tmp_path: Path) -> None:
     assert "Epoch 0" in output
     assert re.search(r"samples/s +\d+", output)
     assert "tensorboard --logdir runs" in output
-    assert list(tmp_path.glob("runs/hstu/version_0/events.out.tfevents.*"))
-    (checkpoint,) = tmp_path.glob("runs/hstu/version_0/checkpoints/*.ckpt")
+    assert list(tmp_path.glob("runs/freescale/version_0/events.out.tfevents.*"))
+    (checkpoint,) = tmp_path.glob("runs/freescale/version_0/checkpoints/*.ckpt")
     assert f"export '{checkpoint.relative_to(tmp_path)}' hstu.pt" in output
+    for noise in ("Warning", "Tip:", "is_fx_tracing", "LeafSpec", "INFO:"):
+        assert noise not in output, output
+
+
+def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
+    output = launch([sys.executable, "-m", "lightning_freescale.cli", "demo", *TINY, "--limit-train-batches", "4"])
+    assert output.count("2 x cpu") == 2
+    assert re.search(r"^ +freescale_sync +freescale$", output, re.MULTILINE)
+    assert re.search(r"^HR@10 +0\.\d{3} +0\.\d{3}$", output, re.MULTILINE)
+    assert re.search(r"^Losses of all 4 steps: equal", output, re.MULTILINE)
+    assert re.search(r"^A +runs/freescale_sync/version_0$", output, re.MULTILINE)
+    assert re.search(r"^B +runs/freescale/version_0$", output, re.MULTILINE)
+    assert output.count("3 steps recorded (1 to 3)") == 2  # the first sets things up
+    assert re.search(r"^  straggler ms( +\d+\.\d\d){2}", output, re.MULTILINE)
+    assert re.search(r"^Wait for stragglers: \d+% to \d+% of the ranks' time", output, re.MULTILINE)
+    page = (tmp_path / "runs" / "report.html").read_text()
+    assert "runs/freescale_sync/version_0" in page
+    assert "See every step:      runs/report.html" in output
     for noise in ("Warning", "Tip:", "is_fx_tracing", "LeafSpec", "INFO:"):
         assert noise not in output, output
 
@@ -203,7 +225,9 @@ def run_demo(rank: int, arguments: Sequence[str]) -> str:
 
 
 def test_the_demo_reads_movielens(movielens: Path) -> None:
-    output = run_ranks(run_demo, args=([*TINY, "--devices", "2", "--data", str(movielens)],))[0]
+    output = run_ranks(
+        run_demo, args=([*TINY, "--devices", "2", "--strategy", "freescale", "--data", str(movielens)],)
+    )[0]
     assert has_trained(output)
     with movielens.open() as file:
         rows = list(csv.DictReader(file))
@@ -212,17 +236,43 @@ def test_the_demo_reads_movielens(movielens: Path) -> None:
 
 
 def test_the_demo_resumes(tmp_path: Path) -> None:
-    options = [*TINY, "--devices", "2"]
+    options = [*TINY, "--devices", "2", "--strategy", "freescale"]
     run_ranks(run_demo, args=(options,))
-    (checkpoint,) = tmp_path.glob("runs/hstu/version_0/checkpoints/*.ckpt")
+    (checkpoint,) = tmp_path.glob("runs/freescale/version_0/checkpoints/*.ckpt")
     output = run_ranks(run_demo, args=([*options, "--max-epochs", "2", "--ckpt-path", str(checkpoint)],))[0]
     assert has_trained(output)
-    assert list(tmp_path.glob("runs/hstu/version_1/checkpoints/epoch=1-step=4.ckpt"))
+    assert list(tmp_path.glob("runs/freescale/version_1/checkpoints/epoch=1-step=4.ckpt"))
 
 
 def test_the_model_beats_popularity_twice() -> None:
-    """A fifth of the demo's training is enough for it."""
-    options = "--devices 2 --accelerator cpu --max-epochs 1 --max-history 64 --limit-val-batches 16"
+    """A third of the demo's training is enough for it."""
+    options = (
+        "--devices 2 --accelerator cpu --strategy freescale --max-epochs 1 --max-history 64 --limit-val-batches 32"
+    )
     output = run_ranks(run_demo, args=(options.split(),))[0]
     model, popular = map(float, re.findall(r"^(?:HR@10|  popularity recommender) +(\S+)$", output, re.MULTILINE))
     assert model > 2 * popular > 0
+
+
+# ---- what the demo says of two trainings -------------------------------------------------------------------------------
+def test_losses_are_compared() -> None:
+    losses = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)
+    assert demo.same_losses(losses, losses.clone()) == "Losses of all 3 steps: equal, bit for bit."
+    assert "equal up to rounding, apart by at most 1e-05" in demo.same_losses(losses, losses * (1 + 1e-5))
+    assert "DIFFER, by up to 1.0e-02" in demo.same_losses(losses, losses * torch.tensor([1.0, 1.0, 1.01]))
+    assert "different numbers of steps, 3 and 2" in demo.same_losses(losses, losses[:2])
+
+
+def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
+    uneven, even, slow = (
+        analyse(read_run(write_run(tmp_path / name, [computes] * 4)))
+        for name, computes in (("uneven", (10.0, 50.0)), ("even", (30.0, 30.0)), ("slow", (40.0, 40.0)))
+    )
+    assert demo.verdict(uneven, even) == "Wait for stragglers: 34% to 0% of the ranks' time. A step: 59 to 39 ms."
+    assert "The useful work is the same, but took 30 and 40 ms" in demo.verdict(uneven, slow)
+
+
+def test_one_checkpoint_cannot_resume_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--ckpt-path", "some.ckpt"])
+    assert "choose --strategy freescale or freescale_sync" in capsys.readouterr().err

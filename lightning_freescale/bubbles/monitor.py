@@ -90,6 +90,7 @@ class BubbleMonitorMixin(_Base):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy, timeline = trainer.strategy, self.timeline
         timeline.open(strategy.root_device)
+        _name_streams(strategy, timeline)
         self._rank, self._world = trainer.global_rank, trainer.world_size
         options = {"timeout": strategy._timeout} if getattr(strategy, "_timeout", None) else {}
         self._group = dist.new_group(backend="gloo", **options) if self._world > 1 else None
@@ -117,7 +118,7 @@ class BubbleMonitorMixin(_Base):
         self._loggers_with_images = self._warm_up(trainer)
         # Our own cost in seconds: of each of the last recorded steps, of noting a batch, of posting an interval, of a span.
         self._spent: deque[float] = deque(maxlen=100)
-        self._noting, self._posting, self._span_cost = 0.0, 0.0, _span_cost()
+        self._noting, self._posting, self._span_cost = 0.0, 0.0, _span_cost(strategy.root_device)
         self._running = True
 
     def _warm_up(self, trainer: Any) -> list[Any]:
@@ -398,12 +399,27 @@ def add_monitor(trainer: Any, monitor: type[BubbleMonitorMixin]) -> None:
         trainer.callbacks.append(monitor())
 
 
-def _span_cost(tries: int = 100) -> float:
-    """Seconds that recording one span takes, about."""
+def _name_streams(strategy: Any, timeline: Timeline) -> None:
+    """Say in pictures and traces what the CUDA streams of a FreeScale strategy are for."""
+    sides = [(getattr(strategy, "_copies", None), "copies")]
+    for lane in getattr(getattr(strategy, "schedule", None), "lanes", ()):
+        sides += [(lane.moves.ids_stream, "ids"), (lane.moves.table_stream, "tables")]
+    for side, track in sides:
+        if side is not None and side.stream is not None:
+            timeline.name(side.stream, track)
+
+
+def _span_cost(device: torch.device, tries: int = 100) -> float:
+    """Seconds of the host that recording one span takes, about."""
     timeline = Timeline()
-    timeline.begin_step(0)
-    began = timeline.clock()
-    for _ in range(tries):
-        with timeline.span(Kind.METRICS):
-            pass
-    return (timeline.clock() - began) / tries
+    timeline.open(device)
+    for index in range(2):  # the second time events are there already
+        timeline.begin_step(index)
+        began = timeline.clock()
+        for _ in range(tries):
+            with timeline.span(Kind.METRICS):
+                pass
+        seconds = (timeline.clock() - began) / tries
+        timeline.end_step()
+        timeline.take()
+    return seconds

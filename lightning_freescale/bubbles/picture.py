@@ -31,63 +31,101 @@ COLORS = {
     "exposed_dense": "#9c5cb4",
     "other": "#cfd5dd",
 }
-_LEFT, _TOP, _LANE, _GAP, _LEGEND = 64, 26, 16, 8, 40
+_LEFT, _TOP, _LANE, _GAP, _AXIS, _LINE = 56, 24, 16, 8, 22, 18  # pixels at scale 1
 
 
 def draw(steps: Sequence[Step], width: int = 1200, title: str = "") -> NDArray[np.uint8]:
-    """``[H, W, 3]`` picture of one step of all ranks, on a common clock. Needs Pillow.
+    """``[H, W, 3]`` picture of one step of all ranks, on a common clock. Needs Pillow."""
+    return draw_panels([(title, steps)], width)
+
+
+def draw_panels(
+    panels: Sequence[tuple[str, Sequence[Step]]], width: int = 1200, scale: float = 1.0
+) -> NDArray[np.uint8]:
+    """``[H, W, 3]`` picture of several steps, such as one of each of two runs, below each other on one scale of time.
 
     Each rank has a lane for its engine and, below, a thinner one for exchanges in the background.
+
+    Args:
+        panels: title and step, which is the same step of every rank on a common clock.
+        width: pixels.
+        scale: of lanes and letters.
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    start, end = min(step.start for step in steps), max(step.end for step in steps)
-    scale = (width - _LEFT - 12) / max(end - start, 1e-9)
-    pitch = _LANE + _LANE // 2 + _GAP
-    height = _TOP + pitch * len(steps) + 18 + _LEGEND
-    image = Image.new("RGB", (width, height), "white")
-    canvas, font = ImageDraw.Draw(image), ImageFont.load_default()
+    font = ImageFont.load_default() if scale == 1.0 else ImageFont.load_default(11 * scale)
+    left, top, lane, gap, axis, line = (round(scale * size) for size in (_LEFT, _TOP, _LANE, _GAP, _AXIS, _LINE))
+    pitch = lane + lane // 2 + gap
+    seconds = max(max(step.end for step in steps) - min(step.start for step in steps) for _, steps in panels)
+    per_second = (width - left - round(12 * scale)) / max(seconds, 1e-9)
+    heights = [top + pitch * len(steps) + axis for _, steps in panels]
+    entries, rows = _legend(_seen(panels), font, left, width, scale)
+    image = Image.new("RGB", (width, sum(heights) + line * (rows + 1)), "white")
+    canvas = ImageDraw.Draw(image)
 
-    def box(top: float, lane: float, begin: float, finish: float, name: str) -> None:
-        left, right = _LEFT + (begin - start) * scale, _LEFT + (finish - start) * scale
-        canvas.rectangle((left, top, max(right, left + 1), top + lane), fill=COLORS[name])
+    def panel(offset: int, title: str, steps: Sequence[Step]) -> None:
+        start = min(step.start for step in steps)
 
-    canvas.text((_LEFT, 6), title, fill="#222222", font=font)
-    seen: dict[str, None] = {}
-    for rank, (step, labelled) in enumerate(zip(steps, label(steps), strict=True)):
-        top = _TOP + pitch * rank
-        canvas.text((8, top + 2), f"rank {rank}", fill="#222222", font=font)
-        canvas.rectangle(
-            (_LEFT + (step.start - start) * scale, top, _LEFT + (step.end - start) * scale, top + _LANE),
-            outline="#c9ced6",
-        )
-        for begin, finish, name in labelled:
-            box(top, _LANE, begin, finish, name)
-            seen[name] = None
-        for span in step.spans:
-            if span.track != ENGINE:
-                box(top + _LANE + 2, _LANE // 2 - 2, span.start, span.end, span.kind.value)
-                seen[span.kind.value] = None
-    bottom = _TOP + pitch * len(steps)
-    _axis(canvas, font, bottom, end - start, scale)
-    left, top = _LEFT, bottom + 20
-    for name in (name for name in COLORS if name in seen):
-        if left + 16 + canvas.textlength(name, font=font) > width - 12:
-            left, top = _LEFT, top + 16
-        canvas.rectangle((left, top, left + 10, top + 10), fill=COLORS[name])
-        canvas.text((left + 14, top - 1), name, fill="#222222", font=font)
-        left += 30 + int(canvas.textlength(name, font=font))
+        def box(above: float, height: float, begin: float, finish: float, **style: Any) -> None:
+            first, last = (left + (moment - start) * per_second for moment in (begin, finish))
+            canvas.rectangle((first, above, max(last, first + 1), above + height), **style)
+
+        canvas.text((left, offset + 5 * scale), title, fill="#222222", font=font)
+        for rank, (step, labelled) in enumerate(zip(steps, label(steps), strict=True)):
+            above = offset + top + pitch * rank
+            canvas.text((8 * scale, above + 2 * scale), f"rank {rank}", fill="#222222", font=font)
+            box(above, lane, step.start, step.end, outline="#c9ced6")
+            for begin, finish, name in labelled:
+                box(above, lane, begin, finish, fill=COLORS[name])
+            for span in step.spans:
+                if span.track != ENGINE:
+                    box(above + lane + 2, lane // 2 - 2, span.start, span.end, fill=COLORS[span.kind.value])
+        below = offset + top + pitch * len(steps)
+        for tick in _ticks(seconds):
+            x = left + tick * per_second / 1e3
+            canvas.line((x, below, x, below + 4 * scale), fill="#888888")
+            if x + font.getlength(text := f"{tick:g} ms") < width:
+                canvas.text((x + 2 * scale, below + 3 * scale), text, fill="#666666", font=font)
+
+    offset = 0
+    for (title, steps), height in zip(panels, heights, strict=True):
+        panel(offset, title, steps)
+        offset += height
+    for name, x, row in entries:
+        above = offset + line * (row + 0.4)
+        canvas.rectangle((x, above, x + 10 * scale, above + 10 * scale), fill=COLORS[name])
+        canvas.text((x + 14 * scale, above - scale), name, fill="#222222", font=font)
     return np.asarray(image)
 
 
-def _axis(canvas: Any, font: Any, top: float, seconds: float, scale: float) -> None:
-    """Ticks at round numbers of milliseconds, four to nine of them."""
+def _seen(panels: Sequence[tuple[str, Sequence[Step]]]) -> list[str]:
+    """What is in the picture, in the order of COLORS."""
+    engine = {name for _, steps in panels for labelled in label(steps) for *_, name in labelled}
+    background = {
+        span.kind.value for _, steps in panels for step in steps for span in step.spans if span.track != ENGINE
+    }
+    return [name for name in COLORS if name in engine | background]
+
+
+def _legend(
+    names: Sequence[str], font: Any, left: int, width: int, scale: float
+) -> tuple[list[tuple[str, float, int]], int]:
+    """Name, horizontal place and row of each entry; and how many rows there are."""
+    entries, x, row = [], float(left), 0
+    for name in names:
+        size = font.getlength(name) + 14 * scale
+        if x + size > width - 12 * scale and x > left:
+            x, row = float(left), row + 1
+        entries.append((name, x, row))
+        x += size + 16 * scale
+    return entries, row + 1
+
+
+def _ticks(seconds: float) -> NDArray[np.float64]:
+    """Round numbers of milliseconds, four to nine of them."""
     step = 10.0 ** np.floor(np.log10(max(seconds * 1e3, 1e-6)))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if seconds * 1e3 / s <= 9)
-    for tick in np.arange(0, seconds * 1e3 + step / 2, step):
-        left = _LEFT + tick * scale / 1e3
-        canvas.line((left, top, left, top + 4), fill="#888888")
-        canvas.text((left + 2, top + 3), f"{tick:g} ms", fill="#666666", font=font)
+    return np.arange(0, seconds * 1e3 + step / 2, step)
 
 
 def available() -> bool:

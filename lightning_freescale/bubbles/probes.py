@@ -171,7 +171,11 @@ class AllReduceProbe:
         self._graph_done = None
 
     def hidden_before(self) -> float:
-        """Seconds of AllReduce that ran behind backward, in the step before the current one. Call it after forward."""
+        """Seconds of AllReduce that ran behind backward, in the step before the current one. Call it after forward.
+
+        At most: DDP counts from the first bucket's start to the end of backward, though the last may have arrived before.
+        On CUDA it looks at one step in a hundred (and at the first ten): there it is that of the last step it looked at.
+        """
         if self._ddp is None:
             return 0.0
         return float(self._ddp._get_ddp_logging_data().get("backward_compute_comm_overlap_time", 0)) / 1e9

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,10 @@ class Run:
     def step(self, index: int) -> list[Step]:
         """One step on all ranks, on one clock."""
         return [from_record(records[index]) for records in self.records]
+
+    def only(self, indices: Sequence[int]) -> Run:
+        """The same run, of which these steps are known."""
+        return replace(self, records=[{index: records[index] for index in indices} for records in self.records])
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:

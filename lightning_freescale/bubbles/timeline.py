@@ -104,11 +104,35 @@ class Step:
 Moment = float | torch.cuda.Event
 
 
+class DeviceClock:
+    """When the events of a device happened, on the host's clock.
+
+    Every recorded step ties the two clocks: the host's time is read, then an event is recorded on a stream that is always
+    idle. The device may come to it late, for streams share its queues, but never early: the most prompt of all ties counts.
+    """
+
+    DRIFT = 1e-4  # by which the clocks may go apart, seconds a second: an old tie is trusted that much less
+
+    def __init__(self) -> None:
+        self._moment = -math.inf
+
+    def tie(self, host: float, since: float) -> float:
+        """The moment of a tie's event on the host's clock.
+
+        Args:
+            host: seconds, read just before the event was recorded.
+            since: seconds on the device since the event of the tie before; any number for the first.
+        """
+        self._moment = max(host, self._moment + since * (1 - self.DRIFT))
+        return self._moment
+
+
 class _Recording:
     """A step whose moments are not resolved yet."""
 
     def __init__(self, index: int, start: Moment, anchor: tuple[torch.cuda.Event, float] | None):
-        self.index, self.start, self.anchor = index, start, anchor
+        self.index, self.start = index, start
+        self.anchor = anchor  # on CUDA: an event, and the host's time just before it
         self.end: Moment = math.nan
         self.spans: list[tuple[Kind, str, Moment, Moment, Moment]] = []
         self.counts: dict[str, float] = {}
@@ -123,19 +147,20 @@ class _Recording:
         moments.append(self.anchor[0])
         return [moment for moment in moments if not isinstance(moment, float)]
 
-    def seconds(self, moment: Moment) -> float:
-        if isinstance(moment, float):
-            return moment
-        assert self.anchor is not None
-        event, host = self.anchor
-        return host + event.elapsed_time(moment) / 1e3
+    def resolve(self, anchored: float) -> Step:
+        """The step on the host's clock, on which the anchor's event was at ``anchored``."""
 
-    def resolve(self) -> Step:
+        def seconds(moment: Moment) -> float:
+            if isinstance(moment, float):
+                return moment
+            assert self.anchor is not None
+            return anchored + self.anchor[0].elapsed_time(moment) / 1e3
+
         for name, value in self.late:
             self.counts[name] = self.counts.get(name, 0.0) + float(value)
         arrays = {name: value.numpy() for name, value in self.kept.items()}
-        spans = (Span(kind, track, *map(self.seconds, moments)) for kind, track, *moments in self.spans)
-        return Step(self.index, self.seconds(self.start), self.seconds(self.end), tuple(spans), self.counts, arrays)
+        spans = (Span(kind, track, *map(seconds, moments)) for kind, track, *moments in self.spans)
+        return Step(self.index, seconds(self.start), seconds(self.end), tuple(spans), self.counts, arrays)
 
 
 class _Open:
@@ -201,13 +226,15 @@ class Timeline:
         self._watchers: dict[str, torch.cuda.Stream] = {}
         self._names: dict[int, str] = {}
         self._pool: list[torch.cuda.Event] = []
+        self._device_clock = DeviceClock()
+        self._tied: torch.cuda.Event | None = None  # of the last tie
 
     def open(self, device: torch.device) -> None:
         """Choose the engine: the calling thread, or the current stream of a CUDA device."""
         self._thread, self._device = threading.get_ident(), device
         if device.type == "cuda":
             self._compute = torch.cuda.current_stream(device)
-            self._side = torch.cuda.Stream(device)
+            self._side = torch.cuda.Stream(device)  # always idle: ties the device's clock to the host's
             self._names[self._compute.stream_id] = ENGINE
 
     def name(self, stream: torch.cuda.Stream, track: str) -> None:
@@ -219,7 +246,6 @@ class Timeline:
         """Record from here on. A step that was begun and not ended is forgotten."""
         anchor = None
         if self._side is not None:
-            # The device's clock is tied to the host's through a stream that is always idle: no wait, a few us of error.
             anchor = (self._event(), self.clock())
             anchor[0].record(self._side)
         self._recording = _Recording(index, self.mark(), anchor)
@@ -241,14 +267,23 @@ class Timeline:
             taken.append(self._done.popleft())
             for event in taken[-1].events():
                 event.synchronize()
-        steps = [self._split(recording.resolve()) for recording in taken]
+        steps = [self._split(recording.resolve(self._tie(recording))) for recording in taken]
         self._reuse(taken)
         return steps
+
+    def _tie(self, recording: _Recording) -> float:
+        """The moment of the anchor on the host's clock; without meaning where there is none."""
+        if recording.anchor is None:
+            return 0.0
+        event, host = recording.anchor
+        since = 0.0 if self._tied is None else self._tied.elapsed_time(event) / 1e3
+        self._tied = event
+        return self._device_clock.tie(host, since)
 
     def _reuse(self, taken: list[_Recording]) -> None:
         """Events of resolved steps go back to the pool, but for those that a later step refers to as well."""
         later = [*self._done, *([self._recording] if self._recording is not None else [])]
-        needed = {id(event) for recording in later for event in recording.events()}
+        needed = {id(event) for recording in later for event in recording.events()} | {id(self._tied)}
         free = {id(event): event for recording in taken for event in recording.events()}
         self._pool.extend(event for key, event in free.items() if key not in needed)
 

@@ -329,9 +329,7 @@ class PrioritizedEmbedding:
             for asked, pieces in zip(state.asked, state.rows, strict=True):
                 order = _inverse(torch.cat([part.positions for part in pieces.values()]))
                 orders.append(order if asked.unbucketize is None else order[asked.unbucketize])
-            for transfers in state.incoming.values():
-                for transfer in transfers:
-                    transfer.wait()
+        self.await_rows(state)
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here, on CPU above
             self.table_stream.join()
         outputs = []
@@ -351,6 +349,13 @@ class PrioritizedEmbedding:
             sharding_types=list(module._sharding_type_to_sharding),
             **self._output_options,
         )
+
+    def await_rows(self, state: BatchState) -> None:
+        """Let what follows on the table stream, where the rows' memory goes back to, wait for them."""
+        with self.table_stream.work():
+            for transfers in state.incoming.values():
+                for transfer in transfers:
+                    transfer.wait()
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
     def settle_gradients(self, state: BatchState) -> None:

@@ -138,9 +138,7 @@ class Lane:
         for state in (self.current, self.next, self.after):
             if state is not None:
                 self.moves.finish_ids(state)
-                for transfers in state.incoming.values():
-                    for transfer in transfers:
-                        transfer.wait()
+                self.moves.await_rows(state)
         self.current = self.next = self.after = None
 
     def turn_off(self, reason: str) -> None:

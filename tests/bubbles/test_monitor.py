@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,14 @@ def fit_fast(rank: int, folder: Path) -> int:
 def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert run_ranks(fit_fast, args=(tmp_path,)) == [3, 3]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_readme_names_every_tag() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    named = {
+        tag for line in readme.splitlines() if line.startswith("| `") for tag in re.findall(r"`([a-z]+/\w+)`", line)
+    }
+    assert named == {*TAGS, *MORE_TAGS}
 
 
 def test_settings_are_checked() -> None:

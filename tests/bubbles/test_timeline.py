@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.bubbles.timeline import ENGINE, Kind, Role, Span, Step, Timeline
+from lightning_freescale.bubbles.timeline import ENGINE, DeviceClock, Kind, Role, Span, Step, Timeline
 from tests.ranks import run_ranks
 
 
@@ -162,6 +162,32 @@ def test_roles() -> None:
     assert Kind.INPUT_WAIT.role is Role.WAITING
 
 
+# ---- the clock of a device -----------------------------------------------------------------------------------------
+def tied(lags: list[float], drift: float = 0.0, period: float = 0.1) -> list[float]:
+    """By how much the clock is wrong after ties that the device has come to ``lags`` late; its own clock runs faster."""
+    clock, before, wrong = DeviceClock(), 0.0, []
+    for number, lag in enumerate(lags):
+        host = 5000.0 + period * number
+        moment = host + lag
+        wrong.append(clock.tie(host, (moment - before) * (1 + drift)) - moment)
+        before = moment
+    return wrong
+
+
+def test_the_most_prompt_tie_of_the_clocks_counts() -> None:
+    assert tied([0.0, 0.0, 0.0]) == pytest.approx([0.0, 0.0, 0.0], abs=1e-4)
+    # A late tie is not believed, neither the first, once a better one has come, nor a later one.
+    assert tied([0.03, 0.03, 0.0, 0.05, 0.02]) == pytest.approx([-0.03, -0.03, 0.0, 0.0, 0.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("drift", [-5e-5, 5e-5])
+def test_clocks_that_drift_apart_stay_tied(drift: float) -> None:
+    hour = tied([0.0] * 36_000, drift)
+    assert max(map(abs, hour)) < 1e-4
+    # Without the allowance for it, the error would grow for ever.
+    assert 36_000 * 0.1 * abs(drift) > 0.1
+
+
 # ---- transfers between ranks ---------------------------------------------------------------------------------------
 PAUSE = 0.3
 
@@ -210,8 +236,10 @@ def test_events_show_when_the_device_stood_still() -> None:
     timeline.open(device)
     work = torch.randn(4096, 4096, device=device)
     side = torch.cuda.Stream()
+    began = []
     for index in range(3):
         torch.cuda.synchronize()
+        began.append(timeline.clock())
         timeline.begin_step(index)
         with timeline.span("dense_forward"):
             for _ in range(20):
@@ -227,6 +255,8 @@ def test_events_show_when_the_device_stood_still() -> None:
         timeline.end_step()
     steps = timeline.take()
     assert len(timeline._pool) > 0
+    # The device is idle when a step begins: it gets there at once, on the host's clock.
+    assert [step.start for step in steps] == pytest.approx(began, abs=5e-3, rel=0)
     for step in steps:
         by_kind = {(span.kind, span.track): span.end - span.start for span in step.spans}
         assert by_kind[Kind.INPUT_WAIT, ENGINE] == pytest.approx(0.2, abs=0.02)

@@ -1,4 +1,4 @@
-"""One GPU as four nodes: the prioritized exchange and HSTU through the Trainer, against the synchronous path."""
+"""One GPU as four nodes: the prioritized exchange and HSTU through the Trainer, against the synchronous path; its bubbles."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ def test_hstu_trains_alike_on_both_paths(tmp_path: Path) -> None:
         assert got["losses"] == pytest.approx(expected["losses"], rel=0.01), name
         assert got["losses"][-1] < 0.7 * got["losses"][0]
         assert got["checkpoint"]
+
+
+def test_the_monitor_agrees_with_the_profiler(tmp_path: Path) -> None:
+    """The bubble of the synchronous run, within 3 points of wall minus busy from a trace of the same steps, on every rank."""
+    results = result_of("bubbles.py", folder=tmp_path)
+    assert [one["rank"] for one in results] == [0, 1, 2, 3]
+    for one in results:
+        assert one["steps"] == 10
+        assert one["wall_ms"] == pytest.approx(one["wall_ms_by_hand"], rel=0.01), one
+        assert 0.05 < one["by_hand"] < 0.95, one  # there is a bubble, and there is work
+        assert one["monitor"] == pytest.approx(one["by_hand"], abs=0.03, rel=0), one
+        # The check is able to fail: there is more than that to get wrong.
+        assert one["monitor"] != pytest.approx(one["with_nccl_as_busy"], abs=0.03, rel=0), one

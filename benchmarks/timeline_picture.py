@@ -1,0 +1,271 @@
+"""Draws ``docs/timeline.png``: one step of ``freescale_sync`` and the same step of ``freescale``, as the monitor saw them.
+
+    python -m benchmarks.timeline_picture [--device cpu|cuda] [--picture FILE] [--json] [--output FILE]
+
+Both train through the Trainer on the same long-tailed histories; the step with the median time of the first is drawn of both.
+
+cpu: an emulated device and network around the real exchange. Compute takes time by the events of a rank's batch and no CPU, so
+that ranks need no core of their own; rows and gradients are real and travel over ``live_link.py``.
+cuda: an HSTU in bfloat16 on one GPU as a cluster of nodes; rows travel over NCCL and over what ``freescale`` chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.types import ShardingEnv
+
+import lightning_freescale as fs
+from benchmarks import cluster
+from benchmarks.link import new_link
+from benchmarks.live_link import LiveLinkGroup, LiveWire
+from benchmarks.measure import versions
+from lightning_freescale.bubbles import picture
+from lightning_freescale.bubbles.analysis import Analysis, analyse
+from lightning_freescale.bubbles.attribution import PARTS
+from lightning_freescale.bubbles.records import Run, read_run
+from lightning_freescale.data.batch import HISTORY, NEGATIVES
+from lightning_freescale.models import HSTU
+
+SIDES = ("freescale_sync", "freescale")
+WARM = 6  # steps before those that count
+# Emulated: what a batch of average length takes.
+FORWARD, BACKWARD, EXCHANGE = 0.15, 0.30, 0.10  # seconds: long against what a busy host does to a step
+BATCH, MEAN_EVENTS, DIM = 8, 100.0, 64
+
+
+# ---- emulated --------------------------------------------------------------------------------------------------------------
+class _Takes(torch.autograd.Function):
+    """The identity, after a while; and so its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None, None
+
+
+class Emulated(pl.LightningModule):
+    """Real rows, a real but small dense part, and compute that takes time by the events of the batch."""
+
+    loss_reduction = "token"
+
+    def __init__(self, num_items: int):
+        super().__init__()
+        table = EmbeddingConfig(
+            name="item", embedding_dim=DIM, num_embeddings=num_items, feature_names=[HISTORY, NEGATIVES]
+        )
+        self.embedding = EmbeddingCollection(tables=[table])
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+
+    def training_step(self, batch: fs.SeqBatch, batch_idx: int) -> Tensor:
+        rows = self.embedding(batch.features)[HISTORY].values()
+        share = len(rows) / (BATCH * MEAN_EVENTS)
+        return self.last(_Takes.apply(self.first(rows), FORWARD * share, BACKWARD * share)).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    def cost_coefficients(self) -> tuple[float, float, float]:
+        return 1.0, 0.0, 0.0
+
+
+class OverLiveLink(fs.FreeScaleStrategy):
+    """Rows, ids and gradients travel over the emulated network."""
+
+    def __init__(self, wire: LiveWire, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._wire = wire
+
+    def _new_group(self, priority: Any) -> Any:
+        return new_link(self._wire, 0 if priority == "high" else 1, LiveLinkGroup)
+
+    def _table_env(self) -> ShardingEnv:
+        return ShardingEnv.from_process_group(new_link(self._wire, 0, LiveLinkGroup))
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------------
+def train(side: str, arguments: argparse.Namespace) -> None:
+    pl.seed_everything(1, verbose=False)
+    cuda, ranks = arguments.device == "cuda", arguments.ranks
+    mean, longest, size = (2000.0, 8192, 16) if cuda else (MEAN_EVENTS, 512, BATCH)
+    chosen: dict[str, Any] = {"balance": "off", "prioritize": False} if side == SIDES[0] else {"prioritize": True}
+    data = fs.SeqRecDataModule(
+        batch_size=size,
+        max_history=longest,
+        balance=chosen.get("balance", "fixed"),
+        num_negatives=32 if cuda else 1,
+        cache_dir=arguments.folder / "cache",
+        synthetic={
+            "users": size * ranks * (arguments.steps + 4),
+            "items": 100_000,
+            "mean_length": mean,
+            "max_length": longest,
+        },
+    )
+    model: pl.LightningModule
+    if cuda:
+        strategy = fs.FreeScaleStrategy(**chosen)
+        model = HSTU(data.num_items, embedding_dim=256, num_layers=4, num_heads=4, max_history=longest)
+    else:
+        off_rank = BATCH * MEAN_EVENTS * DIM * 4 * (ranks - 1) / ranks
+        strategy = OverLiveLink(LiveWire(off_rank / EXCHANGE), **chosen)
+        model = Emulated(data.num_items)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cuda" if cuda else "cpu",
+        devices=1,
+        num_nodes=ranks,
+        precision="bf16-mixed" if cuda else "32-true",
+        callbacks=[fs.BubbleMonitor(every=1, image_every=0)],
+        logger=CSVLogger(arguments.folder, name="", version=side),
+        log_every_n_steps=2 * arguments.steps,  # nothing is gathered before the end
+        max_steps=arguments.steps,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, datamodule=data)
+
+
+def take_part(arguments: argparse.Namespace) -> None:
+    for name in ("lightning.pytorch", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    for side in SIDES:
+        train(side, arguments)
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------------
+def title(side: str, step: Analysis) -> str:
+    """What the picture shows, with the figures of that step."""
+    wall, bubble = step.ms("wall"), step.ms("bubble")
+    parts = sorted(((step.ms(part) / wall, part.replace("_", " ")) for part in PARTS), reverse=True)
+    most = ", ".join(f"{part} {share:.0%}" for share, part in parts if share >= 0.02)
+    return f'strategy="{side}":  {wall:.0f} ms, {bubble / wall:.0%} of it bubble' + (f" ({most})" if most else "")
+
+
+def draw(runs: Sequence[Run], index: int, path: Path) -> None:
+    from PIL import Image
+
+    panels = [(title(side, analyse(run.only([index]))), run.step(index)) for side, run in zip(SIDES, runs, strict=True)]
+    image = Image.fromarray(picture.draw_panels(panels, width=1500, scale=1.6))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.quantize(64).save(path, optimize=True)
+
+
+def summary(analysis: Analysis) -> dict[str, float]:
+    """Means over the steps that count, ms and tags."""
+    means = {f"{name}_ms": round(analysis.ms(name), 3) for name in ("wall", "useful", "bubble", *PARTS)}
+    tags = ("balance/imbalance", "comm/overlap")
+    return means | {tag: round(analysis.summary[tag], 4) for tag in tags}
+
+
+def report(arguments: argparse.Namespace) -> None:
+    runs = [read_run(arguments.folder / side) for side in SIDES]
+    counted = [index for index in runs[0].indices if index >= WARM and index in set(runs[1].indices)]
+    runs = [run.only(counted) for run in runs]
+    analyses = [analyse(run) for run in runs]
+    index = analyses[0].typical
+    draw(runs, index, arguments.picture)
+    figures = {
+        "benchmark": "timeline_picture",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.timeline_picture", *sys.argv[1:]]),
+        "machine": runs[0].headers[0]["device"]
+        if arguments.device == "cuda"
+        else f"emulated device and link on {os.cpu_count()} cores ({platform.machine()})",
+        "versions": versions(),
+        "ranks": arguments.ranks,
+        "steps": len(counted),
+        "drawn": index,
+        "collision_rate": round(
+            analyses[1].summary["embedding/collision_rate"], 4
+        ),  # of the same batches on both sides
+        "results": {side: summary(analysis) for side, analysis in zip(SIDES, analyses, strict=True)},
+    }
+    text = json.dumps(figures, indent=2)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    if arguments.json:
+        print(text)
+        return
+    print(
+        f"{figures['machine']}, {arguments.ranks} ranks, means of {len(counted)} steps; {arguments.picture} shows {index}\n"
+    )
+    first, second = figures["results"].values()
+    width = max(map(len, first))
+    print(f"{'':<{width}}  {SIDES[0]:>14}  {SIDES[1]:>14}")
+    for name in first:
+        print(f"{name:<{width}}  {first[name]:>14.4g}  {second[name]:>14.4g}")
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder = Path(folder)
+        words = {
+            "--device": arguments.device,
+            "--ranks": arguments.ranks,
+            "--steps": arguments.steps,
+            "--folder": folder,
+        }
+        argv = ["-m", "benchmarks.timeline_picture", *(str(word) for pair in words.items() for word in pair)]
+        env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        try:
+            cluster.run(arguments.ranks, argv, timeout=300, gpu=arguments.device == "cuda", env=env)
+        except cluster.ClusterFailed as failure:
+            print(failure, file=sys.stderr)
+            return failure.status if failure.status > 0 else 1
+        report(arguments)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--picture", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "timeline.png")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the records, for the ranks
+    arguments = parser.parse_args()
+    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
+    if "RANK" not in os.environ:
+        return launch(arguments)
+    take_part(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The network that runs by itself: right bytes, no transfer faster than the wire, urgent ones first."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.link import new_link
+from benchmarks.live_link import LiveLinkGroup, LiveWire
+from tests.ranks import run_ranks
+
+BANDWIDTH = 1e6  # bytes a second
+
+
+def exchange(rank: int) -> tuple[float, list[str]]:
+    """Seconds that a transfer took that nobody waited for; and in which order a bulky and then an urgent one ended."""
+    dist.init_process_group("gloo")
+    wire = LiveWire(BANDWIDTH)
+    urgent, bulky = (new_link(wire, priority, LiveLinkGroup) for priority in (0, 1))
+    sent, received = torch.full((200_000,), float(rank)), torch.empty(200_000)  # half of them for the other: 400 kB
+    began, done = time.monotonic(), torch.futures.Future[float]()
+    work = dist.all_to_all_single(received, sent, group=bulky, async_op=True)
+    work.get_future().add_done_callback(lambda _: done.set_result(time.monotonic() - began))
+    seconds = done.wait()
+    assert work.is_completed()
+    work.wait()
+    assert received[:100_000].unique().tolist() == [0.0]
+    assert received[100_000:].unique().tolist() == [1.0]
+
+    order: list[str] = []
+    works = {
+        "bulky": dist.all_to_all_single(received, sent, group=bulky, async_op=True),
+        "urgent": dist.all_to_all_single(torch.empty(8), sent[:8], group=urgent, async_op=True),
+    }
+    for name, one in works.items():
+        one.get_future().add_done_callback(lambda _, name=name: order.append(name))
+    for one in works.values():
+        one.wait()
+    time.sleep(0.01)  # for the last callback
+    return seconds, order
+
+
+def test_transfers_take_their_time_and_urgent_ones_go_first() -> None:
+    for seconds, order in run_ranks(exchange):
+        assert seconds >= 0.9 * 400_000 / BANDWIDTH
+        assert order == ["urgent", "bulky"]

@@ -1,0 +1,106 @@
+"""The bubble by hand, from a profiler's trace: wall time minus the time in which kernels of the compute stream ran.
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for batch in batches:
+            mark_step()
+            step(batch)
+        mark_step()
+    profiler.export_chrome_trace("trace.json")
+    steps = by_hand(json.loads(Path("trace.json").read_text())["traceEvents"])
+
+Compared with ``BubbleMonitor``, which knows nothing of kernels, only of events that it has recorded on the compute stream:
+
+* The step. Both take the compute stream's own time: the monitor from event to event, this from marker to marker, a kernel
+  that does nothing, launched in the same hook. What the profiler costs the host is in both.
+* Useful. Here: kernels. For the monitor: the stream's time in forward, backward and optimizer, exchanges cut out. So a gap
+  between two kernels of one layer, while the host launches the second, is bubble here and useful work there. Only events
+  around every kernel could tell. ``gaps`` is their sum, and the comparison must be made on a model whose kernels last longer
+  than their launches.
+* The other way round, kernels inside an exchange (ids put in order of their owners, rows in order of the batch) are busy here
+  and part of the exchange there: microseconds of each.
+* NCCL's kernels wait for other ranks rather than compute, and copies are no compute: neither counts. Kernels of other streams
+  are not the compute engine's: ``elsewhere`` says how much they ran while it did not. In the synchronous run there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_freescale.bubbles.attribution import overlap, union
+
+MARKER = "spin_kernel"  # of torch.cuda._sleep
+GAP = 30e-6  # seconds: an idle time below this is a launch, not a wait
+
+Intervals = list[tuple[float, float]]
+
+
+class Profiled(NamedTuple):
+    """One step of one rank, seconds."""
+
+    wall: float
+    busy: float  # compute kernels on the compute stream
+    elsewhere: float  # compute kernels on other streams while there were none on the compute stream
+    exchanging: float  # NCCL's kernels while there were no compute kernels on the compute stream
+    copying: float  # copies on the compute stream
+    gaps: float  # idle times of the compute stream shorter than GAP
+
+    @property
+    def bubble(self) -> float:
+        return self.wall - self.busy
+
+
+def mark_step() -> None:
+    """Show the end of a step, and the beginning of the next, in the trace of the current stream."""
+    torch.cuda._sleep(1)
+
+
+def by_hand(events: Iterable[Mapping[str, Any]]) -> list[Profiled]:
+    """The steps between the markers of a trace.
+
+    Args:
+        events: ``traceEvents`` of a Chrome trace, times in microseconds.
+
+    Raises:
+        ValueError: if there are fewer than two markers, or if they are not all on one stream.
+    """
+    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")]
+    markers = sorted((event for event in kernels if MARKER in event["name"]), key=lambda event: event["ts"])
+    streams = {event["args"]["stream"] for event in markers}
+    if len(markers) < 2 or len(streams) > 1:
+        raise ValueError(f"{len(markers)} markers on streams {sorted(streams)} among {len(kernels)} kernels and copies")
+    (engine,) = streams
+    groups: dict[str, Intervals] = {"busy": [], "elsewhere": [], "exchanging": [], "copying": []}
+    for event in kernels:
+        if MARKER not in event["name"]:
+            start = event["ts"] / 1e6
+            groups[_group(event, engine)].append((start, start + event["dur"] / 1e6))
+    merged = {name: union(intervals) for name, intervals in groups.items()}
+    return [_step(first["ts"] / 1e6, last["ts"] / 1e6, **merged) for first, last in pairwise(markers)]
+
+
+def _group(event: Mapping[str, Any], engine: int) -> str:
+    if event["cat"] == "gpu_memcpy":
+        return "copying" if event["args"]["stream"] == engine else "elsewhere"
+    if "nccl" in event["name"].lower():
+        return "exchanging"
+    return "busy" if event["args"]["stream"] == engine else "elsewhere"
+
+
+def _step(
+    start: float, end: float, busy: Intervals, elsewhere: Intervals, exchanging: Intervals, copying: Intervals
+) -> Profiled:
+    inside = [(max(a, start), min(b, end)) for a, b in busy if a < end and b > start]
+    edges = [start, *(edge for interval in inside for edge in interval), end]
+    idle = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+    return Profiled(
+        wall=end - start,
+        busy=sum(b - a for a, b in inside),
+        elsewhere=overlap(idle, elsewhere),
+        exchanging=overlap(idle, exchanging),
+        copying=overlap([(start, end)], copying),
+        gaps=sum(b - a for a, b in idle if b - a < GAP),
+    )

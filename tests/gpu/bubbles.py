@@ -1,0 +1,144 @@
+"""A rank that trains HSTU synchronously, watched by the monitor and by torch's profiler; started by ``test_cluster.py``.
+
+Prints a line for each rank, for diagnosis, and one JSON line, all of it on rank 0: of the profiled steps the bubble by the
+monitor, and by hand from the trace (``tests/bubbles/profiled.py`` says what is the same in both, and what is not).
+
+The model is large enough that its kernels, not their launches, take the time; rows travel over NCCL, which the virtual
+cluster makes slow, so that there is a bubble to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_freescale as fs
+from lightning_freescale.bubbles.analysis import analyse
+from lightning_freescale.bubbles.records import read_run
+from lightning_freescale.models import HSTU
+from tests.bubbles.profiled import Profiled, by_hand, mark_step
+
+NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
+
+
+class Profiling(pl.Callback):
+    """Profiles steps ``first`` to ``last``. It runs before the monitor, which the strategy adds: both end a step together."""
+
+    def __init__(self, first: int, last: int, trace: Path):
+        self.first, self.last, self.trace = first, last, trace
+        self._profile: Any = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first - 1:  # what starting costs is over when the first marker comes
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile.start()
+        elif batch_idx == self.last + 1:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self.trace))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.first - 1 <= batch_idx <= self.last:
+            mark_step()
+
+
+def train(options: argparse.Namespace, folder: Path, profiling: Profiling) -> Path:
+    """The folder of the monitor's records."""
+    pl.seed_everything(3, verbose=False)
+    steps = profiling.last + 3
+    data = fs.SeqRecDataModule(
+        "synthetic",
+        batch_size=options.batch_size,
+        max_history=options.max_history,
+        balance="off",
+        num_negatives=32,
+        cache_dir=folder / "cache",
+        synthetic={
+            "users": options.batch_size * NODES * (steps + 4),
+            "items": 50_000,
+            "mean_length": options.mean_length,
+            "max_length": options.max_history,
+        },
+    )
+    model = HSTU(
+        num_items=data.num_items, max_history=options.max_history, embedding_dim=256, num_layers=4, num_heads=4
+    )
+    trainer = pl.Trainer(
+        strategy=fs.FreeScaleStrategy(balance="off", prioritize=False, monitor=True),
+        accelerator="gpu",
+        devices=1,
+        num_nodes=NODES,
+        precision="bf16-mixed",
+        max_steps=steps,
+        limit_val_batches=0,
+        logger=CSVLogger(folder, name="", version="run"),
+        log_every_n_steps=2 * steps,  # one interval: every step is recorded, and nothing is gathered meanwhile
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[profiling],
+    )
+    trainer.fit(model, datamodule=data)
+    return folder / "run"
+
+
+def figures(rank: int, steps: list[Profiled], wall: list[float], bubble: list[float]) -> dict[str, Any]:
+    """One rank: shares of the profiled steps, and ms.
+
+    Args:
+        steps: by hand.
+        wall, bubble: of the same steps by the monitor, seconds.
+    """
+    total = {name: sum(getattr(step, name) for step in steps) for name in (*Profiled._fields, "bubble")}
+    return {
+        "rank": rank,
+        "steps": len(steps),
+        "monitor": sum(bubble) / sum(wall),
+        "by_hand": total["bubble"] / total["wall"],
+        "with_nccl_as_busy": (total["bubble"] - total["exchanging"]) / total["wall"],
+        "wall_ms": 1e3 * sum(wall) / len(wall),
+        "wall_ms_by_hand": 1e3 * total["wall"] / len(steps),
+        **{f"{name}_share": total[name] / total["wall"] for name in ("gaps", "elsewhere", "copying", "exchanging")},
+        "monitor_by_step": [b / w for b, w in zip(bubble, wall, strict=True)],
+        "by_hand_by_step": [step.bubble / step.wall for step in steps],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--max-history", type=int, default=8192)
+    parser.add_argument("--mean-length", type=float, default=2000.0)
+    parser.add_argument("--first", type=int, default=8, help="profiled step")
+    parser.add_argument("--last", type=int, default=17)
+    options = parser.parse_args()
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(os.environ.get("FOLDER") or tempfile.gettempdir())
+    profiling = Profiling(options.first, options.last, folder / f"profile_{rank}.json")
+    records = train(options, folder, profiling)
+    dist.barrier()  # all ranks have closed their records
+    run = read_run(records)
+    bubbles = analyse(run).bubbles
+    chosen = [run.indices.index(step) for step in range(options.first, options.last + 1)]
+    steps = by_hand(json.loads(profiling.trace.read_text())["traceEvents"])
+    mine = figures(rank, steps, bubbles.wall[rank, chosen].tolist(), bubbles.bubble[rank, chosen].tolist())
+    everybody: list[Any] = [None] * NODES
+    dist.all_gather_object(everybody, mine)
+    if rank == 0:
+        for one in everybody:
+            print({name: round(value, 4) for name, value in one.items() if not isinstance(value, list)}, flush=True)
+        print("RESULT " + json.dumps(everybody), flush=True)
+
+
+if __name__ == "__main__":
+    main()
