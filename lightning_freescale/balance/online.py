@@ -42,6 +42,8 @@ class OnlineFit:
         self.group, self.every = group, every
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.error = float("nan")  # of the cost model in force: median of |predicted - measured| / measured
+        self.ahead = 0  # batches that this rank's loader has planned beyond the one in training, at most
+        self.most_ahead = 0  # of all ranks, as of the last round
         self._observed: deque[NDArray[np.float64]] = deque(maxlen=every)
         self._rounds: deque[NDArray[np.float64]] = deque(maxlen=max(1, WINDOW // (every * self.world_size)))
         self._pending: _Round | None = None
@@ -109,7 +111,7 @@ class OnlineFit:
 
     def _finish(self, pending: _Round) -> bool:
         """Put the result of a round into force; whether it changes anything."""
-        result = pending.result()
+        result, self.most_ahead = pending.result()
         coefficients, (error, *shares) = result[:_COEFFICIENTS], result[_COEFFICIENTS:].tolist()
         self.error = error
         planner = replace(self.planner, cost_model=CostModel(*coefficients.tolist()))
@@ -124,18 +126,20 @@ class _Round:
 
     def __init__(self, online: OnlineFit, rows: NDArray[np.float64]):
         self._online, self._rows = online, torch.from_numpy(rows)
+        self._ahead = torch.tensor(online.ahead)
         self._result = torch.empty(_COEFFICIENTS + 1 + online.world_size, dtype=torch.float64)
         self._failure: Exception | None = None
         self.thread = threading.Thread(target=self._work, name="freescale-fit", daemon=True)
         self.thread.start()
 
-    def result(self) -> NDArray[np.float64]:
+    def result(self) -> tuple[NDArray[np.float64], int]:
+        """What rank 0 made of it, and how far the furthest rank has planned ahead."""
         self.thread.join()
         if self._failure is not None:
             raise FreeScaleError(
                 f"rank {self._online.rank}: measured step times were not gathered: {self._failure}"
             ) from self._failure
-        return self._result.numpy()
+        return self._result.numpy(), int(self._ahead)
 
     def _work(self) -> None:
         online = self._online
@@ -145,6 +149,7 @@ class _Round:
             if online.rank == 0:
                 self._result.copy_(torch.from_numpy(self._fit(torch.stack(seen).numpy())))
             dist.broadcast(self._result, group=online.group, group_src=0)
+            dist.all_reduce(self._ahead, op=dist.ReduceOp.MAX, group=online.group)
         except Exception as error:  # raised in the training thread
             self._failure = error
 
