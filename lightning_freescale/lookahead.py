@@ -91,8 +91,10 @@ class LookaheadLoader:
         # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().
         source, fetched = self._open()
         limit = self._limit()
+        ahead = 0
         while True:
-            while len(self._queue) <= DEPTH and not (self._queue and self._queue[-1].batch is None):
+            ahead = min(ahead + 1, DEPTH)  # by and by: the first step of an epoch waits for two batches, not for all
+            while len(self._queue) <= ahead and not (self._queue and self._queue[-1].batch is None):
                 self._queue.append(self._fetch(source, past_limit=fetched >= limit))
                 fetched += 1
             current = self._queue.popleft()

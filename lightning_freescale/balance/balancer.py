@@ -22,6 +22,7 @@ from lightning_freescale.balance.pack import CannotBalance, sample_sizes
 from lightning_freescale.balance.planner import Planner, rule_of_thumb
 from lightning_freescale.balance.stopwatch import Stopwatch
 from lightning_freescale.data.sampler import GlobalBatchSampler
+from lightning_freescale.lookahead import DEPTH as LOOKAHEAD
 
 WARM_UP = 3  # steps that are not timed: kernels, buffers and connections are made in them
 
@@ -131,8 +132,9 @@ class Balancer:
         planner = online.maybe_update(self._steps)
         if planner is not None:
             self._learnt = planner
-            # Of several loaders, each in its own epoch, none says how far another has got.
-            first = batches + online.most_ahead if len(self._balanced) == 1 else math.inf
+            # Past what any rank can have planned by now: look-ahead grows while an epoch begins. Of several loaders, each in
+            # its own epoch, none says how far another has got.
+            first = batches + online.most_ahead + LOOKAHEAD if len(self._balanced) == 1 else math.inf
             for target in self._balanced:
                 _plan_with(target, planner, first)
         if sums is not None and self._steps > WARM_UP:
