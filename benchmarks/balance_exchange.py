@@ -62,9 +62,11 @@ class Watch(pl.Callback):
 def train(ranks: int, epochs: int, balance: str) -> list[list[dict[str, float]]]:
     """Steps of every rank. A collective."""
     options = demo.make_parser().parse_args([])
-    cuda, given = torch.cuda.is_available(), "RANK" in os.environ and "LOCAL_RANK" not in os.environ
+    cuda, given = torch.cuda.is_available(), "RANK" in os.environ
     if given:
-        os.environ.update(NODE_RANK=os.environ["RANK"], WORLD_SIZE=str(ranks))
+        os.environ.update(
+            NODE_RANK=os.environ["RANK"], WORLD_SIZE=str(ranks)
+        )  # Lightning clears the latter after a fit
     demo.settle("cuda" if cuda else "cpu")
     pl.seed_everything(options.seed, verbose=False)
     data = fs.SeqRecDataModule(

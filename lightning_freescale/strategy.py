@@ -38,6 +38,7 @@ from lightning_freescale.embedding.pieces import Groups
 from lightning_freescale.embedding.schedule import Schedule
 from lightning_freescale.embedding.trial import Chooser, Verdict
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.exact import refuse_accumulation, refuse_inexact
 from lightning_freescale.lookahead import LookaheadLoader
 from lightning_freescale.streams import SideStream
 
@@ -47,7 +48,6 @@ else:
     _Base = object
 
 FITTING = "fit"  # TrainerFn.FITTING of either namespace
-PRECISIONS = ("32-true", "bf16-mixed")
 FIT_EVERY = 50  # steps between two updates of the cost model
 # DistributedModelParallel sets these itself when it wraps the dense part.
 _WRAPPER_ARGUMENTS = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
@@ -179,7 +179,7 @@ class FreeScaleMixin(_Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._refuse_inexact(trainer)
+        refuse_inexact(trainer, str(self.precision_plugin.precision), self._module)
         self._choose_transport()
         fitting = trainer.state.fn == FITTING
         assert self.model is not None
@@ -193,31 +193,6 @@ class FreeScaleMixin(_Base):
             self._prioritize_exchange()
             self._balancer.watch(self._module, self.root_device)
         self.setup_precision_plugin()
-
-    def _refuse_inexact(self, trainer: Any) -> None:
-        precision = str(self.precision_plugin.precision)
-        if precision not in PRECISIONS:
-            reason = (
-                "its loss scaling cannot reach the tables, which are updated inside backward"
-                if precision == "16-mixed"
-                else "the tables and their optimizer state are kept in float32"
-            )
-            raise ConfigurationError(
-                f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
-            )
-        self._refuse_accumulation(trainer)
-        if trainer.gradient_clip_val and tables.embedding_modules(self._module):
-            say_once(
-                f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters; the tables are updated inside "
-                "backward, row by row, and are not part of the norm"
-            )
-
-    def _refuse_accumulation(self, trainer: Any) -> None:
-        if trainer.accumulate_grad_batches != 1:
-            raise ConfigurationError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the tables are updated in every backward, so the "
-                "micro-batches would see different rows; use a larger batch_size instead"
-            )
 
     def _choose_transport(self) -> None:
         if self._exchange_backend is None:
@@ -392,7 +367,7 @@ class FreeScaleMixin(_Base):
             self._train_loader.shift = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_accumulation(self._module.trainer)  # a callback may schedule it
+        refuse_accumulation(self._module.trainer)
         self._follow_learning_rate()
         if self.schedule is not None:
             if self._chooser is not None:
@@ -423,7 +398,7 @@ class FreeScaleMixin(_Base):
         with self._balancer.stopwatch.waiting():
             if isinstance(tensor, Tensor) and reduce_op in means.MEANS:
                 if not tensor.is_floating_point():
-                    total = super().reduce(tensor, group, "sum")
+                    total = super().reduce(tensor.clone(), group, "sum")
                     return means.mean_of_counts(total, torch.distributed.get_world_size(group))
                 if self._stepping and group in (None, torch.distributed.group.WORLD):
                     tensor = means.weigh(tensor, self._loss_weights(), self.global_rank)

@@ -131,6 +131,8 @@ class Balancer:
                 online.ahead = max(online.ahead, sampler.drawn - batches)
         planner = online.maybe_update(self._steps)
         if planner is not None:
+            if self._learnt is None:
+                say_once(f"fit_costs: samples are dealt by {planner.cost_model}, in seconds; error {online.error:.0%}")
             self._learnt = planner
             # Past what any rank can have planned by now: look-ahead grows while an epoch begins. Of several loaders, each in
             # its own epoch, none says how far another has got.

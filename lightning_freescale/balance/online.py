@@ -25,6 +25,7 @@ from lightning_freescale.balance.planner import Planner
 from lightning_freescale.errors import CheckpointError, FreeScaleError
 
 WINDOW = 4096  # measurements that a fit looks back on
+LEAST = 0.05  # of the time of a step that samples must account for
 _COEFFICIENTS = 4
 
 
@@ -100,8 +101,9 @@ class OnlineFit:
         model, error = self.planner.cost_model, self.error
         if len(rows):
             sums, seconds = rows[:, :-1], rows[:, -1]
-            model = self._prior.fit(sums, seconds)
-            error = model.error(sums, seconds)
+            if _explains(self._prior, sums, seconds):
+                model = self._prior.fit(sums, seconds)
+            error = model.in_unit_of(sums, seconds).error(sums, seconds)
         shares = np.full(self.world_size, np.nan)
         if self.planner.mode == "variable":
             equal = (1 / self.world_size,) * self.world_size
@@ -119,6 +121,21 @@ class OnlineFit:
             planner = replace(planner, shares=tuple(shares))
         changed, self.planner = planner != self.planner, planner
         return changed
+
+
+def _explains(prior: CostModel, sums: NDArray[np.float64], seconds: NDArray[np.float64]) -> bool:
+    """Whether a fit tells more of the measurements ``sums [m, 4]``, ``seconds [m]`` than the ``prior``.
+
+    Half of them are fitted, the other half is foretold. On a machine that other work keeps busy, times may have little to do
+    with samples: a fit to them, or one in which samples cost next to nothing, is no basis for a plan.
+    """
+    seen, unseen = (sums[::2], seconds[::2]), (sums[1::2], seconds[1::2])
+    if not len(unseen[1]):
+        return False
+    fitted = prior.fit(*seen)
+    if fitted.constant > (1 - LEAST) * fitted.predict(sums).mean():
+        return False
+    return fitted.error(*unseen) < prior.in_unit_of(*seen).error(*unseen)
 
 
 class _Round:
