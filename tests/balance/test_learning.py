@@ -210,3 +210,36 @@ def test_what_was_learnt_survives_a_checkpoint_on_any_number_of_ranks(
 
     assert len(before[0]["steps"]) == SAVED
     assert sorted(users(before) + users(after)) == sorted(users(plain))  # none twice, none lost
+
+
+class Epochs(toy.Model):
+    """Notes, when an epoch begins, how many process groups and exchanges there are, and what costs are known."""
+
+    def on_train_epoch_start(self) -> None:
+        balancer = self.trainer.strategy._balancer  # type: ignore[attr-defined]
+        groups = len(torch.distributed.distributed_c10d._world.pg_map)
+        self.epochs = [*getattr(self, "epochs", []), (groups, balancer.exchanges[0], planner(self.trainer))]
+
+
+def _reload(rank: int, reload: int) -> tuple[list[int], int, list[Planner], list[list[int]]]:
+    model = Epochs()
+    trainer = toy.trainer(
+        FreeScaleStrategy(fit_costs=3, prioritize=True), 2, max_epochs=4, reload_dataloaders_every_n_epochs=reload
+    )
+    trainer.fit(model, toy.loader(28, batch_size=2))
+    groups, exchanges, planners = zip(*model.epochs, strict=True)
+    return list(groups), len(set(map(id, exchanges))), list(planners), model.seen
+
+
+def test_loaders_that_are_loaded_anew_keep_groups_and_what_was_learnt() -> None:
+    runs = run_ranks(_reload, args=(1,))
+    for groups, exchanges, planners, _ in runs:
+        assert exchanges == 4
+        assert groups == [groups[0]] * 4
+        assert planners == runs[0][2]
+    (groups, exchanges, _, _), _ = run_ranks(_reload, args=(0,))
+    assert exchanges == 1
+    assert groups[0] == runs[0][0][0]
+    for epoch in range(4):  # every sample of an epoch once
+        steps = slice(7 * epoch, 7 * (epoch + 1))
+        assert sorted(index for run in runs for batch in run[3][steps] for index in batch) == list(range(28))

@@ -123,8 +123,10 @@ def test_equal_shares_log_what_lightning_logs_bit_for_bit() -> None:
 
 
 def test_a_rank_without_tokens_counts_for_nothing() -> None:
+    (alone,) = run_ranks(fit, 1, args=([3], FreeScaleStrategy, None, "token"))
     ranks = run_ranks(fit, args=([3, 3], FreeScaleStrategy, 1, "token"))
     assert not any(ranks[1]["ids"])  # the mean over them is no number
+    assert ranks[0]["own"] == pytest.approx(alone["own"], rel=1e-5)  # nor does it change the training
     for run in ranks:
         for step, ids in zip(run["steps"], ranks[0]["ids"], strict=True):
             assert step["id"] == pytest.approx(sum(ids) / len(ids))
