@@ -14,6 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale.exact import refuse_inexact
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
@@ -349,17 +350,14 @@ def test_refused_with_a_reason(strategy_options: dict[str, Any], options: dict[s
         assert all(word in message for word in words), message
 
 
-def test_start_method_and_fp16_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="start_method='spawn'"):
         FreeScaleStrategy(start_method="spawn")
 
-    class Half:
-        precision = "16-mixed"
-
-    strategy = FreeScaleStrategy()
-    strategy._precision_plugin = Half()
+    with pytest.raises(ConfigurationError, match="fit_costs: True, False or a number of steps, not -1"):
+        FreeScaleStrategy(fit_costs=-1)
     with pytest.raises(ConfigurationError, match=r"precision='16-mixed'.*loss scaling"):
-        strategy._refuse_inexact(None)
+        refuse_inexact(None, "16-mixed", toy.Model())
 
 
 # ---- no hangs --------------------------------------------------------------------------------------------------------------

@@ -134,13 +134,21 @@ class Balancer:
             if self._learnt is None:
                 say_once(f"fit_costs: samples are dealt by {planner.cost_model}, in seconds; error {online.error:.0%}")
             self._learnt = planner
-            # Past what any rank can have planned by now: look-ahead grows while an epoch begins. Of several loaders, each in
-            # its own epoch, none says how far another has got.
-            first = batches + online.most_ahead + LOOKAHEAD if len(self._balanced) == 1 else math.inf
             for target in self._balanced:
-                _plan_with(target, planner, first)
+                _plan_with(target, planner, self._first(batches))
         if sums is not None and self._steps > WARM_UP:
             self.stopwatch.start(sums)
+
+    def _first(self, batches: int) -> float:
+        """The batch of the epoch that new costs are for, where samples are dealt at the source."""
+        if len(self._balanced) > 1:  # each is in an epoch of its own, and ``batches`` are of one of them
+            if len(self.exchanges) < len(self._balanced):
+                say_once(
+                    "fit_costs: with several loaders, those balanced at the source take new costs at their next epoch"
+                )
+            return math.inf
+        assert self.online is not None
+        return batches + self.online.most_ahead + LOOKAHEAD  # none is planned yet; look-ahead grows as an epoch begins
 
     @property
     def exchanges(self) -> list[ExchangeLoader]:
