@@ -96,9 +96,11 @@ class OnlineFit:
     def fit(self, seen: NDArray[np.float64]) -> NDArray[np.float64]:
         """From what all ranks saw, ``[ranks, every, 5]``, the new coefficients, their error, and the shares of the ranks."""
         self._rounds.append(seen)
-        rows = np.concatenate([part.reshape(-1, seen.shape[-1]) for part in self._rounds])
-        rows = rows[np.isfinite(rows).all(axis=1)]
         model, error = self.planner.cost_model, self.error
+        by_rank = [own[np.isfinite(own).all(axis=1)] for own in np.concatenate(self._rounds, axis=1)]
+        if self.planner.mode == "variable":
+            by_rank = _at_one_speed(by_rank, model)
+        rows = np.concatenate(by_rank)
         if len(rows):
             sums, seconds = rows[:, :-1], rows[:, -1]
             if _explains(self._prior, sums, seconds):
@@ -121,6 +123,19 @@ class OnlineFit:
             planner = replace(planner, shares=tuple(shares))
         changed, self.planner = planner != self.planner, planner
         return changed
+
+
+def _at_one_speed(by_rank: list[NDArray[np.float64]], model: CostModel) -> list[NDArray[np.float64]]:
+    """What each rank saw, ``[m, 5]``, with the times of all ranks as if they were equally fast.
+
+    Ranks that differ in speed agree on what one sample costs against another, and a fit to all of them tells just that.
+    """
+    seconds = [float(np.median(own[:, -1] / model.predict(own[:, :-1]))) if len(own) else np.nan for own in by_rank]
+    if not np.isfinite(seconds).any():
+        return by_rank
+    typical = float(np.nanmedian(seconds))
+    scales = [np.append(np.ones(_COEFFICIENTS), typical / one) for one in seconds]
+    return [own * scale for own, scale in zip(by_rank, scales, strict=True)]
 
 
 def _explains(prior: CostModel, sums: NDArray[np.float64], seconds: NDArray[np.float64]) -> bool:

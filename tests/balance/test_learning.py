@@ -181,11 +181,11 @@ def test_without_fit_costs_nothing_is_learnt(cache: Path, plain: list[dict[str, 
 
 
 def test_with_variable_a_slow_rank_gets_less(cache: Path, plain: list[dict[str, Any]]) -> None:
-    runs = run_ranks(_fit, args=(2, cache, {"source": "variable", "slow": 2.0, "fit_costs": 4}))
+    runs = run_ranks(_fit, args=(2, cache, {"source": "variable", "slow": 2.0}))
     assert runs[0]["last"] == runs[1]["last"]
     fast, slow = runs[0]["last"].shares
     assert fast + slow == pytest.approx(1.0)
-    assert 0.3 < slow < 0.42  # a third would be right, and it goes there by steps
+    assert 0.3 < slow < 0.46  # a third would be right, and it goes there by steps of a tenth
     same_training(runs, plain)
 
 

@@ -53,6 +53,6 @@ def test_costs_are_learnt_alike_on_all_ranks(tmp_path: Path) -> None:
     for name, found in results.items():
         learnt = found["learnt"]
         assert all(rank == learnt[0] for rank in learnt), name
-        assert learnt[0]["linear"] + learnt[0]["quadratic"] > 0, name  # it began with histories that cost nothing
+        assert learnt[0]["linear"] + learnt[0]["candidate"] > 0, name  # it began with nothing but squares
         assert learnt[0]["error"] < 0.5, name
         assert found["losses"] == pytest.approx(expected, rel=0.01), name
