@@ -47,6 +47,7 @@ def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
         "straggler": straggler,
         "sm_free": sm_free,
         "balance": partition,
+        "balance_exchange": exchange,
         "quality": quality,
         "simulate": simulated,
     }
@@ -101,12 +102,14 @@ def where(found: dict[str, Any]) -> str:
 
 def exposed(found: dict[str, Any]) -> Claim:
     row = next(row for row in found["results"] if row["collisions"] == GOAL_RATE)
-    line = f"; linear in the collisions, R² {found['line']['r2']:.4f}" if "line" in found else ""
-    ms = row["exposed_ms"]
+    fit = found.get("line", {"r2": 0.0})
+    line = f"; linear in the collisions, R² {fit['r2']:.4f}" if fit["r2"] > 0.9 else ""
+    ms, gone = row["exposed_ms"], row["gone"]
     return Claim(
         f"exposed embedding exchange at {GOAL_RATE:.0%} collisions, {found['parameters']['ranks']} ranks, {where(found)}",
         f"{ms['TrainPipelineBase']:.1f} ms (TorchRec), {ms['TrainPipelineSparseDist']:.1f} (SparseDist)",
-        f"{ms['prioritized']:.1f} ms: {row['gone']['TrainPipelineBase']:.1%} gone{line}",
+        f"{ms['prioritized']:.1f} ms: {gone['TrainPipelineBase']:.1%} gone, {gone['TrainPipelineSparseDist']:.1%} of "
+        f"SparseDist's{line}",
         command(found),
     )
 
@@ -148,6 +151,16 @@ def partition(found: dict[str, Any]) -> Claim:
         f"partition of {row['ranks x batch']} samples, one core",
         f"`numpy.argsort` {row['argsort ms']:.1f} ms",
         f"`fixed` {row['ms']:.1f} ms",
+        command(found),
+    )
+
+
+def exchange(found: dict[str, Any]) -> Claim:
+    figures = found["exchange"]
+    return Claim(
+        f"exchange of samples between ranks, workload of the demo, {found['ranks']} ranks on {found['machine']}",
+        f"in line it would take {figures['in line ms']:.1f} ms a step, {figures['in line %']:.1f}%",
+        f"steps wait {figures['exposed ms']:.1f} ms for it, {figures['exposed %']:.2f}%",
         command(found),
     )
 

@@ -6,7 +6,8 @@
 
 An HSTU trains on the same global batches in several ways. On each rank and step the time of its own compute is taken, from the
 arrival of the rows of its histories to their gradient: no communication is in between, neither forward nor backward. A rank is
-idle from its own end to that of the slowest. Histories are log-normal, mu 7.3 and sigma 1.2, scaled down for short ones.
+idle from its own end to that of the slowest. With costs fitted online (``fit_costs``), the same batches are trained twice, and
+what is learnt the first time shows the second. Histories are log-normal, mu 7.3 and sigma 1.2, scaled down for short ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
 from benchmarks import cluster, report
 
 Row = dict[str, Any]
+
+COSTS = "Cost model against measured seconds: off, half of the steps to fit, half to test; online, by its own account"
 
 
 def main() -> None:
@@ -81,12 +84,13 @@ def run(options: argparse.Namespace) -> None:
     }.items():
         runs[name] = train(options, cache, planner)
     runs["fixed, by exchange"] = train(options, cache, "off", exchange=Planner("fixed", fitted))
+    runs["fixed, fitted online"] = train(options, cache, Planner("fixed", prior), online=True)
     if rank:
         return
     results: dict[str, Any] = {
         "setting": {key: str(value) for key, value in vars(options).items() if key not in ("json", "output")},
         "straggler": [row(name, found, runs["off"]) for name, found in runs.items()],
-        "cost model": fit_errors(prior, sums, seconds),
+        "cost model": [*fit_errors(prior, sums, seconds), runs["fixed, fitted online"].learnt],
         "exchange": exchange_row(runs["fixed, by exchange"]),
     }
     device = torch.cuda.get_device_name() if options.accelerator == "gpu" else None
@@ -95,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         report.head("straggler", device and f"{device} as {options.ranks} ranks") | results,
         {
             f"Measured on {sums.shape[1]} ranks, {len(seconds)} steps each": results["straggler"],
-            "Cost model against measured seconds, off; half of the steps to fit, half to test": results["cost model"],
+            COSTS: results["cost model"],
             "Exchange of samples, per step": [results["exchange"]],
         },
     )
@@ -109,12 +113,21 @@ class Run:
         sums: ``[steps, ranks, 4]`` of the samples, see ``CostModel.sums``.
         iteration: seconds of a step, everything included.
         cost_model: what the model says of itself.
-        stats: of the exchange on rank 0.
+        stats: of the exchange on rank 0, in the measured steps.
+        learnt: the cost model fitted online.
     """
 
-    def __init__(self, seconds: Any, sums: Any, iteration: float, cost_model: Any, stats: Mapping[str, float] | None):
+    def __init__(
+        self,
+        seconds: Any,
+        sums: Any,
+        iteration: float,
+        cost_model: Any,
+        stats: Mapping[str, float] | None,
+        learnt: Row | None,
+    ):
         self.seconds, self.sums, self.iteration = np.array(seconds), np.array(sums), iteration
-        self.cost_model, self.stats = cost_model, stats
+        self.cost_model, self.stats, self.learnt = cost_model, stats, learnt
 
     @property
     def idle(self) -> float:
@@ -122,14 +135,13 @@ class Run:
         return float((self.seconds.max(axis=1, keepdims=True) - self.seconds).mean())
 
 
-def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any = "off") -> Run:
-    """Train ``warmup + steps`` steps; ``balance`` at the source or by ``exchange``. A collective."""
+def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any = "off", online: bool = False) -> Run:
+    """Train ``warmup + steps`` steps; ``balance`` at the source or by ``exchange``. With ``online``, twice. A collective."""
     import lightning.pytorch as pl
     import torch.distributed as dist
 
     import lightning_freescale as fs
     from lightning_freescale.balance import CostModel
-    from lightning_freescale.balance.exchange import ExchangeLoader
 
     world = options.ranks
     os.environ.update(WORLD_SIZE=str(world))
@@ -141,6 +153,7 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
         max_history=options.max_history,
         balance=balance,
         num_negatives=options.negatives,
+        shuffle=False,
         drop_last=True,
         cache_dir=cache,
         synthetic={
@@ -158,14 +171,17 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
         num_heads=options.heads,
         max_history=options.max_history,
     )
-    window = window_of(options.warmup, steps)
+    last = 2 * steps if online else steps
+    window = window_of(last - options.steps, last)
     trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(balance=exchange, prioritize=False),
+        strategy=fs.FreeScaleStrategy(
+            balance=exchange, prioritize=False, fit_costs=max(1, steps // 4) if online else False
+        ),
         accelerator=options.accelerator,
         devices=1,
         num_nodes=world,
         precision=options.precision,
-        max_steps=steps,
+        max_steps=last,
         callbacks=[window],
         logger=False,
         enable_checkpointing=False,
@@ -176,13 +192,10 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
     )
     trainer.fit(model, datamodule=data)
     seconds, sums = model.measured()
-    mine = (seconds[options.warmup :], [row.tolist() for row in sums[options.warmup :]])
+    mine = (seconds[-options.steps :], [row.tolist() for row in sums[-options.steps :]])
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, mine)
-    shared = [window.seconds / options.steps, None]
-    loader = trainer.train_dataloader.loader if trainer.train_dataloader is not None else None
-    if isinstance(loader, ExchangeLoader):
-        shared[1] = vars(loader.stats)
+    shared = [window.seconds / options.steps, window.stats, window.learnt]
     dist.broadcast_object_list(shared)
     return Run(
         np.array([part[0] for part in gathered]).T,
@@ -190,6 +203,7 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
         shared[0],
         CostModel(*model.cost_coefficients()),
         shared[1],
+        shared[2],
     )
 
 
@@ -243,14 +257,25 @@ def window_of(first: int, last: int) -> Any:
 
     class Window(pl.Callback):
         seconds = 0.0
+        stats: dict[str, float] | None = None
+        learnt: Row | None = None
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            if index == first:
+            if trainer.global_step == first:
                 self.seconds = -self._now(module)
+                self._before = self._sums(trainer)
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if index == last - 1:
+            if trainer.global_step == last:
                 self.seconds += self._now(module)
+                self.stats = {name: value - self._before[name] for name, value in self._sums(trainer).items()}
+                if (online := trainer.strategy._balancer.online) is not None:
+                    model = online.planner.cost_model.state_dict()
+                    self.learnt = {"cost": "fitted online", **model, "error %": 100 * online.error}
+
+        def _sums(self, trainer: Any) -> dict[str, float]:
+            exchanges = trainer.strategy._balancer.exchanges
+            return dict(vars(exchanges[0].stats)) if exchanges else {}
 
         def _now(self, module: Any) -> float:
             if module.device.type == "cuda":
@@ -280,11 +305,9 @@ def fit_errors(prior: Any, sums: np.ndarray, seconds: np.ndarray) -> list[Row]:
     even, odd = (np.s_[::2], np.s_[1::2])
     train, test = ((sums[part].reshape(-1, 4), seconds[part].ravel()) for part in (even, odd))
     fitted = prior.fit(*train)
-    scale = float(np.median(train[1] / prior.predict(train[0])))
-    scaled = type(prior)(*(scale * value for value in prior.state_dict().values()))
     return [
         {"cost": name, **model.state_dict(), "error %": 100 * model.error(*test)}
-        for name, model in {"FLOPs, scaled": scaled, "fitted": fitted}.items()
+        for name, model in {"FLOPs, scaled": prior.in_unit_of(*train), "fitted": fitted}.items()
     ]
 
 

@@ -19,6 +19,7 @@ class _Fetched(NamedTuple):
     inner_state: dict | None  # the wrapped loader's own state after this batch, if it has one
     posted: Posted
     error: Exception | None
+    note: Any = None  # what staging noted of it
 
 
 class LookaheadLoader:
@@ -30,7 +31,8 @@ class LookaheadLoader:
 
     Args:
         loader: any iterable of batches; its attributes stay visible (``sampler``, ``dataset``, ...), as Lightning needs.
-        stage: called on each batch when it is fetched, returns the staged batch and its weight in the loss.
+        stage: called on each batch when it is fetched, returns the staged batch, its weight in the loss, and a note of any
+            kind: :attr:`note` when the batch is due.
         control: the ranks' side channel.
         limit: number of batches an epoch may have; ``inf`` if unknown.
         on_stop: called when any rank was asked to stop; raises.
@@ -41,7 +43,7 @@ class LookaheadLoader:
         self,
         loader: Iterable[Any],
         *,
-        stage: Callable[[Any], tuple[Any, int]],
+        stage: Callable[[Any], tuple[Any, int, Any]],
         control: Control,
         limit: Callable[[], float],
         on_stop: Callable[[], None],
@@ -57,6 +59,7 @@ class LookaheadLoader:
         self._inner_resume: dict | None = None
         self._timeline = timeline or Timeline()
         self.headers: list[Header] = []  # of the batch handed out last, by rank
+        self.note: Any = None  # on the batch handed out last
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: unpickling
@@ -65,6 +68,11 @@ class LookaheadLoader:
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # TypeError when unsized, which is what Lightning probes for
+
+    @property
+    def batches(self) -> int:
+        """Batches of this epoch handed out, those before a resume included."""
+        return self._yielded
 
     def upcoming(self, k: int) -> Any:
         """The staged batch ``k`` steps ahead (1 or 2); ``None`` if any rank has none, so that all ranks act alike."""
@@ -83,8 +91,10 @@ class LookaheadLoader:
         # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().
         source, fetched = self._open()
         limit = self._limit()
+        ahead = 0
         while True:
-            while len(self._queue) <= DEPTH and not (self._queue and self._queue[-1].batch is None):
+            ahead = min(ahead + 1, DEPTH)  # by and by: the first step of an epoch waits for two batches, not for all
+            while len(self._queue) <= ahead and not (self._queue and self._queue[-1].batch is None):
                 self._queue.append(self._fetch(source, past_limit=fetched >= limit))
                 fetched += 1
             current = self._queue.popleft()
@@ -95,20 +105,20 @@ class LookaheadLoader:
             # Whether a batch is the last one is asked one batch early: Lightning may never ask for another.
             self._refuse_early_end(self._queue[0].posted.wait(), batches=self._yielded + 1)
             self._yielded += 1
-            self._inner_state = current.inner_state
+            self._inner_state, self.note = current.inner_state, current.note
             yield current.batch
 
     def _fetch(self, source: Iterator[Any], past_limit: bool) -> _Fetched:
         try:
             if past_limit:
                 raise StopIteration
-            batch, weight = self._stage(next(source))
+            batch, weight, note = self._stage(next(source))
         except StopIteration:
             return _Fetched(None, None, self._control.post(Status.END), None)
         except Exception as error:  # raised on every rank when this batch is due
             return _Fetched(None, None, self._control.post(Status.ERROR), error)
         inner_state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-        return _Fetched(batch, inner_state, self._control.post(Status.BATCH, weight), None)
+        return _Fetched(batch, inner_state, self._control.post(Status.BATCH, weight), None, note)
 
     def _act_on(self, headers: list[Header], error: Exception | None) -> None:
         """Do what the ranks' words about the current batch ask for, on all of them alike."""

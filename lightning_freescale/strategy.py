@@ -6,8 +6,8 @@ Long because Lightning has many hooks: each is a few lines that call an instrume
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
@@ -23,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale import checkpoint as checkpoints
 from lightning_freescale import transport
 from lightning_freescale._log import say_once
+from lightning_freescale.balance import means
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.planner import Planner
@@ -34,8 +36,9 @@ from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
 from lightning_freescale.embedding.pieces import Groups
 from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.trial import Trial, Verdict, decide
+from lightning_freescale.embedding.trial import Chooser, Verdict
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.exact import refuse_accumulation, refuse_inexact
 from lightning_freescale.lookahead import LookaheadLoader
 from lightning_freescale.streams import SideStream
 
@@ -45,7 +48,7 @@ else:
     _Base = object
 
 FITTING = "fit"  # TrainerFn.FITTING of either namespace
-PRECISIONS = ("32-true", "bf16-mixed")
+FIT_EVERY = 50  # steps between two updates of the cost model
 # DistributedModelParallel sets these itself when it wraps the dense part.
 _WRAPPER_ARGUMENTS = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
 
@@ -67,6 +70,10 @@ class FreeScaleMixin(_Base):
             ``"variable"`` (counts as they come), ``"zigzag"``, a :class:`~lightning_freescale.balance.Planner`, or
             ``"off"``. It takes effect for train loaders that are not balanced at the source already, as
             ``SeqRecDataModule``'s are; the global batch of a step and its gradient stay what they were.
+        fit_costs: learn what a sample costs, and with ``"variable"`` how fast each rank is, from the compute times of the
+            ranks' steps, and plan by that: ``True`` every 50 steps, a number every so many. Which rank trains which sample
+            then depends on measured times: two runs differ in rounding. By default costs are those of the model's FLOPs,
+            ``cost_coefficients()``.
         prioritize: ``True``: rows that the next batch does not share are exchanged behind dense compute, shared ones first;
             the training stays the same bit for bit. ``False``: every exchange is synchronous, as TorchRec does it.
             ``"auto"``: the first steps try both, and the faster path stays.
@@ -95,6 +102,7 @@ class FreeScaleMixin(_Base):
         sharding: Mapping[str, str] | str | None = None,
         embedding_optimizer: Mapping[str, Any] | None = None,
         balance: Literal["fixed", "variable", "zigzag", "off"] | Planner = "fixed",
+        fit_costs: bool | int = False,
         prioritize: bool | Literal["auto"] = "auto",
         dedup: bool = False,
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
@@ -112,7 +120,10 @@ class FreeScaleMixin(_Base):
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer = sharding, embedding_optimizer
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
-        self._balancer = Balancer(balance, timeout=self._wait)
+        if fit_costs < 0:
+            raise ConfigurationError(f"fit_costs: True, False or a number of steps, not {fit_costs}")
+        every = FIT_EVERY if fit_costs is True else int(fit_costs)
+        self._balancer = Balancer(balance, timeout=self._wait, every=every)
         self._loss_reduction, self._dedup = loss_reduction, dedup
         self._monitor = monitor
         self.timeline = Timeline()
@@ -123,12 +134,11 @@ class FreeScaleMixin(_Base):
         self._copies: SideStream | None = None
         self.control: Control | None = None
         self.schedule: Schedule | None = None
-        self.verdict: Verdict | None = None  # of prioritize="auto", once it is known
-        self._trial: Trial | None = None
-        self._trial_step = 0
+        self._chooser: Chooser | None = None
         self._exchange_backend: str | None = None
         self._exchange_groups: Groups | None = None
         self._train_loader: LookaheadLoader | None = None
+        self._stepping = False  # in training_step
         self._failed = False
 
     @classmethod
@@ -144,6 +154,11 @@ class FreeScaleMixin(_Base):
             balance="off",
             prioritize=False,
         )
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of ``prioritize="auto"``, once it is known."""
+        return None if self._chooser is None else self._chooser.verdict
 
     @property
     def _module(self) -> Any:
@@ -164,7 +179,7 @@ class FreeScaleMixin(_Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._refuse_inexact(trainer)
+        refuse_inexact(trainer, str(self.precision_plugin.precision), self._module)
         self._choose_transport()
         fitting = trainer.state.fn == FITTING
         assert self.model is not None
@@ -176,32 +191,8 @@ class FreeScaleMixin(_Base):
             self.setup_optimizers(trainer)
             self._take_over_sigterm(trainer)
             self._prioritize_exchange()
+            self._balancer.watch(self._module, self.root_device)
         self.setup_precision_plugin()
-
-    def _refuse_inexact(self, trainer: Any) -> None:
-        precision = str(self.precision_plugin.precision)
-        if precision not in PRECISIONS:
-            reason = (
-                "its loss scaling cannot reach the tables, which are updated inside backward"
-                if precision == "16-mixed"
-                else "the tables and their optimizer state are kept in float32"
-            )
-            raise ConfigurationError(
-                f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
-            )
-        self._refuse_accumulation(trainer)
-        if trainer.gradient_clip_val and tables.embedding_modules(self._module):
-            say_once(
-                f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters; the tables are updated inside "
-                "backward, row by row, and are not part of the norm"
-            )
-
-    def _refuse_accumulation(self, trainer: Any) -> None:
-        if trainer.accumulate_grad_batches != 1:
-            raise ConfigurationError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the tables are updated in every backward, so the "
-                "micro-batches would see different rows; use a larger batch_size instead"
-            )
 
     def _choose_transport(self) -> None:
         if self._exchange_backend is None:
@@ -268,8 +259,8 @@ class FreeScaleMixin(_Base):
             self._exchange_groups = Groups(self._new_group("high"), self._new_group("low"))
         self.schedule = Schedule(modules, self._exchange_groups, self._copies, self.timeline)
         if self._prioritize == "auto":
-            self._trial, self._trial_step = Trial(), 0
-            self.schedule.activate(False)
+            assert self.control is not None
+            self._chooser = Chooser(self.schedule, self.root_device, self.control.gather)
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
         """A process group for rows and gradients, whose transfers come first or give way."""
@@ -319,6 +310,8 @@ class FreeScaleMixin(_Base):
         assert self.control is not None
         training = trainer.training
         if training:
+            if any(loader is self._train_loader for loader in tree_leaves(trainer.train_dataloader)):
+                self._balancer.detach()  # reload_dataloaders_every_n_epochs
             dataloader = self._balancer.attach(
                 dataloader,
                 cost_model=self._cost_model(),
@@ -344,18 +337,18 @@ class FreeScaleMixin(_Base):
         linear, quadratic, candidate = self._module.cost_coefficients()
         return CostModel(linear=linear, quadratic=quadratic, candidate=candidate)
 
-    def _stage(self, batch: Any) -> tuple[Any, int]:
+    def _stage(self, batch: Any) -> tuple[Any, int, Any]:
         staging.check(batch, self._rows)
-        weight = staging.loss_weight(batch, self._reduction())
+        weight, sums = staging.loss_weight(batch, self._reduction()), self._balancer.sums(batch)
         trainer = self._module.trainer
         hooks = trainer._data_connector._datahook_selector
         if self._is_overridden("on_before_batch_transfer", hooks.get_instance("on_before_batch_transfer")):
-            return batch, weight  # Lightning calls the user's hook on it when the batch is due
+            return batch, weight, sums  # Lightning calls the user's hook on it when the batch is due
         batch = trainer.precision_plugin.convert_input(batch)
         move = super().batch_to_device
         assert self._copies is not None
         with self.timeline.span("h2d", stream=self._copies.stream):
-            return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), weight
+            return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), weight, sums
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         staged, found = staging.unwrap(batch)
@@ -375,30 +368,46 @@ class FreeScaleMixin(_Base):
             self._train_loader.shift = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_accumulation(self._module.trainer)  # a callback may schedule it
+        refuse_accumulation(self._module.trainer)
         self._follow_learning_rate()
         if self.schedule is not None:
-            if self._trial is not None:
-                self._try_both(self.schedule, self._trial)
+            if self._chooser is not None:
+                self._chooser.before_step()
             self.schedule.begin_step(*self._features_ahead(args[0]))
-        return super().training_step(*args, **kwargs)
+        if self._train_loader is not None:
+            self._balancer.begin_step(self._train_loader.note, self._train_loader.batches)
+        with self._logging_over_the_global_batch():
+            output = super().training_step(*args, **kwargs)
+        self._balancer.stopwatch.end_forward()
+        return output
 
-    def _try_both(self, schedule: Schedule, trial: Trial) -> None:
-        """Before a step of ``prioritize="auto"``'s trial: take the time, choose the path, and in the end decide."""
-        step, self._trial_step = self._trial_step, self._trial_step + 1
-        if trial.at_boundary(step):
-            schedule.flush()
-            if self.root_device.type == "cuda":
-                torch.cuda.synchronize(self.root_device)
-            trial.note(step, time.perf_counter())
-        if step < trial.steps:
-            schedule.activate(trial.prioritized(step))
-            return
-        assert self.control is not None
-        self._trial = None
-        self.verdict = decide(self.control.gather(trial.result()))
-        schedule.activate(self.verdict.prioritized)
-        say_once(f"prioritize='auto': {self.verdict}")
+    @contextmanager
+    def _logging_over_the_global_batch(self) -> Iterator[None]:
+        """Weight what is logged inside by samples or tokens, as the loss is, unless ``log`` is told a batch size."""
+        weights = self._loss_weights()
+        results = self._module.trainer._results
+        if results is not None and weights:
+            results.batch_size = weights[self.global_rank]  # Lightning would take the first dimension of some tensor
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's, but a mean that ``training_step`` logs with ``sync_dist=True`` is one over the global batch."""
+        with self._balancer.stopwatch.waiting():
+            if isinstance(tensor, Tensor) and reduce_op in means.MEANS:
+                if not tensor.is_floating_point():
+                    total = super().reduce(tensor.clone(), group, "sum")
+                    return means.mean_of_counts(total, torch.distributed.get_world_size(group))
+                if self._stepping and group in (None, torch.distributed.group.WORLD):
+                    tensor = means.weigh(tensor, self._loss_weights(), self.global_rank)
+            return super().reduce(tensor, group, reduce_op)
+
+    def _loss_weights(self) -> list[int]:
+        """Samples or tokens of every rank in the current batch; none if they are not known."""
+        return [] if self._train_loader is None else [header.weight for header in self._train_loader.headers]
 
     def _features_ahead(self, batch: Any) -> list[list[KeyedJaggedTensor]]:
         """The KeyedJaggedTensors of this batch and of the next two; empty lists where there is no batch."""
@@ -428,20 +437,22 @@ class FreeScaleMixin(_Base):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Weight the loss by this rank's share of the global batch: averaged over ranks, it is the global mean then."""
-        weights = [header.weight for header in self._train_loader.headers] if self._train_loader is not None else []
-        if len(set(weights)) > 1:
-            closure_loss = closure_loss * (weights[self.global_rank] * len(weights) / sum(weights))
+        if (share := means.share(self._loss_weights(), self.global_rank)) != 1.0:
+            closure_loss = closure_loss * share
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        self._balancer.stopwatch.end_forward()  # with manual optimization, training_step goes on
         assert self.control is not None
         self.control.watch_loss(self._module.trainer.global_step, closure_loss)
         if self.schedule is not None:
             self.schedule.before_backward()
+        self._balancer.stopwatch.begin_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        self._balancer.stopwatch.end_step()
         if self.schedule is not None:
             self.schedule.after_backward()
 
@@ -483,6 +494,7 @@ class FreeScaleMixin(_Base):
         if "optimizer_states" in checkpoint:
             sharded["table_optimizer"] = table_state.optimizer_tensors(self._sharded)
             checkpoint["table_optimizer_steps"] = table_state.steps_of_all_ranks(self._module, self.control)
+            checkpoint["balance"] = self._balancer.state_dict()
         checkpoints.save(Path(self.broadcast(filepath)), sharded, checkpoint, self.control)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -501,6 +513,7 @@ class FreeScaleMixin(_Base):
         module.load_state_dict(state["state_dict"], strict=module.strict_loading)
         if resuming:
             table_state.set_steps(module, meta["table_optimizer_steps"])
+            self._balancer.load_state_dict(meta.get("balance"))
         return meta
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

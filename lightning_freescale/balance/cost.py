@@ -89,6 +89,14 @@ class CostModel:
         features, measured = _check(sums, seconds)
         return float(np.median(np.abs(self.predict(features) - measured) / measured))
 
+    def in_unit_of(self, sums: ArrayLike, seconds: ArrayLike) -> CostModel:
+        """This model, its unit changed to that of measured steps: ``sums [m, 4]``, ``seconds [m]``."""
+        features, measured = _check(sums, seconds)
+        predicted = self.predict(features)
+        known = predicted > 0
+        scale = float(np.median(measured[known] / predicted[known])) if known.any() else 1.0
+        return CostModel(*(scale * value for value in astuple(self)))
+
     def fit(self, sums: ArrayLike, seconds: ArrayLike) -> CostModel:
         """The model, in seconds, that explains measured step times; this one is the prior.
 
@@ -106,10 +114,7 @@ class CostModel:
         features, measured = _check(sums, seconds)
         if not len(measured):
             return CostModel(*astuple(self))
-        centre = np.array(astuple(self))
-        predicted = features @ centre
-        if (predicted > 0).any():
-            centre *= np.median(measured[predicted > 0] / predicted[predicted > 0])
+        centre = np.array(astuple(self.in_unit_of(features, measured)))
         # In units of the mean, a coefficient is the share of an average step that its term explains: all are about 1.
         means, mean_seconds = features.mean(axis=0), measured.mean()
         seen = means > 0

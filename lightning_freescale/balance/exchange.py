@@ -138,9 +138,7 @@ class ExchangeLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().
-        self.close()
-        if self._run is not None:
-            self._run.finish()
+        self.leave()
         run = self._run = _Run(self, iter(self.loader))
         try:
             while True:
@@ -165,6 +163,13 @@ class ExchangeLoader:
         """Give up the iteration under way. The thread ends as soon as the other ranks know, too."""
         if self._run is not None:
             self._run.close()
+
+    def leave(self) -> dist.ProcessGroup:
+        """Close, and wait until all ranks have: then another loader may have the process group. A collective."""
+        self.close()
+        if self._run is not None:
+            self._run.finish()
+        return self.group
 
 
 class _Loaded(NamedTuple):

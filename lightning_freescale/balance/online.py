@@ -25,6 +25,7 @@ from lightning_freescale.balance.planner import Planner
 from lightning_freescale.errors import CheckpointError, FreeScaleError
 
 WINDOW = 4096  # measurements that a fit looks back on
+LEAST = 0.05  # of the time of a step that samples must account for
 _COEFFICIENTS = 4
 
 
@@ -42,6 +43,8 @@ class OnlineFit:
         self.group, self.every = group, every
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.error = float("nan")  # of the cost model in force: median of |predicted - measured| / measured
+        self.ahead = 0  # batches that this rank's loader has planned beyond the one in training, at most
+        self.most_ahead = 0  # of all ranks, as of the last round
         self._observed: deque[NDArray[np.float64]] = deque(maxlen=every)
         self._rounds: deque[NDArray[np.float64]] = deque(maxlen=max(1, WINDOW // (every * self.world_size)))
         self._pending: _Round | None = None
@@ -93,13 +96,16 @@ class OnlineFit:
     def fit(self, seen: NDArray[np.float64]) -> NDArray[np.float64]:
         """From what all ranks saw, ``[ranks, every, 5]``, the new coefficients, their error, and the shares of the ranks."""
         self._rounds.append(seen)
-        rows = np.concatenate([part.reshape(-1, seen.shape[-1]) for part in self._rounds])
-        rows = rows[np.isfinite(rows).all(axis=1)]
         model, error = self.planner.cost_model, self.error
+        by_rank = [own[np.isfinite(own).all(axis=1)] for own in np.concatenate(self._rounds, axis=1)]
+        if self.planner.mode == "variable":
+            by_rank = _at_one_speed(by_rank, model)
+        rows = np.concatenate(by_rank)
         if len(rows):
             sums, seconds = rows[:, :-1], rows[:, -1]
-            model = self._prior.fit(sums, seconds)
-            error = model.error(sums, seconds)
+            if _explains(self._prior, sums, seconds):
+                model = self._prior.fit(sums, seconds)
+            error = model.in_unit_of(sums, seconds).error(sums, seconds)
         shares = np.full(self.world_size, np.nan)
         if self.planner.mode == "variable":
             equal = (1 / self.world_size,) * self.world_size
@@ -109,7 +115,7 @@ class OnlineFit:
 
     def _finish(self, pending: _Round) -> bool:
         """Put the result of a round into force; whether it changes anything."""
-        result = pending.result()
+        result, self.most_ahead = pending.result()
         coefficients, (error, *shares) = result[:_COEFFICIENTS], result[_COEFFICIENTS:].tolist()
         self.error = error
         planner = replace(self.planner, cost_model=CostModel(*coefficients.tolist()))
@@ -119,23 +125,53 @@ class OnlineFit:
         return changed
 
 
+def _at_one_speed(by_rank: list[NDArray[np.float64]], model: CostModel) -> list[NDArray[np.float64]]:
+    """What each rank saw, ``[m, 5]``, with the times of all ranks as if they were equally fast.
+
+    Ranks that differ in speed agree on what one sample costs against another, and a fit to all of them tells just that.
+    """
+    seconds = [float(np.median(own[:, -1] / model.predict(own[:, :-1]))) if len(own) else np.nan for own in by_rank]
+    if not np.isfinite(seconds).any():
+        return by_rank
+    typical = float(np.nanmedian(seconds))
+    scales = [np.append(np.ones(_COEFFICIENTS), typical / one) for one in seconds]
+    return [own * scale for own, scale in zip(by_rank, scales, strict=True)]
+
+
+def _explains(prior: CostModel, sums: NDArray[np.float64], seconds: NDArray[np.float64]) -> bool:
+    """Whether a fit tells more of the measurements ``sums [m, 4]``, ``seconds [m]`` than the ``prior``.
+
+    Half of them are fitted, the other half is foretold. On a machine that other work keeps busy, times may have little to do
+    with samples: a fit to them, or one in which samples cost next to nothing, is no basis for a plan.
+    """
+    seen, unseen = (sums[::2], seconds[::2]), (sums[1::2], seconds[1::2])
+    if not len(unseen[1]):
+        return False
+    fitted = prior.fit(*seen)
+    if fitted.constant > (1 - LEAST) * fitted.predict(sums).mean():
+        return False
+    return fitted.error(*unseen) < prior.in_unit_of(*seen).error(*unseen)
+
+
 class _Round:
     """Gather, fit on rank 0, broadcast: in a thread."""
 
     def __init__(self, online: OnlineFit, rows: NDArray[np.float64]):
         self._online, self._rows = online, torch.from_numpy(rows)
+        self._ahead = torch.tensor(online.ahead)
         self._result = torch.empty(_COEFFICIENTS + 1 + online.world_size, dtype=torch.float64)
         self._failure: Exception | None = None
         self.thread = threading.Thread(target=self._work, name="freescale-fit", daemon=True)
         self.thread.start()
 
-    def result(self) -> NDArray[np.float64]:
+    def result(self) -> tuple[NDArray[np.float64], int]:
+        """What rank 0 made of it, and how far the furthest rank has planned ahead."""
         self.thread.join()
         if self._failure is not None:
             raise FreeScaleError(
                 f"rank {self._online.rank}: measured step times were not gathered: {self._failure}"
             ) from self._failure
-        return self._result.numpy()
+        return self._result.numpy(), int(self._ahead)
 
     def _work(self) -> None:
         online = self._online
@@ -145,6 +181,7 @@ class _Round:
             if online.rank == 0:
                 self._result.copy_(torch.from_numpy(self._fit(torch.stack(seen).numpy())))
             dist.broadcast(self._result, group=online.group, group_src=0)
+            dist.all_reduce(self._ahead, op=dist.ReduceOp.MAX, group=online.group)
         except Exception as error:  # raised in the training thread
             self._failure = error
 

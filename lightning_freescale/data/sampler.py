@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Sized
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_freescale.balance.planner import Planner
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.errors import ConfigurationError, FreeScaleError, InputError
 
 
 class LocalBatch(list[int]):
@@ -58,7 +59,7 @@ class GlobalBatchSampler(DistributedSampler):
         shuffle: permute the samples anew each epoch.
         seed: equal on all ranks.
         drop_last: leave out a last global batch that is not full.
-        planner: balances every global batch; equal on all ranks. A new one may be set at any step, the same on all ranks.
+        planner: balances every global batch; equal on all ranks. A new one comes by :meth:`use`.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class GlobalBatchSampler(DistributedSampler):
         if planner is not None:
             _ = self._lengths  # say now if there are none
         self._origin = self._next_origin = (0, 0)  # batches and global samples of the epoch before its first batch here
+        self.drawn = 0  # batches of the epoch that are planned: loaders and their workers ask ahead of the training
+        self._coming: list[tuple[float, Planner]] = []  # planners to come, and the batch of the epoch each begins with
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -104,6 +107,24 @@ class GlobalBatchSampler(DistributedSampler):
     def _batches_of(self, samples: int) -> int:
         return samples // self.global_batch_size if self.drop_last else -(-samples // self.global_batch_size)
 
+    def use(self, planner: Planner, first: float) -> None:
+        """Plan with ``planner`` from batch ``first`` of this epoch on, or from the next epoch on if that comes earlier.
+
+        Call it at the same step on all ranks, with the same arguments: they may have planned different numbers of batches
+        by then, but none of them ``first``.
+        """
+        if first < self.drawn:
+            raise FreeScaleError(
+                f"rank {self.rank}: batch {self.drawn - 1} of epoch {self.epoch} is planned already, and the ranks were to "
+                f"plan anew from batch {first} on: its loader runs further ahead than it did"
+            )
+        self._coming.append((first, planner))
+
+    def _turn_to(self, number: float) -> None:
+        """Put the planner into force that batch ``number`` is planned with."""
+        while self._coming and self._coming[0][0] <= number:
+            self.planner = self._coming.pop(0)[1]
+
     def position(self, batches: int) -> int:
         """Samples, over all ranks, in the first ``batches`` batches of this epoch: what :meth:`resume` takes."""
         done, samples = self._origin
@@ -125,13 +146,17 @@ class GlobalBatchSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self._origin, self._next_origin = self._next_origin, (0, 0)
+        self.drawn = self._origin[0]
         return self._batches(*self._origin)
 
     def _batches(self, done: int, samples: int) -> Iterator[LocalBatch]:
         # A generator: the epoch is read at the first next(), for Lightning calls set_epoch() after iter().
         epoch, order = self.epoch, self._order()
-        for number in range(len(self) - done):
-            batch = self._global_batch(order, samples + number * self.global_batch_size)
+        self._turn_to(math.inf)
+        for number in range(done, len(self)):
+            self._turn_to(number)
+            self.drawn = number + 1
+            batch = self._global_batch(order, samples + (number - done) * self.global_batch_size)
             yield LocalBatch(self._own(batch).tolist(), epoch)
 
     def _order(self) -> NDArray[np.int64]:

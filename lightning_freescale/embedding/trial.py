@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
+
+from lightning_freescale._log import say_once
+from lightning_freescale.embedding.schedule import Schedule
 
 WARM_UP = 3  # steps before the first measurement: kernels, buffers and connections are made in them
 BLOCK = 8  # steps of one path in a row; the first of them pays for the switch and the last for waiting at its end
@@ -71,3 +77,41 @@ def decide(results: Sequence[tuple[float, float]]) -> Verdict:
     """
     synchronous, prioritized = (max(side) for side in zip(*results, strict=True))
     return Verdict(prioritized < GAIN * synchronous, prioritized, synchronous)
+
+
+class Chooser:
+    """Takes a schedule through the trial and leaves it on the faster path, the same on all ranks.
+
+    Args:
+        schedule: of the steps to come.
+        device: that computes them.
+        gather: ``(synchronous, prioritized)`` seconds of every rank, from this rank's. A collective.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        device: torch.device,
+        gather: Callable[[tuple[float, float]], list[tuple[float, float]]],
+    ):
+        self._schedule, self._device, self._gather = schedule, device, gather
+        self._trial, self._step = Trial(), 0
+        self.verdict: Verdict | None = None  # once it is known
+        schedule.activate(False)
+
+    def before_step(self) -> None:
+        """Take the time, choose the path of the step, and in the end decide."""
+        if self.verdict is not None:
+            return
+        step, self._step = self._step, self._step + 1
+        if self._trial.at_boundary(step):
+            self._schedule.flush()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._trial.note(step, time.perf_counter())
+        if step < self._trial.steps:
+            self._schedule.activate(self._trial.prioritized(step))
+            return
+        self.verdict = decide(self._gather(self._trial.result()))
+        self._schedule.activate(self.verdict.prioritized)
+        say_once(f"prioritize='auto': {self.verdict}")

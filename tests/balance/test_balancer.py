@@ -44,7 +44,7 @@ def _attached(rank: int, world: int) -> None:
     off = balancer("off")
     assert off.attach(plain, cost_model=MODEL) is plain
     assert off.state_dict() is None
-    off.advance(50)
+    off.begin_step(None, 50)
     off.close()
 
     own = balancer()
@@ -77,25 +77,34 @@ def _learnt(rank: int) -> dict:
     own.attach(source)
     assert source.sampler.planner == exchange.planner == Planner("fixed", rule_of_thumb())  # type: ignore[attr-defined]
     for step in range(1, 21):
-        own.advance(step)
+        own.begin_step(None, step)
         assert own.online is not None
         observe(own.online, rank, step)
     learnt = exchange.planner
-    assert learnt == source.sampler.planner  # type: ignore[attr-defined]
+    assert source.sampler.planner != learnt  # type: ignore[attr-defined]  # two loaders: from its next epoch on
+    next(iter(source.sampler))
+    assert source.sampler.planner == learnt  # type: ignore[attr-defined]
     assert np.isclose(learnt.cost_model.quadratic / learnt.cost_model.linear, 7.5e-4, rtol=0.3)
 
-    again = balancer()
+    again = balancer(every=5)
     again.load_state_dict(own.state_dict())  # before there is a loader
     resumed = again.attach(loader(rank, 2), cost_model=MODEL)
     assert resumed.planner == learnt
-    late = balancer()
+    late = balancer(every=5)
     resumed = late.attach(loader(rank, 2), cost_model=MODEL)
     assert resumed.planner == Planner("fixed", MODEL)
     late.load_state_dict(own.state_dict())
     assert resumed.planner == learnt
     late.load_state_dict(None)  # a checkpoint without
+    never = balancer()
+    never.load_state_dict(own.state_dict())
+    assert never.attach(loader(rank, 2), cost_model=MODEL).planner == Planner("fixed", MODEL)
+    assert never.online is None
+    never.close()
+    state = own.state_dict()
     for closing in (own, again, late):
         closing.close()
+    assert own.state_dict() == state  # a checkpoint may be saved after the training
     return learnt.cost_model.state_dict()
 
 
@@ -104,8 +113,42 @@ def test_what_is_learnt_reaches_every_planner_and_comes_back() -> None:
     assert one == other
 
 
-def test_sums_of_a_batch() -> None:
+def _reloaded(rank: int) -> tuple[list[int], list[list[tuple]]]:
+    """Groups there are after each load of two loaders, and what the last two loaders bring."""
+    dist.init_process_group("gloo")
+    own = balancer(every=5)
+    groups, seen = [], []
+    for epoch in range(4):
+        own.detach()
+        both = [own.attach(loader(rank, 2)) for _ in range(2)]
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+        seen = [[sample for batch in exchange for sample in contents(batch)] for exchange in both[: 1 + epoch % 2]]
+        if epoch == 2:  # an iteration that is given up, as by limit_train_batches
+            next(iter(both[1]))
+        assert len(own.exchanges) == 2
+    own.close()
+    return groups, seen
+
+
+def test_loaders_that_are_loaded_anew_use_the_process_groups_again() -> None:
+    (groups, one), (other_groups, other) = run_ranks(_reloaded)
+    assert groups == other_groups == [groups[0]] * 4
+    assert groups[0] == 1 + 2 + 1  # of the job, of the two exchanges, of the fit
+    for mine, theirs in zip(one, other, strict=True):
+        assert sorted(mine + theirs) == sorted(contents(seq_batch(list(range(64)))))
+
+
+def _sums(rank: int) -> None:
+    dist.init_process_group("gloo")
+    own = balancer(every=5)
+    own.attach(loader(rank, 2))
     batch = seq_batch([1, 2, 3])
     lengths = batch.lengths.numpy()
-    assert Balancer.sums(batch).tolist() == [lengths.sum(), (lengths**2).sum(), 2 * (lengths - 1).sum(), 1]
-    assert Balancer.sums({"x": 3}) is None
+    assert own.sums(batch).tolist() == [lengths.sum(), (lengths**2).sum(), 2 * (lengths - 1).sum(), 1]
+    assert own.sums({"x": 3}) is None
+    own.close()
+    assert balancer().sums(batch) is None  # of no use
+
+
+def test_sums_of_a_batch() -> None:
+    run_ranks(_sums)

@@ -341,7 +341,7 @@ def _lookahead(rank: int, fails_at: int | None) -> tuple[list[list[tuple]], str]
     )
     loader = LookaheadLoader(
         exchange,
-        stage=lambda batch: (batch, batch.num_samples),
+        stage=lambda batch: (batch, batch.num_samples, None),
         control=control,
         limit=lambda: 4,
         on_stop=lambda: None,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.balance import CostModel, Planner
-from lightning_freescale.balance.online import OnlineFit
+from lightning_freescale.balance.online import OnlineFit, _explains
 from lightning_freescale.balance.partition import Mode
 from lightning_freescale.errors import CheckpointError
 from tests.ranks import run_ranks
@@ -76,6 +76,35 @@ def test_nothing_observed_changes_nothing_but_says_so_alike() -> None:
         planners = [planner for planner in updates if planner is not None]
         assert all(planner.cost_model == PRIOR for planner in planners)
         assert all(planner.shares == (0.5, 0.5) for planner in planners)
+
+
+def _noise(rank: int) -> tuple[list[Planner], float]:
+    """Times that have nothing to do with the samples."""
+    online = OnlineFit(Planner("fixed", PRIOR), group=connect(), every=20)
+    updates = []
+    for step in range(101):
+        if (planner := online.maybe_update(step)) is not None:
+            updates.append(planner)
+        rng = np.random.default_rng((rank, step))
+        lengths = np.minimum(rng.lognormal(7.3, 0.1, 32), 21_000).astype(np.int64)
+        online.observe(CostModel.sums(lengths), float(np.exp(rng.standard_normal())))
+    return updates, online.error
+
+
+def test_times_that_samples_do_not_explain_leave_the_costs_alone() -> None:
+    for updates, error in run_ranks(_noise):
+        assert all(planner.cost_model.linear + planner.cost_model.quadratic > 0 for planner in updates)
+        assert error > 0.3  # and it is told
+
+
+def test_a_fit_must_tell_more_than_what_it_began_with() -> None:
+    rng = np.random.default_rng(0)
+    sums = np.stack([CostModel.sums(rng.integers(10, 2000, 16)) for _ in range(60)])
+    seconds = TRUTH.predict(sums)
+    assert _explains(PRIOR, sums, seconds)
+    assert not _explains(TRUTH, sums, seconds)  # nothing is better than the truth
+    assert not _explains(PRIOR, sums, np.full(60, 0.5))  # samples that cost nothing
+    assert not _explains(PRIOR, sums[:1], seconds[:1])
 
 
 def _restore(rank: int) -> tuple[Planner, Planner, Planner, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import islice
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_freescale.balance import CostModel, Planner, loads, lower_bound
 from lightning_freescale.balance.partition import Mode
 from lightning_freescale.data.sampler import GlobalBatchSampler
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from tests.ranks import run_ranks
 
 MODES: tuple[Mode, ...] = ("fixed", "zigzag", "variable")
@@ -101,6 +103,44 @@ def test_a_new_planner_counts_from_the_step_at_which_it_is_set() -> None:
 
     assert run(3) == run(6)[:3] + run(0)[3:]
     assert run(0) != run(6)
+
+
+def test_ranks_that_plan_ahead_differently_turn_to_new_planners_at_the_same_batch() -> None:
+    data = Samples(4 * 8 * 9)
+    planners = [Planner("fixed", CostModel(1.0)), Planner("fixed", CostModel(0.0, 1.0)), Planner("zigzag")]
+
+    def run(switches: list[tuple[int, int, Planner]]) -> list[list[list[int]]]:
+        """``switches``: batch in training when it is heard, first batch it is for, planner."""
+        ranks = samplers(data, 8, 4, "fixed")
+        iterators = [iter(sampler) for sampler in ranks]
+        taken: list[list[list[int]]] = [[] for _ in ranks]
+        for number in range(9):
+            for rank, iterator in enumerate(iterators):  # rank r plans r + 1 batches ahead
+                taken[rank] += list(islice(iterator, rank + 1 if number == 0 else 1))
+            for heard, first, planner in switches:
+                if heard == number:
+                    for sampler in ranks:
+                        sampler.use(planner, first)
+        return [list(step) for step in zip(*taken, strict=True)]
+
+    whole = [run([(0, 4, planner)])[4:] for planner in planners]
+    # The second is heard of before the first has come into force everywhere.
+    mixed = run([(0, 4, planners[0]), (1, 6, planners[1]), (2, 8, planners[2])])
+    assert mixed[4:6] == whole[0][:2]
+    assert mixed[6:8] == whole[1][2:4]
+    assert mixed[8:] == whole[2][4:]
+    assert len({str(steps) for steps in whole}) == 3
+    with pytest.raises(FreeScaleError, match=r"rank 3: batch 3 of epoch 0 is planned already.* from batch 3 on"):
+        run([(0, 3, planners[0])])
+
+
+def test_a_planner_that_comes_too_late_for_this_epoch_is_for_the_next() -> None:
+    data = Samples(4 * 8 * 3)
+    ranks, straight = samplers(data, 8, 4, "fixed"), samplers(data, 8, 4, "zigzag")
+    before = steps(ranks)
+    for sampler in ranks:
+        sampler.use(Planner("zigzag"), math.inf)
+    assert steps(ranks) == steps(straight) != before
 
 
 def test_candidates_are_part_of_the_cost() -> None:

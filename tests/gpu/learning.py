@@ -1,0 +1,94 @@
+"""A rank that trains HSTU with ``fit_costs`` on a GPU; started by ``test_cluster.py``.
+
+Prints one JSON line on rank 0: for each way of training the cost model of every rank, its error, and the losses of all steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+import lightning_freescale as fs
+from lightning_freescale.balance import CostModel, Planner
+from lightning_freescale.models import HSTU
+
+NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
+RANK = int(os.environ.get("RANK", "0"))
+WRONG = CostModel(linear=0.0, quadratic=1.0)  # as if attention were all
+WAYS: dict[str, dict[str, Any]] = {
+    "off": {"source": "off", "balance": "off", "prioritize": False, "fit_costs": False},
+    "source": {"source": Planner("fixed", WRONG), "balance": "off", "prioritize": False, "fit_costs": 10},
+    "source, prioritized": {"source": Planner("fixed", WRONG), "balance": "off", "prioritize": True, "fit_costs": 10},
+    "exchange, prioritized": {"source": "off", "balance": Planner("fixed", WRONG), "prioritize": True, "fit_costs": 10},
+}
+
+
+class Recorder(pl.Callback):
+    """Loss and predicted positions of every step, on the device; and what was learnt."""
+
+    def __init__(self) -> None:
+        self.totals: list[torch.Tensor] = []
+        self.learnt: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        tokens = pl_module.num_predicted(batch).float()
+        self.totals.append(torch.stack([outputs["loss"].detach().float() * tokens, tokens]))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if (online := trainer.strategy._balancer.online) is not None:
+            self.learnt = {**online.planner.cost_model.state_dict(), "error": online.error}
+
+
+def fit(steps: int, folder: str, source: Any, **options: Any) -> dict[str, Any]:
+    os.environ.update(WORLD_SIZE=str(NODES), RANK=str(RANK))
+    pl.seed_everything(3, verbose=False)
+    data = fs.SeqRecDataModule(
+        "synthetic",
+        batch_size=16,
+        max_history=4000,
+        balance=source,
+        num_negatives=32,
+        cache_dir=folder,
+        synthetic={"users": 16 * NODES * steps, "items": 50_000, "mean_length": 1000, "sigma": 1.2, "max_length": 4000},
+    )
+    model = HSTU(num_items=data.num_items, max_history=4000, embedding_dim=256, num_layers=4, num_heads=4)
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        strategy=fs.FreeScaleStrategy(**options),
+        accelerator="gpu",
+        devices=1,
+        num_nodes=NODES,
+        precision="bf16-mixed",
+        max_steps=steps,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorder],
+    )
+    trainer.fit(model, datamodule=data)
+    totals = torch.stack(recorder.totals)
+    dist.all_reduce(totals)
+    learnt: list[Any] = [None] * NODES
+    dist.all_gather_object(learnt, recorder.learnt)
+    return {"learnt": learnt, "losses": (totals[:, 0] / totals[:, 1]).tolist()}
+
+
+def main() -> None:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    folder = os.environ.get("FOLDER") or tempfile.gettempdir()
+    results = {name: fit(steps, folder, **way) for name, way in WAYS.items()}
+    if RANK == 0:
+        print("RESULT " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
