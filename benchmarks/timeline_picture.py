@@ -1,6 +1,6 @@
 """Draws ``docs/timeline.png``: one step of ``freescale_sync`` and the same step of ``freescale``, as the monitor saw them.
 
-    python -m benchmarks.timeline_picture [--device cpu|cuda] [--picture FILE] [--json] [--output FILE]
+    python -m benchmarks.timeline_picture [--quick] [--json] [--output FILE] [--device cpu|cuda] [--picture FILE]
 
 Both train through the Trainer on the same long-tailed histories; the step with the median time of the first is drawn of both.
 
@@ -12,17 +12,14 @@ cuda: an HSTU in bfloat16 on one GPU as a cluster of nodes; rows travel over NCC
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +34,9 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import ShardingEnv
 
 import lightning_freescale as fs
-from benchmarks import cluster
+from benchmarks import cluster, report
 from benchmarks.link import new_link
 from benchmarks.live_link import LiveLinkGroup, LiveWire
-from benchmarks.measure import versions
 from lightning_freescale.bubbles import picture
 from lightning_freescale.bubbles.analysis import Analysis, analyse
 from lightning_freescale.bubbles.attribution import PARTS
@@ -189,43 +185,29 @@ def summary(analysis: Analysis) -> dict[str, float]:
     return means | {tag: round(analysis.summary[tag], 4) for tag in tags}
 
 
-def report(arguments: argparse.Namespace) -> None:
+def show(arguments: argparse.Namespace) -> None:
     runs = [read_run(arguments.folder / side) for side in SIDES]
     counted = [index for index in runs[0].indices if index >= WARM and index in set(runs[1].indices)]
     runs = [run.only(counted) for run in runs]
     analyses = [analyse(run) for run in runs]
     index = analyses[0].typical
     draw(runs, index, arguments.picture)
-    figures = {
-        "benchmark": "timeline_picture",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.timeline_picture", *sys.argv[1:]]),
-        "machine": runs[0].headers[0]["device"]
-        if arguments.device == "cuda"
-        else f"emulated device and link on {os.cpu_count()} cores ({platform.machine()})",
-        "versions": versions(),
+    machine = f"emulated device and link on {os.cpu_count()} cores ({platform.machine()})"
+    if arguments.device == "cuda":
+        machine = runs[0].headers[0]["device"]
+    means = {side: summary(analysis) for side, analysis in zip(SIDES, analyses, strict=True)}
+    figures = report.head("timeline_picture", machine) | {
         "ranks": arguments.ranks,
         "steps": len(counted),
         "drawn": index,
         "collision_rate": round(
             analyses[1].summary["embedding/collision_rate"], 4
         ),  # of the same batches on both sides
-        "results": {side: summary(analysis) for side, analysis in zip(SIDES, analyses, strict=True)},
+        "results": means,
     }
-    text = json.dumps(figures, indent=2)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
-    if arguments.json:
-        print(text)
-        return
-    print(
-        f"{figures['machine']}, {arguments.ranks} ranks, means of {len(counted)} steps; {arguments.picture} shows {index}\n"
-    )
-    first, second = figures["results"].values()
-    width = max(map(len, first))
-    print(f"{'':<{width}}  {SIDES[0]:>14}  {SIDES[1]:>14}")
-    for name in first:
-        print(f"{name:<{width}}  {first[name]:>14.4g}  {second[name]:>14.4g}")
+    rows = [{"mean": name, **{side: means[side][name] for side in SIDES}} for name in means[SIDES[0]]]
+    heading = f"{machine}, {arguments.ranks} ranks, means of {len(counted)} steps; {arguments.picture} shows {index}"
+    report.publish(arguments, figures, {heading: rows})
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -246,20 +228,19 @@ def launch(arguments: argparse.Namespace) -> int:
         except cluster.ClusterFailed as failure:
             print(failure, file=sys.stderr)
             return failure.status if failure.status > 0 else 1
-        report(arguments)
+        show(arguments)
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser = report.make_parser(__doc__, quick="five steps")
     parser.add_argument("--picture", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "timeline.png")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--steps", type=int, help="default: 18")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the records, for the ranks
     arguments = parser.parse_args()
+    arguments.steps = arguments.steps or (WARM + 5 if arguments.quick else 18)
     arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
     if "RANK" not in os.environ:
         return launch(arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import timeline_picture
-from benchmarks.timeline_picture import SIDES, WARM, report, train
+from benchmarks.timeline_picture import SIDES, WARM, train
 from lightning_freescale.bubbles.records import Run, read_run
 from lightning_freescale.bubbles.timeline import ENGINE
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def test_the_picture_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     image = pytest.importorskip("PIL.Image")
     run_ranks(train_both, args=(tmp_path,))
     options = Namespace(device="cpu", ranks=2, folder=tmp_path, json=False)
-    report(Namespace(**vars(options), picture=tmp_path / "new" / "a.png", output=tmp_path / "a.json"))
+    show(Namespace(**vars(options), picture=tmp_path / "new" / "a.png", output=tmp_path / "a.json"))
     assert image.open(tmp_path / "new" / "a.png").width == 1500
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures["steps"] == STEPS - WARM
