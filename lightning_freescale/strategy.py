@@ -85,8 +85,7 @@ class FreeScaleMixin(_Base):
             histories). Ranks may hold different numbers of them: each rank's loss is weighted by its share, so that the
             gradient is that of the mean over the global batch. A model's own attribute ``loss_reduction`` comes first.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
-        monitor: measure the bubbles and log them, where the Trainer has a logger. Default: on CPU. On CUDA it must be asked
-            for: its timing by CUDA events has not been checked on a GPU yet.
+        monitor: measure the bubbles and log them, where the Trainer has a logger.
         ddp_kwargs: as for :class:`lightning.pytorch.strategies.DDPStrategy`.
     """
 
@@ -108,7 +107,7 @@ class FreeScaleMixin(_Base):
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
         timeout: float | timedelta = 600.0,
-        monitor: bool | None = None,
+        monitor: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         if ddp_kwargs.get("start_method", "popen") != "popen":
@@ -172,8 +171,7 @@ class FreeScaleMixin(_Base):
             self.control = Control(self._wait)
         if self._copies is None:
             self._copies = SideStream(self.root_device)
-        wanted = self.root_device.type == "cpu" if self._monitor is None else self._monitor
-        if wanted and self._module.trainer.state.fn == FITTING:
+        if self._monitor and self._module.trainer.state.fn == FITTING:
             add_monitor(self._module.trainer, self._monitor_type)
 
     def setup(self, trainer: Any) -> None:

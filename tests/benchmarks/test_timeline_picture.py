@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import timeline_picture
-from benchmarks.timeline_picture import SIDES, WARM, train
+from benchmarks.timeline_picture import SIDES, WARM, show, train
 from lightning_freescale.bubbles.records import Run, read_run
 from lightning_freescale.bubbles.timeline import ENGINE
 from tests.ranks import run_ranks

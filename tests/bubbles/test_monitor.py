@@ -243,6 +243,10 @@ def test_sampling_adapts_and_covers_every_interval() -> None:
         assert len(sampled) == 4 * math.ceil(10 / every)
 
 
+def test_fewer_steps_are_recorded_where_they_cost_more() -> None:
+    assert [monitors.sampling(share) for share in (0.0, 0.05, 0.2)] == [10, 10, 40]
+
+
 def fit_adaptively(rank: int, folder: Path) -> int:
     monitors.OVERHEAD = 1e-4  # cannot be met: as few steps as possible
     monitor = BubbleMonitor()
