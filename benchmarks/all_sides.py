@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bubble import DEFAULT, SIDES, SYNC, Figures, account, global_losses
-from benchmarks.measure import versions
+from benchmarks.report import versions
 from benchmarks.trainings import Batches, Job, Trained, train
 from benchmarks.workload import LongTail, collision_rate
 from lightning_freescale.embedding.trial import Trial
@@ -94,7 +94,7 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[Job, slice]:
     else:
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # Lightning looks there, too
     rank = int(os.environ["RANK"])
-    job = Job(device, rank, arguments.ranks, workload, model, warm + steps + COOL, wait)
+    job = Job(device, rank, arguments.ranks, workload, model, warm + steps + COOL, wait, arguments.traces)
     return job, slice(warm, warm + steps)
 
 
@@ -107,7 +107,9 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 
 def _head(arguments: argparse.Namespace, job: Job, counted: slice) -> Figures:
     met = [[job.workload.ids(rank, step, job.ranks) for rank in range(job.ranks)] for step in (1, 2)]
-    parameters = {key: value for key, value in vars(arguments).items() if key not in ("json", "output", "part")}
+    parameters = {
+        key: value for key, value in vars(arguments).items() if key not in ("json", "output", "part", "traces")
+    }
     title = "Where FreeScale cannot help" if arguments.cannot_help else "End to end"
     return {
         "title": title,

@@ -22,18 +22,16 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bubble, cluster
+from benchmarks import bubble, cluster, report
 
 TIMEOUT = 400.0  # seconds for all sides
 WAIT = 60.0  # seconds that a rank waits for another
@@ -54,6 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="default 4, on cpu 2")
     parser.add_argument("--heads", type=int, help="default 4, on cpu 2")
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help="only these")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="also trace three steps of each side, on rank 0")
     parser.add_argument("--cannot-help", action="store_true", help="where FreeScale has nothing to win")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where the launcher looks for the ranks' figures
     arguments = parser.parse_args(argv)
@@ -90,7 +89,7 @@ def launch(arguments: argparse.Namespace) -> int:
                     return failure.status if failure.status > 0 else 1
         figures = finish(json.loads(part.read_text()))
         part.unlink()
-    report(figures, arguments)
+    tell(figures, arguments)
     return _status(figures)
 
 
@@ -126,7 +125,7 @@ def take_part(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
         figures = finish(all_sides.run(arguments, keep=part if rank == 0 else None, known=known, wait=WAIT))
     if rank == 0 and arguments.part is None:
-        report(figures, arguments)
+        tell(figures, arguments)
     all_sides.leave()
     return 0 if arguments.part else _status(figures)
 
@@ -139,15 +138,8 @@ def finish(figures: dict[str, Any]) -> dict[str, Any]:
     return bubble.summarise(figures)
 
 
-def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
-    # Where the output lay on this machine is of no interest to its reader.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    head = {
-        "benchmark": "end_to_end",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.end_to_end", *words]),
-    }
-    text = json.dumps(head | figures, indent=1)
+def tell(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    text = json.dumps(report.head("end_to_end") | figures, indent=1)
     if arguments.output:
         arguments.output.write_text(text + "\n")
     print(text if arguments.json else bubble.describe(figures), flush=True)

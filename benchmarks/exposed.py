@@ -19,17 +19,15 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster
+from benchmarks import cluster, report
 
 RATES = (0.0, 0.06, 0.12, 0.25, 0.40, 0.60)
 QUICK_RATES = (0.0, 0.12, 0.40)
@@ -79,20 +77,15 @@ def take_part(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
         figures = measure.summarise(measure.measure(options))
     if os.environ["RANK"] == "0":
-        report(figures, arguments)
+        tell(figures, arguments)
     measure.leave()
     return 0 if figures["losses"]["equal"] else 1
 
 
-def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+def tell(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     from benchmarks.measure import describe
 
-    head = {
-        "benchmark": "exposed",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.exposed", *sys.argv[1:]]),
-    }
-    text = json.dumps(head | figures, indent=2)
+    text = json.dumps(report.head("exposed") | figures, indent=2)
     if arguments.output:
         arguments.output.write_text(text + "\n")
     print(text if arguments.json else describe(figures), flush=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,16 +21,43 @@ from lightning_freescale.data.batch import HISTORY, SeqBatch
 from lightning_freescale.models import HSTU
 
 
+class Trace:
+    """A profiler's trace of some steps, for Perfetto. Those steps take longer.
+
+    Args:
+        path: of the trace, JSON.
+        first, last: steps.
+    """
+
+    def __init__(self, path: Path, first: int, last: int):
+        self._path, self._first, self._last = path, first, last
+        self._profile: Any = None
+
+    def ended(self, step: int) -> None:
+        if step == self._first - 1:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+        elif step == self._last and self._profile is not None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+
+
 class Marks:
     """The moments of all steps of one training on this rank, and what the training saw.
+
+    Args:
+        trace: takes a trace of some of them.
 
     Attributes:
         losses: of each step, the mean over this rank's predicted positions.
         predicted: their number.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, trace: Trace | None = None):
+        self._device, self._trace = device, trace
         self._steps: list[dict[str, Any]] = [{}]
         self.losses: list[Tensor] = []
         self.predicted: list[Tensor] = []
@@ -38,6 +66,8 @@ class Marks:
         """Now, in the step under way; ``"end"`` begins the next one."""
         self._steps[-1][name] = self._now()
         if name == "end":
+            if self._trace is not None:
+                self._trace.ended(len(self._steps) - 1)
             self._steps.append({})
 
     def _now(self) -> Any:

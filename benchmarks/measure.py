@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import report
 from benchmarks.machines import Transport, make_machine
 from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
 
@@ -82,7 +80,7 @@ def measure(options: Options) -> dict[str, Any]:
     }
     return {
         "parameters": asdict(options),
-        "versions": versions(),
+        "versions": report.versions(),
         "machine": machine.describe(),
         "workload": asdict(workload) | {"ids_per_rank": workload.ids_per_rank},
         "results": results,
@@ -207,11 +205,3 @@ def describe(figures: dict[str, Any]) -> str:
             f"{goal['reached']:.1%} ({goal['reached_beyond_dense']:.1%} of the time beyond the dense part alone)"
         )
     return "\n".join(lines)
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "lightning-freescale"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

@@ -93,7 +93,7 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
     import torch.distributed as dist
 
     from benchmarks.all_sides import quiet
-    from benchmarks.measure import versions
+    from benchmarks.report import versions
 
     quiet()
     shape = _shape(arguments)

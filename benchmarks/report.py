@@ -51,10 +51,12 @@ def head(benchmark: str, machine: str | None = None) -> dict[str, Any]:
         benchmark: the module's name.
         machine: in words; this one's processor by default.
     """
+    # Where files lay on this machine is of no interest to a reader.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
         "machine": machine or f"{os.cpu_count()} cores ({platform.machine()})",
         "versions": versions(),
     }

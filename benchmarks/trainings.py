@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from torchrec.distributed.types import ShardingEnv
 
 import lightning_freescale as fs
 from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PRIORITIZE, SM_FREE, SPARSE_DIST, SYNC
-from benchmarks.marks import MarkedHSTU, Marker, Marks
+from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
 from benchmarks.workload import LongTail
 from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.embedding import sharding
@@ -52,6 +53,15 @@ class Job:
     model: dict[str, Any]  # arguments of HSTU
     steps: int
     timeout: float  # seconds that a rank waits for another
+    traces: Path | None = None  # folder for traces of rank 0, of some steps of each side
+
+    def marks(self, side: str) -> Marks:
+        """For one training; takes a trace of three of its last steps, if traces are wanted."""
+        trace = None
+        if self.traces is not None and self.rank == 0:
+            last = self.steps - 5
+            trace = Trace(self.traces / f"{side.replace(' ', '_')}.json", max(1, last - 2), last)
+        return Marks(self.device, trace)
 
     def hstu(self, marks: Marks) -> MarkedHSTU:
         """The model, equal on every call and rank; its table is drawn where it is sharded."""
@@ -128,11 +138,11 @@ def train(name: str, job: Job, batches: Batches) -> Trained:
         before = torch.cuda.memory_allocated(job.device)
     dist.barrier()
     if name == DENSE:
-        trained = dense_alone(job, batches)
+        trained = dense_alone(job, batches, job.marks(name))
     elif name in PIPELINES:
-        trained = torchrec_pipeline(PIPELINES[name], job, batches)
+        trained = torchrec_pipeline(PIPELINES[name], job, batches, job.marks(name))
     else:
-        trained = freescale(STRATEGIES[name], job, batches)
+        trained = freescale(STRATEGIES[name], job, batches, job.marks(name))
     job.settle()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before
@@ -140,9 +150,8 @@ def train(name: str, job: Job, batches: Batches) -> Trained:
 
 
 # ---- the sides ---------------------------------------------------------------------------------------------------------------
-def dense_alone(job: Job, batches: Batches) -> Trained:
+def dense_alone(job: Job, batches: Batches, marks: Marks) -> Trained:
     """The dense compute of every rank's own batches with the rows already local: no exchange of any kind."""
-    marks = Marks(job.device)
     model = job.hstu(marks)
     del model.embedding
     model.to(job.device)
@@ -193,9 +202,8 @@ class PipelinedHSTU(nn.Module):
         return self.dense(self.embedding(batch.features), batch)
 
 
-def torchrec_pipeline(kind: Any, job: Job, batches: Batches) -> Trained:
+def torchrec_pipeline(kind: Any, job: Job, batches: Batches, marks: Marks) -> Trained:
     """One of TorchRec's own training pipelines, on tables that are sharded and filled as the strategy does it."""
-    marks = Marks(job.device)
     hstu = job.hstu(marks)
     model = PipelinedHSTU(hstu, job)
     sharders = sharding.make_sharders(model, None, job.device)
@@ -225,9 +233,8 @@ def torchrec_pipeline(kind: Any, job: Job, batches: Batches) -> Trained:
     return Trained(marks)
 
 
-def freescale(options: dict[str, Any], job: Job, batches: Batches) -> Trained:
+def freescale(options: dict[str, Any], job: Job, batches: Batches, marks: Marks) -> Trained:
     """A Lightning Trainer with the strategy: all that a user runs, without a logger."""
-    marks = Marks(job.device)
     model, marker = job.hstu(marks), Marker(marks)
     on_gpu = job.device.type == "cuda"
     strategy = fs.FreeScaleStrategy(timeout=job.timeout, **options)

@@ -225,9 +225,13 @@ def command(*arguments: str) -> dict[str, Any]:
 
 def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     output = tmp_path / "end_to_end.json"
-    printed = command(*QUICK, "--steps", "1", "--sides", DENSE, BASE, SYNC, "--output", str(output))
+    traces = tmp_path / "traces"
+    sides = DENSE, BASE, SYNC
+    printed = command(*QUICK, "--steps", "1", "--sides", *sides, "--output", str(output), "--traces", str(traces))
     assert printed == json.loads(output.read_text())
-    assert list(tmp_path.iterdir()) == [output]
+    assert set(tmp_path.iterdir()) == {output, traces}
+    for side in sides:
+        assert json.loads((traces / f"{side.replace(' ', '_')}.json").read_text())["traceEvents"]
     assert printed["command"].startswith("python -m benchmarks.end_to_end --device cpu --quick")
     assert str(tmp_path) not in printed["command"]
     assert list(printed["sides"]) == [DENSE, BASE, SYNC]

@@ -61,7 +61,7 @@ def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
 
     def exchange(*args: Any) -> Any:
         transfer = inner(*args)
-        *_, timeline, kind = args
+        timeline, kind = args[5:7]
         step = model.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         if kind is not slow or step not in DELAYED:
             return transfer
