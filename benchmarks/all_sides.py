@@ -143,6 +143,7 @@ def _gather(trained: Trained, counted: slice) -> Figures:
         "losses": torch.stack(marks.losses).double().tolist(),
         "predicted": torch.stack(marks.predicted).double().tolist(),
         "peak_bytes": trained.peak_bytes,
+        "late": sum(marks.late[counted]) / max(1, len(marks.late[counted])),
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
@@ -150,6 +151,7 @@ def _gather(trained: Trained, counted: slice) -> Figures:
     return account(np.stack([rank["seconds"] for rank in ranks]), counted) | {
         "losses": global_losses(losses, predicted),
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "host_late": max(rank["late"] for rank in ranks),  # share of the steps for which the device had to wait
         "notes": trained.notes,
     }
 

@@ -54,6 +54,7 @@ class Marks:
     Attributes:
         losses: of each step, the mean over this rank's predicted positions.
         predicted: their number.
+        late: of each step but the first, whether the host came to it after the device was through with the one before.
     """
 
     def __init__(self, device: torch.device, trace: Trace | None = None):
@@ -61,9 +62,13 @@ class Marks:
         self._steps: list[dict[str, Any]] = [{}]
         self.losses: list[Tensor] = []
         self.predicted: list[Tensor] = []
+        self.late: list[bool] = []
 
     def mark(self, name: str) -> None:
         """Now, in the step under way; ``"end"`` begins the next one."""
+        if name == "batch" and len(self._steps) > 1:
+            ended = self._steps[-2]["end"]
+            self.late.append(isinstance(ended, float) or ended.query())
         self._steps[-1][name] = self._now()
         if name == "end":
             if self._trace is not None:

@@ -339,14 +339,23 @@ class FreeScaleMixin(_Base):
         staging.check(batch, self._rows)
         weight, sums = staging.loss_weight(batch, self._reduction()), self._balancer.sums(batch)
         trainer = self._module.trainer
-        hooks = trainer._data_connector._datahook_selector
-        if self._is_overridden("on_before_batch_transfer", hooks.get_instance("on_before_batch_transfer")):
+        if self._has_hook("on_before_batch_transfer"):
             return batch, weight, sums  # Lightning calls the user's hook on it when the batch is due
         batch = trainer.precision_plugin.convert_input(batch)
-        move = super().batch_to_device
+        lightnings = super().batch_to_device
+
+        def move() -> Any:
+            ours = self.root_device.type == "cuda" and not self._has_hook("transfer_batch_to_device")
+            return lightnings(staging.to_device(batch, self.root_device) if ours else batch, dataloader_idx=0)
+
         assert self._copies is not None
         with self.timeline.span("h2d", stream=self._copies.stream):
-            return staging.copy_ahead(lambda: move(batch, dataloader_idx=0), self._copies), weight, sums
+            return staging.copy_ahead(move, self._copies), weight, sums
+
+    def _has_hook(self, name: str) -> bool:
+        """Whether the user's module or data module has a transfer hook of its own."""
+        hooks = self._module.trainer._data_connector._datahook_selector
+        return self._is_overridden(name, hooks.get_instance(name))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         staged, found = staging.unwrap(batch)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -98,6 +99,16 @@ def tensors(batch: Any) -> Iterable[Tensor]:
     """All tensors of a batch, those inside jagged tensors too."""
     for part in parts(batch, (Tensor, KeyedJaggedTensor)):
         yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Start the copies of a batch's tensors, jagged ones too. Lightning, which moves what is left, would wait for the latter."""
+    return apply_to_collection(
+        batch,
+        (Tensor, KeyedJaggedTensor, SeqBatch),
+        lambda part: part.to(device, non_blocking=True),
+        allow_frozen=True,  # left as it is
+    )
 
 
 def copy_ahead(move: Callable[[], Any], copies: SideStream | None) -> Staged:
