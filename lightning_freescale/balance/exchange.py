@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_freescale._log import say_once
 from lightning_freescale.balance.pack import (
@@ -331,7 +332,11 @@ class _Run:
         padded = np.zeros((counts.max(), 2), dtype=np.int64)
         padded[: len(sizes)] = sizes
         sizes = np.concatenate([own[:count] for own, count in zip(self._gather(padded), counts, strict=True)])
-        plan = np.split(planner(*sizes.T, world=world), np.cumsum(counts)[:-1])  # by source rank
+        home = np.repeat(np.arange(world), counts)
+        dealt = planner.from_home(home, *sizes.T, world=world)
+        if dealt is home:
+            return pin_memory(loaded.batch) if self._owner.pin_memory else loaded.batch, 0
+        plan = np.split(dealt, np.cumsum(counts)[:-1])  # by source rank
 
         order = np.argsort(plan[rank], kind="stable")
         sent = np.bincount(plan[rank], minlength=world)

@@ -19,6 +19,9 @@ from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.partition import PARTITIONS, Mode, variable
 from lightning_freescale.errors import ConfigurationError
 
+# Samples move only if the slowest rank's work shrinks by more than this share: less is lost in the noise, and moving is not free.
+WORTH = 0.002
+
 # Events at which attention costs as much as all that is linear in a history: an HSTU of width 480, or a guess for any other.
 CROSSOVER = 2048
 
@@ -67,11 +70,28 @@ class Planner:
             candidates: ``[n]`` candidates scored for each sample.
             world: number of ranks.
         """
-        costs = self.cost_model(lengths, candidates)
+        return self._deal(self.cost_model(lengths, candidates), lengths, world)
+
+    def _deal(self, costs: NDArray[np.float64], lengths: ArrayLike, world: int) -> NDArray[np.int64]:
         if self.mode != "variable":
             return PARTITIONS[self.mode](costs, world)
         bound = {} if self.max_tokens is None else {"tokens": lengths, "max_tokens": self.max_tokens}
         return _none_idle(variable(costs, world, shares=self.shares, **bound), costs, world)  # type: ignore[arg-type]
+
+    def from_home(
+        self, home: NDArray[np.int64], lengths: ArrayLike, candidates: ArrayLike | None = None, *, world: int
+    ) -> NDArray[np.int64]:
+        """As above for samples that are on the ranks ``home`` ``[n]``: they stay there if dealing them wins next to nothing.
+
+        >>> Planner().from_home(np.array([0, 0, 1, 1]), [300, 300, 300, 300], world=2)
+        array([0, 0, 1, 1])
+        """
+        costs = self.cost_model(lengths, candidates)
+        dealt = self._deal(costs, lengths, world)
+        now, then = (np.bincount(ranks, costs, world).max(initial=0.0) for ranks in (home, dealt))
+        equal = np.ptp(np.bincount(home, minlength=world)) <= 1
+        stay = equal and self.shares is None and self.max_tokens is None and now <= (1 + WORTH) * then
+        return home if stay else dealt
 
 
 def _none_idle(ranks: NDArray[np.int64], costs: NDArray[np.float64], world: int) -> NDArray[np.int64]:

@@ -123,6 +123,19 @@ def test_loads_become_even_and_the_cost_is_reported() -> None:
         assert own["exchanging"] > 0
 
 
+def _even(rank: int) -> tuple[list[bool], dict]:
+    """All ranks load batches of the same lengths: whether each comes back as it was loaded."""
+    loaded = [seq_batch([10 * step + at for at in range(4)]) for step in range(5)]
+    exchange = ExchangeLoader(loaded, group=connect(rank), planner=Planner())
+    return [given is own for given, own in zip(exchange, loaded, strict=True)], vars(exchange.stats)
+
+
+def test_nothing_moves_where_nothing_is_won() -> None:
+    for same, stats in run_ranks(_even, world=3):
+        assert same == [True] * 5
+        assert stats["bytes_sent"] == 0
+
+
 def _new_planner(rank: int) -> tuple[list[list[tuple]], int]:
     """Every rank hears of a new planner at another batch."""
     by_length, by_square = Planner("fixed", CostModel(1.0)), Planner("variable", CostModel(0.0, 1.0))

@@ -59,6 +59,18 @@ def test_the_default_cost_beats_the_batch_order() -> None:
     assert straggler(costs, Planner()(LENGTHS, world=4), 4) < straggler(costs, np.arange(64) // 16, 4) / 3
 
 
+def test_samples_stay_where_moving_them_wins_next_to_nothing() -> None:
+    home = np.arange(64) // 16
+    even = np.tile(LENGTHS[:16], 4)  # every rank has the same histories
+    longer = even + 400 * (np.arange(64) == 5)
+    for mode in ("fixed", "zigzag", "variable"):
+        plan = Planner(mode)  # type: ignore[arg-type]
+        assert plan.from_home(home, even, world=4) is home
+        assert plan.from_home(home, longer, world=4).tolist() == plan(longer, world=4).tolist()
+    uneven = np.minimum(np.arange(64) // 8, 3)  # samples are dealt anew where one rank has more of them
+    assert Planner().from_home(uneven, np.full(64, 9), world=4).tolist() == Planner()(np.full(64, 9), world=4).tolist()
+
+
 def test_settings() -> None:
     assert Planner.of("off") is None
     assert Planner.of("zigzag") == Planner("zigzag")
