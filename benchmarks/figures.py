@@ -218,7 +218,7 @@ def draw_exposed(results: Mapping[str, Row], path: Path) -> None:
         ):
             values = [row["exposed_ms"][side] for row in result["results"]]
             axes.plot(rates, values, color=colour, linestyle=line, marker="o", markersize=3, label=side)
-        axes.set(title=f"Exposed exchange, ms a step: {where(result)}", xlabel="collisions, %", ylim=(0, None))
+        axes.set(title=f"Exposed exchange, ms a step\n{where(result)}", xlabel="collisions, %", ylim=(0, None))
         plots.tidy(axes)
         axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=plots.DPI)
