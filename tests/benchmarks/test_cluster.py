@@ -47,6 +47,8 @@ def test_ranks_meet() -> None:
         total = torch.tensor(1.0 + dist.get_rank())
         dist.all_reduce(total)
         print(total.item())
+        dist.barrier()
+        dist.destroy_process_group()
     """
     assert run(2, code(gather), timeout=60, gpu=False) == ["3.0\n", "3.0\n"]
 
