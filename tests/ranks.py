@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
@@ -29,7 +30,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection) -> None:
+LINGER = 3.0  # seconds
+
+
+def _run(
+    rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection, all_done: Event
+) -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # oneDNN's state does not survive a fork: matrix products hang on ARM
     # With LOCAL_RANK set, Lightning takes the processes as given and launches none of its own.
@@ -46,6 +52,10 @@ def _run(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: conn
     except BaseException:
         result = ("error", traceback.format_exc())
     pipe.send_bytes(pickle.dumps(result))  # plain pickle: torch's own would share memory that dies with this process
+    if result[0] == "ok":
+        all_done.wait(
+            LINGER
+        )  # the others may be about to use the store that rank 0 serves, or a connection to this rank
     os._exit(0)  # skip the parent's atexit and pytest hooks
 
 
@@ -59,10 +69,10 @@ def run_ranks(
     """
     port = free_port()
     context = mp.get_context("fork")
-    pipes, processes = [], []
+    pipes, processes, all_done = [], [], context.Event()
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_run, args=(rank, world, port, fn, args, theirs)))
+        processes.append(context.Process(target=_run, args=(rank, world, port, fn, args, theirs, all_done)))
         processes[-1].start()
         theirs.close()  # so that a dead child reads as EOF here
         pipes.append(ours)
@@ -86,6 +96,7 @@ def run_ranks(
             if errors and not every_error:
                 raise RankFailed(errors)
     finally:
+        all_done.set()
         for process in processes:  # one rank's failure must not leave the others in a collective
             if len(results) < world:
                 process.kill()
