@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import lightning_freescale as fs
 from benchmarks import report
+from benchmarks.trainer import plain_trainer
 from lightning_freescale import demo
 from lightning_freescale.models import HSTU
 
@@ -80,18 +81,14 @@ def train(ranks: int, epochs: int, balance: str) -> list[list[dict[str, float]]]
         lr=options.lr,
     )
     watch = Watch()
-    trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(balance=balance, prioritize=False),  # type: ignore[arg-type]
-        accelerator="cuda" if cuda else "cpu",
+    trainer = plain_trainer(
+        fs.FreeScaleStrategy(balance=balance, prioritize=False),  # type: ignore[arg-type]
+        ranks if given else 1,
+        cuda,
         devices=1 if given else ranks,
-        num_nodes=ranks if given else 1,
+        precision="32-true",
         max_epochs=epochs,
         callbacks=[watch],
-        logger=False,
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, datamodule=data)
     everybody: list[Any] = [None] * ranks

@@ -87,11 +87,24 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: 
     """Run ``python -m module *argv`` on every rank, show what rank 0 prints, and return the exit status."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
-        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, env={"PYTHONPATH": path}, echo=True)
+        # Lightning takes every rank for a machine of its own, and would give each all cores.
+        env = {"PYTHONPATH": path} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
+        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, env=env, echo=True)
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status if failure.status > 0 else 1
     return 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Where to run; :func:`settle` fills in what is not said."""
+    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda; as launched under a launcher")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+
+
+def settle(arguments: argparse.Namespace) -> None:
+    arguments.device = arguments.device or ("cuda" if has_gpu() else "cpu")
+    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
 
 
 def has_gpu() -> bool:

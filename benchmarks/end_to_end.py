@@ -38,12 +38,8 @@ WAIT = 60.0  # seconds that a rank waits for another
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps")
-    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda; as launched under a launcher")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser = report.make_parser(__doc__, quick="tiny shapes, few steps")
+    cluster.add_options(parser)
     parser.add_argument("--longest", type=int, help="longest history, in events; default 8192, on cpu 512")
     parser.add_argument("--steps", type=int, help="steps of each side that count")
     parser.add_argument("--batch-size", type=int, help="samples a rank; default 128, on cpu 16")
@@ -56,8 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cannot-help", action="store_true", help="where FreeScale has nothing to win")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where the launcher looks for the ranks' figures
     arguments = parser.parse_args(argv)
-    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
-    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+    cluster.settle(arguments)
     if unknown := sorted(set(arguments.sides or ()) - set(bubble.SIDES)):
         parser.error(f"--sides: no side {unknown[0]!r}; there are {', '.join(map(repr, bubble.SIDES))}")
     if arguments.ranks < 2:

@@ -34,12 +34,8 @@ QUICK_RATES = (0.0, 0.12, 0.40)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    parser.add_argument("--quick", action="store_true", help="three rates, few steps")
-    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda; as launched under a launcher")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser = report.make_parser(__doc__, quick="three rates, few steps")
+    cluster.add_options(parser)
     parser.add_argument("--rates", type=float, nargs="+", help="collision rates in percent")
     parser.add_argument("--steps", type=int, help="measured steps of each side and rate")
     parser.add_argument("--clock", choices=("counted", "real"), default="counted", help="cpu: how emulated time passes")
@@ -48,8 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--transport", choices=("auto", "nccl", "host"), default="auto", help="cuda: of the prioritized exchange"
     )
     arguments = parser.parse_args(argv)
-    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
-    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+    cluster.settle(arguments)
     if arguments.ranks < 2:
         parser.error("--ranks: one rank exchanges nothing; use two or more")
     return arguments

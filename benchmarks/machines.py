@@ -253,11 +253,6 @@ class CudaMemory(Memory):
         return torch.cuda.memory_allocated()
 
 
-def _member(group: Any) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)  # and not the marker of a rank that is no member
-    return group
-
-
 class CudaMachine:
     """This rank's GPU.
 
@@ -273,15 +268,10 @@ class CudaMachine:
         self._backend = transport.choose(wanted, self.device, overlapped=True).backend
 
     def sharding_group(self) -> dist.ProcessGroup:
-        return _member(dist.new_group())
+        return transport.new_group("nccl", "low")
 
     def exchange_group(self, priority: Priority) -> dist.ProcessGroup:
-        options: Any
-        if self._backend == transport.NAME:
-            options = transport.Options(priority=priority)
-        else:
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
-        return _member(dist.new_group(backend=self._backend, pg_options=options))
+        return transport.new_group(self._backend, priority)
 
     def dense(self, dim: int) -> nn.Module:
         return Layers(dim, **self._shape).to(self.device)

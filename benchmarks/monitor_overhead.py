@@ -128,12 +128,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
 def main() -> int:
     parser = report.make_parser(__doc__, quick="60 steps")
     parser.add_argument("--steps", type=int, help="default: 240")
-    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    cluster.add_options(parser)
     parser.add_argument("--strategy", choices=("freescale", "freescale_sync"), default="freescale_sync")
     arguments = parser.parse_args()
-    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
-    arguments.ranks = arguments.ranks or (4 if arguments.device == "cuda" else 2)
+    cluster.settle(arguments)
     arguments.steps = arguments.steps or (60 if arguments.quick else 240)
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"

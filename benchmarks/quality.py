@@ -19,11 +19,9 @@ import math
 import os
 import platform
 import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ import numpy as np
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster
+from benchmarks import cluster, report
 
 SYNC, FREESCALE, RESEEDED = "freescale_sync", "freescale", "freescale_sync, another seed"
 METRICS = {"HR@10": "val/hr@10", "NDCG@10": "val/ndcg@10"}
@@ -40,39 +38,19 @@ Figures = dict[str, Any]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__, quick="a tiny model, few users, one epoch, no third run")
     parser.add_argument("data", nargs="*", type=Path, metavar="FILE", help="Parquet, CSV or text file of events")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument("--plot", type=Path, help="draw the curves of both sides into this PNG")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few users, one epoch, no third run")
-    parser.add_argument("--ranks", type=int, help="default: 2 on cpu, 4 on cuda")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    cluster.add_options(parser)
     parser.add_argument("--epochs", type=int, help="default 8")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     for path in arguments.data:
         if not path.exists():
             parser.error(f"{path}: no such file")
-    arguments.device = arguments.device or ("cuda" if cluster.has_gpu() else "cpu")
-    arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+    cluster.settle(arguments)
     arguments.epochs = arguments.epochs or (1 if arguments.quick else 8)
     return arguments
-
-
-def launch(arguments: argparse.Namespace) -> int:
-    """Start this script once more on every rank."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # Lightning would give each rank all cores
-    try:
-        gpu = arguments.device == "cuda"
-        argv = ["-m", "benchmarks.quality", *sys.argv[1:]]
-        cluster.run(arguments.ranks, argv, timeout=1800, gpu=gpu, env=env, echo=True)
-    except cluster.ClusterFailed as failure:
-        print(str(failure).splitlines()[0], file=sys.stderr)
-        return failure.status if failure.status > 0 else 1
-    return 0
 
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------------
@@ -84,7 +62,7 @@ def take_part(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
         figures = measure(arguments, rank)
     if rank == 0:
-        report(figures, arguments)
+        tell(figures, arguments)
     return 0
 
 
@@ -93,13 +71,12 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
     import torch.distributed as dist
 
     from benchmarks.all_sides import quiet
-    from benchmarks.report import versions
 
     quiet()
     shape = _shape(arguments)
     figures: Figures = {
         "parameters": {"ranks": arguments.ranks, "device": arguments.device, "epochs": arguments.epochs} | shape,
-        "versions": versions(),
+        "versions": report.versions(),
         "machine": _machine(arguments.device),
         "data": {},
     }
@@ -140,6 +117,7 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, sid
     import lightning_freescale as fs
     from benchmarks.bubble import global_losses
     from benchmarks.marks import MarkedHSTU, Marks
+    from benchmarks.trainer import plain_trainer
 
     cuda, everything = arguments.device == "cuda", side == FREESCALE
     os.environ["WORLD_SIZE"] = str(arguments.ranks)  # Lightning takes it away at the end of every fit
@@ -160,19 +138,13 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, sid
     if everything and cuda:
         options["transport"] = "host"
     watch = _epochs()
-    trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(timeout=120.0, **options),
-        accelerator="gpu" if cuda else "cpu",
-        devices=1,
-        num_nodes=arguments.ranks,
-        precision="bf16-mixed" if cuda else "32-true",
+    trainer = plain_trainer(
+        fs.FreeScaleStrategy(timeout=120.0, **options),
+        arguments.ranks,
+        cuda,
         max_epochs=arguments.epochs,
         callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
+        limit_val_batches=1.0,
     )
     trainer.fit(model, datamodule=data)
     mine = [torch.stack(values).double().tolist() for values in (model.marks.losses, model.marks.predicted)]
@@ -248,15 +220,8 @@ def compare(runs: dict[str, Figures]) -> Figures:
     }
 
 
-def report(figures: Figures, arguments: argparse.Namespace) -> None:
-    # Where the files lay on this machine is of no interest to a reader of the results.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    head = {
-        "benchmark": "quality",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.quality", *words]),
-    }
-    text = _in_lines(head | _rounded(figures))
+def tell(figures: Figures, arguments: argparse.Namespace) -> None:
+    text = _in_lines(report.head("quality") | _rounded(figures))
     if arguments.output:
         arguments.output.write_text(text + "\n")
     if arguments.plot:
@@ -330,7 +295,10 @@ def draw(figures: Figures, path: Path) -> None:
 
 def main() -> int:
     arguments = parse()
-    return take_part(arguments) if "RANK" in os.environ else launch(arguments)
+    if "RANK" in os.environ:
+        return take_part(arguments)
+    gpu = arguments.device == "cuda"
+    return cluster.launch("benchmarks.quality", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=1800)
 
 
 if __name__ == "__main__":

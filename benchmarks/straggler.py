@@ -141,6 +141,7 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
     import torch.distributed as dist
 
     import lightning_freescale as fs
+    from benchmarks.trainer import plain_trainer
     from lightning_freescale.balance import CostModel
 
     world = options.ranks
@@ -173,22 +174,13 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
     )
     last = 2 * steps if online else steps
     window = window_of(last - options.steps, last)
-    trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(
-            balance=exchange, prioritize=False, fit_costs=max(1, steps // 4) if online else False
-        ),
-        accelerator=options.accelerator,
-        devices=1,
-        num_nodes=world,
+    trainer = plain_trainer(
+        fs.FreeScaleStrategy(balance=exchange, prioritize=False, fit_costs=max(1, steps // 4) if online else False),
+        world,
+        options.accelerator == "gpu",
         precision=options.precision,
         max_steps=last,
         callbacks=[window],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
     )
     trainer.fit(model, datamodule=data)
     seconds, sums = model.measured()

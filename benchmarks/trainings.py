@@ -25,6 +25,7 @@ from torchrec.distributed.types import ShardingEnv
 import lightning_freescale as fs
 from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PRIORITIZE, SM_FREE, SPARSE_DIST, SYNC
 from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
+from benchmarks.trainer import plain_trainer
 from benchmarks.workload import LongTail
 from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.embedding import sharding
@@ -236,24 +237,15 @@ def torchrec_pipeline(kind: Any, job: Job, batches: Batches, marks: Marks) -> Tr
 def freescale(options: dict[str, Any], job: Job, batches: Batches, marks: Marks) -> Trained:
     """A Lightning Trainer with the strategy: all that a user runs, without a logger."""
     model, marker = job.hstu(marks), Marker(marks)
-    on_gpu = job.device.type == "cuda"
     strategy = fs.FreeScaleStrategy(timeout=job.timeout, **options)
     # Lightning takes it away at the end of every fit.
     os.environ["WORLD_SIZE"] = str(job.ranks)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="gpu" if on_gpu else "cpu",
-        devices=1,
-        num_nodes=job.ranks,
-        precision="bf16-mixed" if on_gpu else "32-true",
+    trainer = plain_trainer(
+        strategy,
+        job.ranks,
+        job.device.type == "cuda",
         max_steps=job.steps,
         callbacks=[marker],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
     )
     trainer.fit(model, train_dataloaders=batches)
     notes = {"strategy": options, "prioritized": marker.prioritized}

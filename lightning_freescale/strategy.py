@@ -261,13 +261,8 @@ class FreeScaleMixin(_Base):
             self._chooser = Chooser(self.schedule, self.root_device, self.control.gather)
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
-        """A process group for rows and gradients, whose transfers come first or give way."""
-        options: Any = None
-        if self._exchange_backend == transport.NAME:
-            options = transport.Options(priority=priority)
-        elif self._exchange_backend == "nccl":
-            options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
-        return torch.distributed.new_group(backend=self._exchange_backend, timeout=self._wait, pg_options=options)
+        assert self._exchange_backend is not None
+        return transport.new_group(self._exchange_backend, priority, self._wait)
 
     def model_to_device(self) -> None:
         """Nothing to do: sharding has placed the tables and moved the dense part."""

@@ -62,7 +62,7 @@ def test_report_names_no_folders(
 ) -> None:
     argv = ["--device", "cpu", "--json", "--output", str(tmp_path / "quality.json")]
     monkeypatch.setattr(sys, "argv", ["quality.py", *argv])
-    quality.report(figures, quality.parse(argv))
+    quality.tell(figures, quality.parse(argv))
     printed = capsys.readouterr().out
     assert json.loads(printed) == json.loads((tmp_path / "quality.json").read_text())
     assert str(tmp_path) not in printed

@@ -1,0 +1,149 @@
+// The ranks of a queue's tests: threads of one process that meet, and bytes whose place tells what they must be.
+#pragma once
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <stdexcept>
+#include <thread>
+
+#include "../../csrc/transport_queue.h"
+
+using namespace freescale::transport;
+
+namespace {
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error("FAILED: " + what);
+}
+
+// Where all ranks of a test meet.
+class Meeting {
+ public:
+  explicit Meeting(int world) : world_(world) {}
+  void wait() {
+    std::unique_lock lock(mutex_);
+    const int round = round_;
+    if (++here_ == world_) {
+      here_ = 0;
+      ++round_;
+      all_here_.notify_all();
+      return;
+    }
+    all_here_.wait(lock, [&] { return round_ != round; });
+  }
+
+ private:
+  int world_, here_ = 0, round_ = 0;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+};
+
+struct Group {
+  int world;
+  Meeting meeting;
+  std::vector<std::string> hosts, addresses;
+  Settings settings;
+  std::vector<std::shared_ptr<Device>> devices;
+
+  Group(int world, int hosts_used, Settings given) : world(world), meeting(world), addresses(world), settings(given) {
+    for (int rank = 0; rank < world; ++rank) {
+      hosts.push_back("host" + std::to_string(rank % hosts_used));
+      devices.push_back(host_device());
+    }
+  }
+
+  std::unique_ptr<Queue> open(int rank) {
+    auto queue = std::make_unique<Queue>(devices[rank], rank, hosts, settings);
+    addresses[rank] = queue->address();
+    meeting.wait();
+    queue->connect(addresses);
+    meeting.wait();
+    queue->seal();
+    return queue;
+  }
+};
+
+// Runs `body(rank)` on every rank; the first exception is thrown again.
+void on_ranks(int world, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(world);
+  for (int rank = 0; rank < world; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+        try {
+          throw;
+        } catch (const std::exception& error) {
+          std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+        }
+        std::_Exit(1);  // the others would wait for this rank
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+using Bytes = std::vector<unsigned char>;
+
+unsigned char expected_byte(int exchange, int source, int target, std::size_t i) {
+  return static_cast<unsigned char>((i * 131 + exchange * 29 + source * 7 + target * 3 + (i >> 8)) & 0xff);
+}
+
+struct Buffers {
+  std::vector<Bytes> out, in;
+  std::vector<Part> sends, takes;
+  std::shared_ptr<Exchange> exchange;
+  int number = 0;
+};
+
+// Sizes of exchange `number`, the same on every rank: many empty, most small, some of many chunks.
+std::vector<std::vector<std::size_t>> sizes(int world, int number, std::size_t largest) {
+  std::mt19937 random(number * 7919 + world);
+  std::vector<std::vector<std::size_t>> bytes(world, std::vector<std::size_t>(world));
+  for (auto& row : bytes)
+    for (auto& cell : row) {
+      const unsigned kind = random() % 10;
+      cell = kind < 3 ? 0 : kind < 8 ? random() % 3000 : random() % (largest + 1);
+    }
+  return bytes;
+}
+
+Buffers fill(int rank, int world, int number, std::size_t largest) {
+  Buffers buffers;
+  buffers.number = number;
+  const auto bytes = sizes(world, number, largest);
+  for (int peer = 0; peer < world; ++peer) {
+    Bytes out(bytes[rank][peer]);
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = expected_byte(number, rank, peer, i);
+    buffers.out.push_back(std::move(out));
+    buffers.in.emplace_back(bytes[peer][rank], static_cast<unsigned char>(0xEE));
+  }
+  for (int peer = 0; peer < world; ++peer) {
+    buffers.sends.push_back({reinterpret_cast<Address>(buffers.out[peer].data()), buffers.out[peer].size()});
+    buffers.takes.push_back({reinterpret_cast<Address>(buffers.in[peer].data()), buffers.in[peer].size()});
+  }
+  return buffers;
+}
+
+long wrong_bytes(const Buffers& buffers, int rank) {
+  long wrong = 0;
+  for (std::size_t source = 0; source < buffers.in.size(); ++source)
+    for (std::size_t i = 0; i < buffers.in[source].size(); ++i)
+      wrong += buffers.in[source][i] != expected_byte(buffers.number, static_cast<int>(source), rank, i);
+  return wrong;
+}
+
+Settings small(bool high = false) {
+  Settings settings;
+  settings.high = high;
+  settings.chunk_bytes = 4096;
+  settings.buffer_bytes = 256 << 10;
+  settings.timeout = 60;
+  return settings;
+}
+
+}  // namespace
