@@ -20,7 +20,9 @@ from torch import Tensor
 
 from lightning_freescale import errors
 from lightning_freescale.errors import FreeScaleError
+from lightning_freescale.streams import Readback
 
+AHEAD = 2  # steps that the host may be ahead of the device: enough to keep it busy, and it holds the batches of no more
 WORD_SECONDS = 2.0  # how long to wait for a failing peer's explanation
 
 
@@ -78,45 +80,34 @@ class Control:
         self.header_group = dist.new_group(backend="gloo", timeout=timeout)
         self._posted = 0
         self.stop_requested = False
-        self._losses: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._losses: deque[tuple[int, Readback]] = deque()
         self._bad_loss: tuple[int, float] | None = None  # (step, value)
 
     # ---- per batch ----------------------------------------------------------------------------------------------
     def post(self, status: Status, weight: int = 0) -> Posted:
         """Tell the other ranks about the batch just fetched. Returns at once."""
-        self._read_losses(wait=False)
+        self._read_losses(keep=AHEAD)
         self._posted += 1
         bad_step = self._bad_loss[0] if self._bad_loss else -1
         return Posted(self, Header(status, weight, self.stop_requested, bad_step), self._posted)
 
     # ---- losses -------------------------------------------------------------------------------------------------
     def watch_loss(self, step: int, loss: Tensor) -> None:
-        """Remember the loss of ``step`` and look at it later: no device sync here."""
-        value = loss.detach()
-        if value.device.type != "cuda":
-            self._losses.append((step, value.float().clone(), None))
-            return
-        host = torch.empty(value.shape, dtype=torch.float32, pin_memory=True)
-        host.copy_(value, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._losses.append((step, host, event))
+        """Remember the loss of ``step`` and look at it later; waits for the device where it is ``AHEAD`` steps behind."""
+        self._losses.append((step, Readback(loss)))
+        self._read_losses(keep=AHEAD)
 
-    def _read_losses(self, wait: bool) -> None:
-        while self._losses:
-            step, value, event = self._losses[0]
-            if event is not None:
-                if wait:
-                    event.synchronize()
-                elif not event.query():
-                    return
-            self._losses.popleft()
-            if self._bad_loss is None and not math.isfinite(number := value.sum().item()):
+    def _read_losses(self, keep: int) -> None:
+        """Look at the losses that have arrived, and wait for all but the last ``keep``."""
+        while self._losses and (len(self._losses) > keep or self._losses[0][1].arrived()):
+            step, loss = self._losses.popleft()
+            number = loss.wait().sum().item()
+            if self._bad_loss is None and not math.isfinite(number):
                 self._bad_loss = (step, number)
 
     def check_losses(self) -> None:
         """Raise on every rank if any rank has met a loss that is not finite. A collective."""
-        self._read_losses(wait=True)
+        self._read_losses(keep=0)
         bad, self._bad_loss = self._bad_loss, None
         error = None
         if bad is not None:

@@ -40,6 +40,7 @@ from lightning_freescale.embedding.trial import Chooser, Verdict
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.exact import refuse_accumulation, refuse_inexact
 from lightning_freescale.lookahead import LookaheadLoader
+from lightning_freescale.progress import read_bars_late, settle_bars
 from lightning_freescale.streams import SideStream
 
 if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespace
@@ -188,6 +189,7 @@ class FreeScaleMixin(_Base):
         if fitting:
             self.setup_optimizers(trainer)
             self._take_over_sigterm(trainer)
+            read_bars_late(trainer)
             self._prioritize_exchange()
             self._balancer.watch(self._module, self.root_device)
         self.setup_precision_plugin()
@@ -468,6 +470,7 @@ class FreeScaleMixin(_Base):
         assert self.control is not None
         self.flush()
         self.control.check_losses()
+        settle_bars(self._module.trainer)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

@@ -49,6 +49,29 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+class Readback:
+    """A tensor as it is now, on its way to the host, which does not wait for it unless it asks."""
+
+    def __init__(self, value: Tensor):
+        value = value.detach()
+        self._event: torch.cuda.Event | None = None
+        if value.device.type != "cuda":
+            self._host = value.clone()
+            return
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Tensor:
+        """The copy on the host, complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 def on_device(values: list[int], device: torch.device) -> Tensor:
     """``[n]`` int64. Unlike ``torch.tensor(values, device=...)`` the host does not wait for what the stream holds."""
     host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -70,10 +70,10 @@ def place_within(mask: Tensor) -> Tensor:
 
 def masked_lengths(mask: Tensor, offsets: Tensor) -> Tensor:
     """How many elements of each segment ``mask`` holds for: ``[n]`` bool, ``[s + 1]`` offsets to ``[s]`` lengths."""
+    return held_between(mask, offsets[:-1], offsets[1:])
+
+
+def held_between(mask: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """How many elements ``mask`` holds for from each start up to its end: ``[n]`` bool, twice ``[s]`` int64 to ``[s]``."""
     ahead = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-    return ahead[offsets[1:]] - ahead[offsets[:-1]]
-
-
-def count_by(labels: Tensor, mask: Tensor, size: int) -> Tensor:
-    """``[size]`` int64: elements of each label for which ``mask`` holds. No device sync, unlike ``bincount``."""
-    return torch.zeros(size, dtype=torch.int64, device=mask.device).index_add_(0, labels, mask.to(torch.int64))
+    return ahead[ends] - ahead[starts]

@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Kind, Timeline
 from lightning_freescale.bubbles.timeline import Transfer as Watched
+from lightning_freescale.streams import Readback
 
 COLLISION, EXCLUSIVE = "collision", "exclusive"
 
@@ -85,6 +86,14 @@ def own_last(order: Tensor, counts: list[int], rank: int) -> Tensor:
     return torch.cat([before, after, own])
 
 
+def wire_bounds(counts: list[int], rank: int) -> list[int]:
+    """Where the elements of each rank begin in wire order, and then where they end: ``[W]`` counts to ``[2 W]`` positions."""
+    starts, place = [0] * len(counts), 0
+    for peer in [peer for peer in range(len(counts)) if peer != rank] + [rank]:
+        starts[peer], place = place, place + counts[peer]
+    return starts + [start + count for start, count in zip(starts, counts, strict=True)]
+
+
 @dataclass
 class ExchangeStats:
     """Sums over the batches of this rank that went the prioritized way.
@@ -133,8 +142,6 @@ class Asked:
 
     features: KeyedJaggedTensor  # owner: lookup order
     keys: Tensor  # [n] owner: row key of each id, unique over the group's tables
-    feature: Tensor  # [n] owner: index of the feature of each id
-    requester: Tensor  # [n] owner: rank that asked for each id
     wire: Tensor  # [n] owner: position in lookup order of each id in wire order
     request: Tensor  # [m] requester: position in request order of each id in wire order
     owned: list[int]  # ids asked of this rank, by requester
@@ -155,23 +162,6 @@ class Asked:
         ]
 
 
-class Counts:
-    """Row counts of both pieces, on their way to the host."""
-
-    def __init__(self, counts: Tensor):
-        self._host, self._event = counts, None
-        if counts.device.type == "cuda":
-            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def get(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()  # copied a step ago
-        return self._host.tolist()
-
-
 @dataclass
 class Split:
     """A division into collisions and the rest: decided by the owner, on its way to the requesters and to the host."""
@@ -179,7 +169,7 @@ class Split:
     mask: Tensor  # [n] owner, lookup order
     told: Transfer  # [m] uint8, requester, wire order
     received_mask: Tensor | None = None
-    counts: Counts | None = None  # [W] collisions by requester, [T] by feature, [T] all ids by feature, [W] by owner
+    counts: Readback | None = None  # [W] collisions by requester, [T] by feature, [T] all ids by feature, [W] by owner
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.bubbles.timeline import Kind, Timeline
 from lightning_freescale.embedding.collisions import (
     CollisionDetector,
-    count_by,
+    held_between,
     masked_lengths,
     partition,
     place_within,
@@ -31,17 +31,17 @@ from lightning_freescale.embedding.pieces import (
     EXCLUSIVE,
     Asked,
     BatchState,
-    Counts,
     ExchangeStats,
     Groups,
     Piece,
     Split,
     exchange,
     own_last,
+    wire_bounds,
 )
 from lightning_freescale.embedding.state import kernels_in, kernels_of
 from lightning_freescale.errors import FreeScaleError
-from lightning_freescale.streams import SideStream, current_stream, keep_for, on_device
+from lightning_freescale.streams import Readback, SideStream, current_stream, keep_for, on_device
 
 
 class _Join(torch.autograd.Function):
@@ -141,6 +141,7 @@ class PrioritizedEmbedding:
     def _note(self, index: int, features: KeyedJaggedTensor, context: Any) -> Asked:
         count, total = len(features.keys()), features.values().numel()
         sizes = context.batch_size_per_rank or [features.stride() // self.world_size] * self.world_size
+        features.offsets()  # works them out, here and now: on the stream of whoever asks first, and kept
         lengths = features.lengths().to(torch.int64)
         rank_of_sample = torch.repeat_interleave(
             torch.arange(self.world_size, device=self.device),
@@ -157,8 +158,6 @@ class PrioritizedEmbedding:
         return Asked(
             features=features,
             keys=features.values().to(torch.int64) + self._key_offsets[index][feature],
-            feature=feature,
-            requester=requester,
             wire=own_last(torch.argsort(requester, stable=True), owned, self.rank),
             request=own_last(torch.arange(sum(asked), device=self.device), asked, self.rank),
             owned=owned,
@@ -195,20 +194,17 @@ class PrioritizedEmbedding:
         return split
 
     def _count(self, asked: Asked, split: Split) -> None:
-        told = split.received_mask = split.told.wait().bool()
-        owner = torch.repeat_interleave(
-            torch.arange(self.world_size, device=self.device),
-            on_device(asked.asked, self.device),
-            output_size=sum(asked.asked),
-        )[asked.request]
-        features = len(asked.features.keys())
-        split.counts = Counts(
+        split.received_mask = split.told.wait().bool()
+        of_keys = asked.features.offsets()[:: asked.features.stride()].to(torch.int64)
+        of_ranks = wire_bounds(asked.owned, self.rank) + wire_bounds(asked.asked, self.rank)
+        send_from, send_to, from_, to = on_device(of_ranks, self.device).split(self.world_size)
+        split.counts = Readback(
             torch.cat(
                 [
-                    count_by(asked.requester, split.mask, self.world_size),
-                    count_by(asked.feature, split.mask, features),
-                    count_by(asked.feature, torch.ones_like(split.mask), features),
-                    count_by(owner, told, self.world_size),
+                    held_between(split.mask[asked.wire], send_from, send_to),
+                    masked_lengths(split.mask, of_keys),
+                    of_keys.diff(),
+                    held_between(split.received_mask, from_, to),
                 ]
             )
         )
@@ -220,9 +216,7 @@ class PrioritizedEmbedding:
         assert split.received_mask is not None
         keys = asked.features.keys()
         sizes = [self.world_size, len(keys), len(keys), self.world_size]
-        send, by_feature, all_by_feature, receive = (
-            part.tolist() for part in torch.tensor(split.counts.get()).split(sizes)
-        )
+        send, by_feature, all_by_feature, receive = (part.tolist() for part in split.counts.wait().split(sizes))
         own, ask = sum(send), sum(receive)
         mask, features = split.mask, asked.features
         values = features.values()[partition(mask)]

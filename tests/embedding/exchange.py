@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adam": EmbOptimType.ADAM,
 }
+BEHIND = 10_000_000  # cycles of a GPU, several times what the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
 
 # The batches of one rank: for every step and sample, the ids of each feature.
@@ -116,11 +117,14 @@ def train(
     rates: Callable[[int], float] = lambda step: 0.1,
     between: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """Train; with a schedule its hooks are called as the strategy calls them. ``between(step)`` runs after each step."""
+    """Train; with a schedule its hooks are called as the strategy calls them. ``between(step)`` runs after each step.
+
+    On CUDA the device is kept some steps behind the host, as in a long training: streams that ought to wait must say so.
+    """
     torch.manual_seed(5)
     head = nn.Linear(DIM, 1).to(device)
     kjts = [to_kjt(batch, device) for batch in batches]
-    losses = []
+    losses: list[Tensor] = []
     for step, kjt in enumerate(kjts):
         for group in module.fused_optimizer.param_groups:
             group["lr"] = rates(step)
@@ -128,17 +132,22 @@ def train(
         if schedule is not None:
             schedule.begin_step([kjt], kjts[step + 1 : step + 2], kjts[step + 2 : step + 3])
         output = module(kjt)
-        loss = sum((head(torch.tanh(output[key].values())).sum() for key in KEYS), torch.zeros((), device=device))
+        if device == "cuda":
+            torch.cuda._sleep(BEHIND)
+        loss = sum(
+            (head(torch.tanh(output[key].values())).sum() + output[key].lengths().sum() for key in KEYS),
+            torch.zeros((), device=device),
+        )
         if schedule is not None:
             schedule.before_backward()
         loss.backward()
         if schedule is not None:
             schedule.after_backward()
-        losses.append(loss.item())
+        losses.append(loss.detach())
         between(step)
     if schedule is not None:
         schedule.flush()
-    return losses
+    return torch.stack(losses).tolist() if losses else []
 
 
 def make_schedule(module: ShardedEmbeddingCollection, backend: str | None = None) -> Schedule:

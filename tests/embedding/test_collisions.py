@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from lightning_freescale.embedding import collisions
 from lightning_freescale.embedding.collisions import (
     CollisionDetector,
-    count_by,
+    held_between,
     masked_lengths,
     partition,
     place_within,
 )
+from lightning_freescale.embedding.pieces import own_last, wire_bounds
 
 KEYS = st.lists(st.integers(0, 19), max_size=30)
 MASKS = st.lists(st.booleans(), max_size=30)
@@ -47,12 +48,25 @@ def test_masked_lengths(values: list[bool], cuts: list[int]) -> None:
     assert got.tolist() == [sum(values[a:b]) for a, b in itertools.pairwise(offsets)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=30))
-def test_count_by(pairs: list[tuple[int, bool]]) -> None:
-    labels = torch.tensor([label for label, _ in pairs], dtype=torch.int64)
-    mask = torch.tensor([held for _, held in pairs], dtype=torch.bool)
-    assert count_by(labels, mask, 5).tolist() == [sum(h for label, h in pairs if label == k) for k in range(5)]
+@given(MASKS, st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6))
+def test_held_between(values: list[bool], pairs: list[tuple[int, int]]) -> None:
+    spans = [sorted(min(end, len(values)) for end in pair) for pair in pairs]
+    starts, ends = (torch.tensor([span[side] for span in spans], dtype=torch.int64) for side in (0, 1))
+    got = held_between(torch.tensor(values, dtype=torch.bool), starts, ends)
+    assert got.tolist() == [sum(values[a:b]) for a, b in spans]
 
 
 def test_examples() -> None:
     assert doctest.testmod(collisions).failed == 0
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())
+def test_wire_bounds(counts: list[int], data: st.DataObject) -> None:
+    """Against the wire order itself."""
+    rank = data.draw(st.integers(0, len(counts) - 1))
+    ranks = torch.tensor([peer for peer, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
+    wire = own_last(ranks, counts, rank).tolist()
+    bounds = wire_bounds(counts, rank)
+    starts, ends = bounds[: len(counts)], bounds[len(counts) :]
+    for peer, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        assert wire[start:end] == [peer] * counts[peer]
