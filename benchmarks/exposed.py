@@ -10,7 +10,8 @@ cpu: an emulated device and network (``machines.py``, ``link.py``) around the re
 makes the result the same on every machine; ``--clock real`` lets it pass, and adds what the host does. The emulated step has
 5 % of its compute after backward (``--tail``), where rows that collide can still hide; their gradients cannot.
 cuda: real ranks and compute. TorchRec exchanges over NCCL, the prioritized side over what the strategy would choose
-(``--transport``). The script starts one GPU as a cluster of nodes; under another launcher it takes its place there.
+(``--transport``), in three rounds. The script starts one GPU as a cluster of nodes; under another launcher it takes its place
+there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = report.make_parser(__doc__, quick="three rates, few steps")
     cluster.add_options(parser)
     parser.add_argument("--rates", type=float, nargs="+", help="collision rates in percent")
-    parser.add_argument("--steps", type=int, help="measured steps of each side and rate")
+    parser.add_argument("--steps", type=int, help="measured steps of each side, rate and round")
+    parser.add_argument("--rounds", type=int, help="through all rates; default 3 where time is real, else 1")
     parser.add_argument("--clock", choices=("counted", "real"), default="counted", help="cpu: how emulated time passes")
     parser.add_argument("--tail", type=float, default=5.0, help="cpu: compute after backward, percent of the rest")
     parser.add_argument(
@@ -63,8 +65,9 @@ def take_part(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         ranks=arguments.ranks,
         rates=tuple(rates),
+        rounds=arguments.rounds or (3 if real and not arguments.quick else 1),
         warm=8 if arguments.device == "cuda" else 3,  # the allocator needs some steps to have all sizes
-        steps=arguments.steps or (16 if real and not arguments.quick else 4),
+        steps=arguments.steps or (10 if real and not arguments.quick else 4),
         clock=arguments.clock,
         tail=arguments.tail / 100,
         transport=arguments.transport,

@@ -16,6 +16,7 @@ from benchmarks.machines import Transport, make_machine
 from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
 
 GOAL = {"collisions": 0.12, "gone": 0.903}
+WARM_AGAIN = 3  # steps of each rate before the clock counts, in later rounds
 COOL = 1  # steps at the end of a rate that see the next rate's first batch: not counted
 # The losses of all sides are equal bit for bit on CPU. On CUDA, sums of bfloat16 products come in another order at times.
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-4}
@@ -26,8 +27,9 @@ class Options:
     device: str
     ranks: int
     rates: tuple[float, ...]
-    warm: int  # steps of each rate before the clock counts
-    steps: int  # steps of each rate that count
+    rounds: int  # through all rates
+    warm: int  # steps of each rate before the clock counts, in the first round; twice as many before the very first
+    steps: int  # steps of each rate and round that count
     clock: str
     tail: float
     transport: Transport
@@ -38,40 +40,37 @@ def measure(options: Options) -> dict[str, Any]:
     """Train all sides at all rates. Returns the same figures on every rank: a step lasts until its slowest rank is through."""
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     machine, workload = make_machine(options.device, options.ranks, options.clock, options.tail, options.transport)
-    per_rate = options.warm + options.steps + COOL
-    schedule = [rate for rate in options.rates for _ in range(per_rate)]
+    blocks = _blocks(options)
+    schedule = [block.rate for block in blocks for _ in range(block.warm + options.steps + COOL)]
     batches = [
         machine.pin(workload.batch(dist.get_rank(), step, options.ranks, rate)) for step, rate in enumerate(schedule)
     ]
     sides, prioritized = make_sides(workload, machine, batches)
-    counted = slice(options.warm, options.warm + options.steps)
     losses: dict[str, list[Any]] = {name: [] for name in sides}
     memory = {name: machine.memory() for name in sides}
-    results = []
-    for number, rate in enumerate(options.rates):
-        step_ms = {}
+    step_ms: dict[float, list[dict[str, list[float]]]] = {rate: [] for rate in options.rates}  # by round, of each side
+    for block in blocks:
+        step_ms[block.rate].append({})
         for name, steps in sides.items():
             memory[name].open()
             marks = [machine.mark()]
-            for _ in range(per_rate):
+            for _ in range(block.warm + options.steps + COOL):
                 losses[name].append(next(steps))
                 marks.append(machine.mark())
             times = _slowest([machine.seconds(*pair) for pair in pairwise(marks)], machine.device)
             memory[name].close()
-            step_ms[name] = [1e3 * seconds for seconds in times[counted]]
-        seen = prioritized.collisions[number * per_rate :][counted]
-        # Means: work that runs ahead of its step moves time from one step to another.
-        mean = {name: statistics.mean(times) for name, times in step_ms.items()}
-        results.append(
-            {
-                "collisions": rate,
-                "collisions_measured": _mean(statistics.mean(seen), machine.device),
-                "step_ms": mean,
-                "step_ms_spread": {name: max(times) - min(times) for name, times in step_ms.items()},
-                "exposed_ms": {name: mean[name] - mean[COMPUTE] for name in SIDES},
-                "beyond_dense_ms": {name: mean[name] - mean[DENSE] for name in SIDES},
-            }
-        )
+            step_ms[block.rate][-1][name] = [1e3 * seconds for seconds in times[block.warm :][: options.steps]]
+    seen = {
+        rate: [
+            c for block in blocks if block.rate == rate for c in prioritized.collisions[block.counted(options.steps)]
+        ]
+        for rate in options.rates
+    }
+    results = [
+        {"collisions": rate, "collisions_measured": _mean(statistics.mean(seen[rate]), machine.device)}
+        | _rate_figures(rounds)
+        for rate, rounds in step_ms.items()
+    ]
     values = {name: torch.stack(kept).double().cpu() for name, kept in losses.items() if name in SIDES}
     reference = values[SIDES[0]]
     apart = {
@@ -96,6 +95,46 @@ def measure(options: Options) -> dict[str, Any]:
             "peak_bytes": {name: kept.peak for name, kept in memory.items() if kept.peak},
         },
         "lane": prioritized.schedule.lanes[0].off or PRIORITIZED if prioritized.schedule else None,
+    }
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The steps of one rate in one round."""
+
+    rate: float
+    warm: int
+    start: int  # number of its first step
+
+    def counted(self, steps: int) -> slice:
+        return slice(self.start + self.warm, self.start + self.warm + steps)
+
+
+def _blocks(options: Options) -> list[_Block]:
+    blocks: list[_Block] = []
+    start = 0
+    for number in range(options.rounds):
+        for rate in options.rates:
+            warm = WARM_AGAIN if number else options.warm if blocks else 2 * options.warm
+            blocks.append(_Block(rate, warm, start))
+            start += warm + options.steps + COOL
+    return blocks
+
+
+def _rate_figures(rounds: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """From the step times of each round and side, in milliseconds."""
+    times = {name: [ms for one in rounds for ms in one[name]] for name in rounds[0]}
+
+    def beyond(baseline: str, of: dict[str, list[float]]) -> dict[str, float]:
+        # Means: work that runs ahead of its step moves time from one step to another.
+        return {name: statistics.mean(of[name]) - statistics.mean(of[baseline]) for name in SIDES}
+
+    return {
+        "step_ms": {name: statistics.mean(values) for name, values in times.items()},
+        "step_ms_spread": {name: max(values) - min(values) for name, values in times.items()},
+        "exposed_ms": beyond(COMPUTE, times),
+        "beyond_dense_ms": beyond(DENSE, times),
+        "exposed_ms_by_round": [beyond(COMPUTE, one) for one in rounds],
     }
 
 
@@ -131,10 +170,9 @@ def summarise(figures: dict[str, Any]) -> dict[str, Any]:
     """Add what follows from the measured figures: shares gone, the line, whether the losses agree and the goal is met."""
     results = figures["results"]
     for row in results:
-        exposed = row["exposed_ms"]
-        row["gone"] = {side: 1.0 - exposed[PRIORITIZED] / exposed[side] for side in (BASE, SPARSE_DIST)}
-        beyond = row["beyond_dense_ms"]
-        row["gone_beyond_dense"] = {side: 1.0 - beyond[PRIORITIZED] / beyond[side] for side in (BASE, SPARSE_DIST)}
+        row["gone"] = _gone(row["exposed_ms"])
+        row["gone_by_round"] = [_gone(one) for one in row["exposed_ms_by_round"]]
+        row["gone_beyond_dense"] = _gone(row["beyond_dense_ms"])
     if len(results) > 1:
         rates = [row["collisions_measured"] for row in results]
         figures["line"] = line_through(rates, [row["exposed_ms"][PRIORITIZED] for row in results])
@@ -145,8 +183,17 @@ def summarise(figures: dict[str, Any]) -> dict[str, Any]:
     for row in results:
         if row["collisions"] == GOAL["collisions"]:
             beyond = min(row["gone_beyond_dense"].values())
-            figures["goal"] = GOAL | {"reached": min(row["gone"].values()), "reached_beyond_dense": beyond}
+            figures["goal"] = GOAL | {
+                "reached": min(row["gone"].values()),
+                "reached_by_round": [min(one.values()) for one in row["gone_by_round"]],
+                "reached_beyond_dense": beyond,
+            }
     return figures
+
+
+def _gone(ms: dict[str, float]) -> dict[str, float]:
+    """Share of TorchRec's time that the prioritized side does not take."""
+    return {side: 1.0 - ms[PRIORITIZED] / ms[side] for side in (BASE, SPARSE_DIST)}
 
 
 def _listed(values: dict[str, Any]) -> str:
@@ -204,4 +251,6 @@ def describe(figures: dict[str, Any]) -> str:
             f"goal at {goal['collisions']:.0%} collisions, {goal['gone']:.1%} of TorchRec's exposed time gone: {reached}, "
             f"{goal['reached']:.1%} ({goal['reached_beyond_dense']:.1%} of the time beyond the dense part alone)"
         )
+        if len(goal["reached_by_round"]) > 1:
+            lines.append(f"by round: {', '.join(f'{share:.1%}' for share in goal['reached_by_round'])}")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ SECONDS = 0.05  # of one exchange of all rows, see make_machine
 
 
 def options(*rates: float, tail: float = 0.05) -> Options:
-    return Options("cpu", 2, rates, warm=3, steps=2, clock="counted", tail=tail, transport="auto")
+    return Options("cpu", 2, rates, rounds=1, warm=3, steps=2, clock="counted", tail=tail, transport="auto")
 
 
 def figures_of(rank: int, chosen: Options, sabotage: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--rates", "12", "--steps", "1", "--json", "--output"]
+    arguments = ["--device", "cpu", "--rates", "12", "--steps", "1", "--rounds", "2", "--json", "--output"]
     output = tmp_path / "exposed.json"
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
@@ -175,5 +175,8 @@ def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     printed = json.loads(done.stdout)
     assert printed == json.loads(output.read_text())
     assert printed["results"][0]["exposed_ms"].keys() == {BASE, SPARSE_DIST, SYNC, PRIORITIZED}
+    first, second = printed["goal"]["reached_by_round"]
+    assert first == pytest.approx(second, rel=0.01)
+    assert first == pytest.approx(printed["goal"]["reached"], rel=0.01)
     assert printed["command"].startswith("python -m benchmarks.exposed --device cpu --rates 12")
     assert {"machine", "versions", "date", "parameters", "losses", "memory", "goal"} <= printed.keys()
