@@ -94,7 +94,9 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[Job, slice]:
     else:
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # Lightning looks there, too
     rank = int(os.environ["RANK"])
-    job = Job(device, rank, arguments.ranks, workload, model, warm + steps + COOL, wait, arguments.traces)
+    job = Job(
+        device, rank, arguments.ranks, workload, model, warm + steps + COOL, wait, arguments.traces, arguments.options
+    )
     return job, slice(warm, warm + steps)
 
 

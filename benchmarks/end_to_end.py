@@ -48,6 +48,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="default 4, on cpu 2")
     parser.add_argument("--heads", type=int, help="default 4, on cpu 2")
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help="only these")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="more of the strategy's, for the side 'all', as JSON"
+    )
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="also trace three steps of each side, on rank 0")
     parser.add_argument("--cannot-help", action="store_true", help="where FreeScale has nothing to win")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where the launcher looks for the ranks' figures

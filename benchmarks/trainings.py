@@ -55,6 +55,7 @@ class Job:
     steps: int
     timeout: float  # seconds that a rank waits for another
     traces: Path | None = None  # folder for traces of rank 0, of some steps of each side
+    options: dict[str, Any] = field(default_factory=dict)  # more of the strategy's, where all techniques are on
 
     def marks(self, side: str) -> Marks:
         """For one training; takes a trace of three of its last steps, if traces are wanted."""
@@ -143,7 +144,8 @@ def train(name: str, job: Job, batches: Batches) -> Trained:
     elif name in PIPELINES:
         trained = torchrec_pipeline(PIPELINES[name], job, batches, job.marks(name))
     else:
-        trained = freescale(STRATEGIES[name], job, batches, job.marks(name))
+        options = STRATEGIES[name] | (job.options if name == ALL else {})
+        trained = freescale(options, job, batches, job.marks(name))
     job.settle()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before

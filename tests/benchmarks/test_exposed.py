@@ -75,7 +75,7 @@ def test_torchrec_exposes_both_exchanges_whatever_collides(figures: dict[str, An
     for row in figures["results"]:
         times = row["exposed_ms"]
         assert (
-            2e3 * SECONDS < times[SPARSE_DIST] < times[BASE] < 2.2e3 * SECONDS
+            1.95e3 * SECONDS < times[SPARSE_DIST] < times[BASE] < 2.2e3 * SECONDS
         )  # rows and gradients; base: ids as well
         assert times[SYNC] == pytest.approx(times[BASE])
 
