@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import plots, report
+from benchmarks import bubble, plots, report
 from benchmarks.claims import kept, where
 from lightning_freescale.balance.plan import RANDOM, evaluate
 from lightning_freescale.balance.planner import rule_of_thumb
@@ -248,6 +248,32 @@ def draw_sm_free(results: Mapping[str, Row], path: Path) -> None:
     figure.savefig(path, dpi=plots.DPI)
 
 
+def draw_end_to_end(results: Mapping[str, Row], path: Path) -> None:
+    """Where the time of a step goes on each side, and the losses of all sides over each other."""
+    found = results["end_to_end_h200"]
+    sides = {name: side for name, side in found["sides"].items() if name != bubble.DENSE}
+    figure = plots.figure(11, 4.2)
+    bars, curves = figure.subplots(1, 2, width_ratios=(3, 2))
+    left = np.full(len(sides), found["dense_ms"])
+    bars.barh(list(sides), left, color="#dddddd", label="dense compute, alone")
+    for colour, part in zip(plots.COLOURS, bubble.PARTS, strict=True):
+        width = np.array([max(0.0, side["parts_ms"][part]) for side in sides.values()])
+        bars.barh(list(sides), width, left=left, color=colour, label=part)
+        left = left + width
+    for place, (end, side) in enumerate(zip(left, sides.values(), strict=True)):
+        bars.text(end + 3, place, f"{side['samples_per_second']:,.0f}/s", va="center", fontsize=8)
+    bars.invert_yaxis()
+    bars.set(title="A step of each side, ms; samples a second", xlim=(0, 1.15 * left.max()))
+    for number, (name, side) in enumerate(sides.items()):
+        style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": max(0.8, 4.5 - 0.6 * number)}
+        curves.plot(side["losses"], label=name, **style)
+    curves.set(title="Losses, the first side's below the others'", xlabel="step")
+    for axes in (bars, curves):
+        plots.tidy(axes)
+        axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+    figure.savefig(path, dpi=plots.DPI)
+
+
 def main() -> None:
     parser = report.make_parser(__doc__, quick="few batches of fewer histories")
     parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help="files of events")
@@ -269,6 +295,7 @@ def main() -> None:
         draw_kernels(kept()["balance_cpu"]["kernels"], arguments.folder / "figure_kernels.png")
         draw_exposed(kept(), arguments.folder / "figure_exposed.png")
         draw_sm_free(kept(), arguments.folder / "figure_sm_free.png")
+        draw_end_to_end(kept(), arguments.folder / "figure_end_to_end.png")
     titles = {
         "Sparsity and straggler against the longest history (Fig. 2, 8a)": results["history"],
         "Straggler against the samples a rank (Fig. 8b)": results["batch size"],

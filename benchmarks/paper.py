@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.claims import GOAL_RATE, command, where
+from benchmarks.claims import end_to_end as claim_of_end_to_end
 from benchmarks.claims import quality as claim_of_quality
 
 PICTURES = "../benchmarks/results"
@@ -49,6 +50,8 @@ def sections(results: Results) -> Iterator[Section]:
     yield from exposed(results)
     if "sm_free_h200" in results:
         yield contention(results)
+    if "end_to_end_h200" in results:
+        yield end_to_end(results)
     if "quality_cpu" in results:
         yield quality(results)
     if "simulate" in results:
@@ -162,6 +165,22 @@ def contention(results: Results) -> Section:
         f"{slow['gemm', 'freescale']} and {slow['hstu', 'freescale']}.",
         "figure_sm_free.png",
         ["sm_free_h200"],
+    )
+
+
+def end_to_end(results: Results) -> Section:
+    claim = claim_of_end_to_end(results["end_to_end_h200"])
+    assert claim is not None
+    side = results["end_to_end_h200"]["sides"]["all"]
+    left = sorted(((ms, part) for part, ms in side["parts_ms"].items()), reverse=True)
+    rest = ", ".join(f"{part} {ms:.1f}" for ms, part in left)
+    return Section(
+        "End to end (Fig. 11)",
+        "Losses and accuracy equal TorchRec's, in less time.",
+        f"{claim.claim[0].upper()}{claim.claim[1:]}: {claim.before}; with all techniques {claim.after}. What is left, in ms: "
+        f"{rest}.",
+        "figure_end_to_end.png",
+        ["end_to_end_h200"],
     )
 
 

@@ -57,7 +57,9 @@ def test_a_file_of_events_is_read(tmp_path: Path) -> None:
     assert found.histories.num_items == 5
 
 
-@pytest.mark.parametrize("name", ["history", "size_and_ranks", "collisions", "kernels", "exposed", "sm_free"])
+@pytest.mark.parametrize(
+    "name", ["history", "size_and_ranks", "collisions", "kernels", "exposed", "sm_free", "end_to_end"]
+)
 def test_pictures_are_drawn_from_the_kept_results(name: str, tmp_path: Path) -> None:
     kept_figures = RESULTS["figures"]
     arguments = {
@@ -73,7 +75,7 @@ def test_pictures_are_drawn_from_the_kept_results(name: str, tmp_path: Path) -> 
 def test_the_page_shows_pictures_that_exist_and_leaves_out_what_was_not_measured() -> None:
     folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
     sections = list(paper.sections(RESULTS))
-    assert len(sections) == 8
+    assert len(sections) == 9
     for section in sections:
         assert (folder / section.picture).exists()
     without = {name: found for name, found in RESULTS.items() if name != "simulate"}

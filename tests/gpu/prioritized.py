@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import lightning_freescale.transport  # noqa: F401 - registers the backend
-from lightning_freescale.embedding.schedule import Schedule
 from tests.embedding import exchange
 from tests.embedding.exchange import SHARDINGS, build, make_schedule, random_batches, tables, train
 
@@ -28,9 +26,6 @@ def main() -> None:
     results = []
     cases = [(kind, optimizer, {}) for kind in SHARDINGS for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")]
     cases += [(kind, "rowwise_adagrad", {"use_index_dedup": True}) for kind in SHARDINGS]
-    broken = "broken" in sys.argv
-    if broken:
-        cases = [("table_wise", "sgd", {})]
     for kind, optimizer, options in cases:
         batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
         rates = {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
@@ -40,8 +35,6 @@ def main() -> None:
         train(again, batches, None, "cuda", **rates)
         module = build(kind, optimizer, world, "cuda", **options)
         schedule = make_schedule(module, backend)
-        if broken:
-            break_streams(schedule)
         got = train(module, batches, schedule, "cuda", **rates)
         torch.cuda.synchronize()
         a, b, c = tables(plain), tables(module), tables(again)
@@ -61,19 +54,6 @@ def main() -> None:
     if rank == 0:
         print("RESULT " + json.dumps(results), flush=True)
     dist.destroy_process_group()
-
-
-def break_streams(schedule: Schedule) -> None:
-    """Let offsets be worked out by whoever asks first: on the compute stream, which is behind."""
-    moves = schedule.lanes[0].moves
-    note = moves._note
-
-    def forgetful(*arguments: Any) -> Any:
-        asked = note(*arguments)
-        asked.features._offsets = None
-        return asked
-
-    moves._note = forgetful  # type: ignore[method-assign]
 
 
 def _worst(values: list[float]) -> float:
