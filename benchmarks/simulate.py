@@ -99,7 +99,7 @@ def machine_of(found: dict[str, Any], side: str) -> tuple[Cluster, float]:
 
 def measured_cost(found: dict[str, Any]) -> tuple[CostModel, float]:
     """Seconds of a sample on a rank, as fitted to measured steps; and its relative standard deviation."""
-    fitted = next(row for row in found["cost model"] if row["cost"] == "fitted")
+    fitted = next(row for row in found["cost model"] if row["cost"] == "fitted online")  # the one from most steps
     # All but one of a history's positions are scored against the negatives: as good as linear in its length.
     linear = fitted["linear"] + int(found["setting"]["negatives"]) * fitted["candidate"]
     return CostModel(linear, fitted["quadratic"], constant=fitted["constant"]), fitted[
