@@ -73,7 +73,7 @@ def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
         },
         "rank_ms": (column["end"] - column["batch"]).mean(axis=1).tolist(),
         "compute_ms": float(compute.mean()),
-        "compute_rank_ms": compute.mean(axis=1).tolist(),
+        "compute_rank_ms": compute.round(2).tolist(),  # [ranks, steps]
         "parts_ms": {
             "straggler": float((compute.max(axis=0) - compute).mean()),
             "exposed embedding": least(column["batch"], column["arrived"])
