@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -303,19 +304,20 @@ class FreeScaleMixin(_Base):
     def process_dataloader(self, dataloader: object) -> LookaheadLoader:
         trainer = self._module.trainer
         assert self.control is not None
-        training = trainer.training
+        training, checked = trainer.training, False
         if training:
             if any(loader is self._train_loader for loader in tree_leaves(trainer.train_dataloader)):
                 self._balancer.detach()  # reload_dataloaders_every_n_epochs
-            dataloader = self._balancer.attach(
+            balanced = self._balancer.attach(
                 dataloader,
                 cost_model=self._cost_model(),
                 check=lambda batch: staging.check(batch, self._rows),
                 pin_memory=self.root_device.type == "cuda",
             )
+            dataloader, checked = balanced, balanced is not dataloader  # samples are checked before they travel
         loader = LookaheadLoader(
             dataloader,  # type: ignore[arg-type]
-            stage=self._stage,
+            stage=partial(self._stage, checked=checked),
             control=self.control,
             limit=(lambda: trainer.num_training_batches) if training else (lambda: float("inf")),
             on_stop=self._stop_together,
@@ -332,8 +334,9 @@ class FreeScaleMixin(_Base):
         linear, quadratic, candidate = self._module.cost_coefficients()
         return CostModel(linear=linear, quadratic=quadratic, candidate=candidate)
 
-    def _stage(self, batch: Any) -> tuple[Any, int, Any]:
-        staging.check(batch, self._rows)
+    def _stage(self, batch: Any, checked: bool) -> tuple[Any, int, Any]:
+        if not checked:
+            staging.check(batch, self._rows)
         weight, sums = staging.loss_weight(batch, self._reduction()), self._balancer.sums(batch)
         trainer = self._module.trainer
         if self._has_hook("on_before_batch_transfer"):
