@@ -2,7 +2,8 @@
 
 For streams and for loaders of any kind, whose lengths nobody knows beforehand. For every batch the ranks, on the host and
 over a process group of their own, (1) say whether they have one, (2) gather history lengths and candidate counts, (3)
-compute the same plan, and (4) send each sample to its rank, all of its parts in one AllToAll of bytes.
+compute the same plan, and (4) send each sample to its rank, all of its parts in one AllToAll of bytes. Where batches are even
+already, they soon look at few of them: see :class:`Rest`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from lightning_freescale.errors import FreeScaleError, InputError
 
 Sizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
 DEPTH = 2  # batches made ready beyond the one in use
+EVEN = 16  # batches in a row whose samples stay where they are, before ranks rest
+REST = 16  # one in so many is looked at then
 CLOSE_SECONDS = 2.0  # how long to wait for the other ranks when an iteration is given up
 
 
@@ -67,13 +70,43 @@ class ExchangeStats:
         exposed: seconds of it that the exchange accounts for: its time on the critical path.
         exchanging: seconds the exchange took, hidden or not.
         bytes_sent: to other ranks.
+        looked_at: batches whose lengths the ranks have compared.
     """
 
     batches: int = 0
+    looked_at: int = 0
     waited: float = 0.0
     exposed: float = 0.0
     exchanging: float = 0.0
     bytes_sent: int = 0
+
+
+class Rest:
+    """Which batches are worth a look: all, until ``EVEN`` in a row were even already; then one in ``REST``, until one is not.
+
+    The ranks must be told the same, and decide the same then.
+
+    >>> rest = Rest(even=EVEN)
+    >>> [rest.looks() for _ in range(REST)].count(True)
+    1
+    """
+
+    def __init__(self, even: int = 0):
+        self.even = even  # batches in a row
+        self._rested = 0
+
+    def looks(self) -> bool:
+        """Whether to look at the next batch."""
+        if self.even < EVEN:
+            return True
+        self._rested = (self._rested + 1) % REST
+        return self._rested == 0
+
+    def note(self, moved: bool) -> None:
+        """What came of a look."""
+        self.even = 0 if moved else self.even + 1
+        if self.even == EVEN:
+            say_once(f"balance: {EVEN} batches in a row were even already; from here on, one in {REST} is looked at")
 
 
 class ExchangeLoader:
@@ -113,6 +146,7 @@ class ExchangeLoader:
         self.planners = [planner]  # all there have been: ranks may get a new one at different batches
         self.stats = ExchangeStats()
         self.unbalanced: str | None = None  # why batches are trained where they are loaded, if they are
+        self.even = 0  # batches in a row that were even, at the end of an epoch: the same on all ranks
         self._run: _Run | None = None
         self._state: dict | None = None
 
@@ -155,6 +189,7 @@ class ExchangeLoader:
                 self.stats.exposed += min(waited, made.seconds)
                 self.stats.exchanging += made.seconds
                 self.stats.bytes_sent += made.bytes_sent
+                self.stats.looked_at += made.looked_at
                 self._state = made.state
                 yield made.batch
         finally:
@@ -191,6 +226,7 @@ class _Made(NamedTuple):
     state: dict | None
     seconds: float = 0.0
     bytes_sent: int = 0
+    looked_at: bool = False
 
 
 class _Run:
@@ -203,6 +239,8 @@ class _Run:
         self._closed = threading.Event()
         self._agreed: tuple[Layout, list[Owner]] | None = None
         self._plain = False
+        self._rest = Rest(owner.even)
+        owner.even = 0  # an iteration that is given up leaves the ranks at different batches
         self._number = 0  # of the batch
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="freescale-exchange", daemon=True)
@@ -245,15 +283,21 @@ class _Run:
 
     def _advance(self) -> bool:
         """Make one batch; whether there may be more."""
-        loaded = self._load()
-        if self._plain:
-            return self._hand_on(loaded)
+        look = not self._plain and self._rest.looks()
+        loaded = self._load(look)
+        if not look:
+            sound = self._hand_on(loaded)
+            if self._plain or sound:
+                return sound  # if not, the other ranks, which may be at their next look, hear of it below
         start = time.perf_counter()
         count = 0 if loaded.samples is None else loaded.samples.num_samples
         mine = np.array([loaded.word, count, len(self._owner.planners)])
         words, counts, planners = self._gather(mine).T
         if not np.isin(words, (Word.BATCH, Word.PLAIN)).all():
-            self._ready.put(loaded.error or self._refusal(loaded.word, words))
+            if look:
+                self._ready.put(loaded.error or self._refusal(loaded.word, words))
+            if (words == Word.END).all():
+                self._owner.even = self._rest.even
             return False
         try:
             if (plain := np.flatnonzero(words == Word.PLAIN)).size:
@@ -264,18 +308,25 @@ class _Run:
             self._plain, self._owner.unbalanced = True, str(reason)
             say_once(f"balance: batches are trained where they are loaded, for their samples cannot move: {reason}")
             return self._hand_on(loaded)
-        self._ready.put(_Made(batch, loaded.state, time.perf_counter() - start, sent))
+        moved = batch is not loaded.batch
+        self._rest.note(moved)
+        seconds = time.perf_counter() - start
+        self._ready.put(_Made(batch if moved else self._pinned(batch), loaded.state, seconds, sent, looked_at=True))
         self._number += 1
         return True
+
+    def _pinned(self, batch: Any) -> Any:
+        return pin_memory(batch) if self._owner.pin_memory else batch
 
     def _hand_on(self, loaded: _Loaded) -> bool:
         """Hand out a local batch as it was loaded, or what became of it; whether there may be more."""
         sound = loaded.word in (Word.BATCH, Word.PLAIN)
-        self._ready.put(_Made(loaded.batch, loaded.state) if sound else loaded.error)
+        self._ready.put(_Made(self._pinned(loaded.batch), loaded.state) if sound else loaded.error)
+        self._number += sound
         return sound
 
-    def _load(self) -> _Loaded:
-        """The next local batch taken apart. All that can go wrong on this rank alone goes wrong here."""
+    def _load(self, look: bool) -> _Loaded:
+        """The next local batch, taken apart for a look. All that can go wrong on this rank alone goes wrong here."""
         owner = self._owner
         if self._closed.is_set():
             return _Loaded(Word.CLOSED)
@@ -290,7 +341,7 @@ class _Run:
             return _Loaded(Word.ERROR, error=error)
         if self._closed.is_set():
             return _Loaded(Word.CLOSED)
-        if self._plain:
+        if not look:
             return _Loaded(Word.BATCH, batch, state)
         try:
             samples = take_apart(batch)
@@ -318,7 +369,10 @@ class _Run:
         )
 
     def _exchange(self, loaded: _Loaded, counts: NDArray[np.int64], planner: Planner) -> tuple[Any, int]:
-        """Deal the samples of all ranks, ``counts [world]`` of them: the new batch, and bytes sent. A collective."""
+        """Deal the samples of all ranks, ``counts [world]`` of them: the new batch, or the old if none moves, and bytes sent.
+
+        A collective.
+        """
         samples, sizes = loaded.samples, loaded.sizes
         assert samples is not None
         assert sizes is not None
@@ -335,7 +389,7 @@ class _Run:
         home = np.repeat(np.arange(world), counts)
         dealt = planner.from_home(home, *sizes.T, world=world)
         if dealt is home:
-            return pin_memory(loaded.batch) if self._owner.pin_memory else loaded.batch, 0
+            return loaded.batch, 0
         plan = np.split(dealt, np.cumsum(counts)[:-1])  # by source rank
 
         order = np.argsort(plan[rank], kind="stable")
