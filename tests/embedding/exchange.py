@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adam": EmbOptimType.ADAM,
 }
-BEHIND = 10_000_000  # cycles of a GPU, several times what the host needs for a step
+BEHIND = 60_000_000  # cycles of a GPU: 30 ms, some times what the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
 
 # The batches of one rank: for every step and sample, the ids of each feature.
