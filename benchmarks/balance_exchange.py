@@ -26,7 +26,6 @@ import lightning_freescale as fs
 from benchmarks import report
 from benchmarks.trainer import plain_trainer
 from lightning_freescale import demo
-from lightning_freescale.models import HSTU
 
 GOAL = 0.01  # of a step
 WAITS = ("waited", "exposed", "exchanging", "bytes_sent")
@@ -64,22 +63,7 @@ def train(ranks: int, epochs: int, balance: str) -> list[list[dict[str, float]]]
         )  # Lightning clears the latter after a fit
     demo.settle("cuda" if cuda else "cpu")
     pl.seed_everything(options.seed, verbose=False)
-    data = fs.SeqRecDataModule(
-        options.data,
-        batch_size=options.batch_size,
-        max_history=options.max_history,
-        num_negatives=options.num_negatives,
-        seed=options.seed,
-        balance="off",
-    )
-    model = HSTU(
-        data.num_items,
-        embedding_dim=options.embedding_dim,
-        num_layers=options.layers,
-        num_heads=options.heads,
-        max_history=options.max_history,
-        lr=options.lr,
-    )
+    data, model = demo.workload(options, balance="off")
     watch = Watch()
     trainer = plain_trainer(
         fs.FreeScaleStrategy(balance=balance, prioritize=False),  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ class Claim(NamedTuple):
     before: str
     after: str
     command: str
+    date: str = ""
 
 
 def kept(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -48,13 +49,14 @@ def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
         "sm_free": sm_free,
         "balance": partition,
         "balance_exchange": exchange,
+        "monitor_overhead": monitor,
         "quality": quality,
         "simulate": simulated,
     }
     for benchmark, make in makers.items():
         for found in results.values():
             if found["benchmark"] == benchmark and (claim := make(found)):
-                yield claim
+                yield claim._replace(date=found["date"][:10])
 
 
 def end_to_end(found: dict[str, Any]) -> Claim | None:
@@ -169,6 +171,17 @@ def exchange(found: dict[str, Any]) -> Claim:
         f"exchange of samples between ranks, workload of the demo, {found['ranks']} ranks on {found['machine']}",
         f"in line it would take {figures['in line ms']:.1f} ms a step, {figures['in line %']:.1f}%",
         f"steps wait {figures['exposed ms']:.1f} ms for it, {figures['exposed %']:.2f}%",
+        command(found),
+    )
+
+
+def monitor(found: dict[str, Any]) -> Claim:
+    figures = found["results"]
+    return Claim(
+        f"cost of the monitor, {found['ranks']} ranks, {found['machine']}",
+        f"a step that is not recorded: {figures['step ms']:.1f} ms",
+        f"a recorded one: {figures['recorded step ms']:.1f} ms; at one in {figures['recorded by default, every']}, as by "
+        f"default, {figures['overhead by default, by step times']:.2%} of the time",
         command(found),
     )
 

@@ -24,14 +24,13 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
 
 from benchmarks.machines import Machine
 from benchmarks.workload import FEATURE, Batch, Workload
 from lightning_freescale.data import staging
-from lightning_freescale.embedding import sharding
 from lightning_freescale.embedding.pieces import COLLISION, Groups
 from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.sharded import shard
 from lightning_freescale.streams import SideStream
 
 DENSE = "dense alone"
@@ -70,18 +69,9 @@ def build(
     workload: Workload, machine: Machine, group: dist.ProcessGroup
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     """The model, its table spread over ``group``, and its dense optimizer: equal on every call."""
-    torch.manual_seed(1 + dist.get_rank())  # each rank fills its own rows; DDP copies rank 0's dense part to all
+    torch.manual_seed(1)
     model = Model(workload, machine.dense(workload.dim))
-    sharders = sharding.make_sharders(model, {"optimizer": "rowwise_adagrad", "lr": 0.02}, machine.device)
-    plan = sharding.make_plan(model, sharders, "row_wise", device=machine.device, world_size=group.size(), local_size=1)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(group),
-        device=machine.device,
-        plan=plan,
-        sharders=sharders,
-        data_parallel_wrapper=sharding.DataParallelOverAllRanks(static_graph=False),  # as the strategy has it
-    )
+    sharded = shard(model, group, machine.device, sharding="row_wise")  # as the strategy has it
     return sharded, machine.optimizer(model.dense.parameters())
 
 

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
 
 import lightning_freescale as fs
 from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PRIORITIZE, SM_FREE, SPARSE_DIST, SYNC
@@ -28,7 +26,7 @@ from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
 from benchmarks.trainer import plain_trainer
 from benchmarks.workload import LongTail
 from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
-from lightning_freescale.embedding import sharding
+from lightning_freescale.embedding.sharded import shard
 
 PIPELINES = {BASE: TrainPipelineBase, SPARSE_DIST: TrainPipelineSparseDist}
 _OFF: dict[str, Any] = {"balance": "off", "prioritize": False}
@@ -209,18 +207,8 @@ def torchrec_pipeline(kind: Any, job: Job, batches: Batches, marks: Marks) -> Tr
     """One of TorchRec's own training pipelines, on tables that are sharded and filled as the strategy does it."""
     hstu = job.hstu(marks)
     model = PipelinedHSTU(hstu, job)
-    sharders = sharding.make_sharders(model, None, job.device)
-    plan = sharding.make_plan(model, sharders, None, device=job.device, world_size=job.ranks, local_size=1)
     assert dist.group.WORLD is not None
-    with sharding.own_random_numbers(job.rank, job.device):
-        sharded = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=job.device,
-            plan=plan,
-            sharders=sharders,
-            data_parallel_wrapper=sharding.DataParallelOverAllRanks(static_graph=False),  # as the strategy has it
-        )
+    sharded = shard(model, dist.group.WORLD, job.device)  # as the strategy has it
     optimizer = hstu.configure_optimizers()
 
     def optimizer_begins(*_: Any) -> None:

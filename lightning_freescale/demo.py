@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -66,14 +66,13 @@ class Trained:
     samples_per_second: float
 
 
-def train(options: argparse.Namespace, strategy: str, accelerator: str, devices: int, first: bool) -> Trained:
-    """One training from the seed on: data, initial weights and batches are the same for every strategy."""
-    pl.seed_everything(options.seed, verbose=False)
+def workload(options: argparse.Namespace, balance: Literal["fixed", "off"]) -> tuple[fs.SeqRecDataModule, HSTU]:
+    """What is trained: histories with a long tail, balanced at the source or not, and an HSTU."""
     data = fs.SeqRecDataModule(
         options.data,
         batch_size=options.batch_size,
         max_history=options.max_history,
-        balance="off" if strategy == BASELINE else "fixed",
+        balance=balance,
         num_negatives=options.num_negatives,
         num_workers=options.num_workers,
         seed=options.seed,
@@ -87,6 +86,13 @@ def train(options: argparse.Namespace, strategy: str, accelerator: str, devices:
         max_history=options.max_history,
         lr=options.lr,
     )
+    return data, model
+
+
+def train(options: argparse.Namespace, strategy: str, accelerator: str, devices: int, first: bool) -> Trained:
+    """One training from the seed on: data, initial weights and batches are the same for every strategy."""
+    pl.seed_everything(options.seed, verbose=False)
+    data, model = workload(options, balance="off" if strategy == BASELINE else "fixed")
     speed, losses = Throughput(), Losses()
     checkpoint = ModelCheckpoint(monitor="val/hr@10", mode="max")
     trainer = pl.Trainer(

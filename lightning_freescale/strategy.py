@@ -5,7 +5,6 @@ Long because Lightning has many hooks: each is a few lines that call an instrume
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import checkpoint as checkpoints
@@ -37,11 +35,13 @@ from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
 from lightning_freescale.embedding.pieces import Groups
 from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.sharded import shard
 from lightning_freescale.embedding.trial import Chooser, Verdict
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.exact import refuse_accumulation, refuse_inexact
 from lightning_freescale.lookahead import LookaheadLoader
 from lightning_freescale.progress import read_bars_late, settle_bars
+from lightning_freescale.sigterm import take_over
 from lightning_freescale.streams import SideStream
 
 if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespace
@@ -51,8 +51,6 @@ else:
 
 FITTING = "fit"  # TrainerFn.FITTING of either namespace
 FIT_EVERY = 50  # steps between two updates of the cost model
-# DistributedModelParallel sets these itself when it wraps the dense part.
-_WRAPPER_ARGUMENTS = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
 
 
 class FreeScaleMixin(_Base):
@@ -189,7 +187,8 @@ class FreeScaleMixin(_Base):
         self._shard()
         if fitting:
             self.setup_optimizers(trainer)
-            self._take_over_sigterm(trainer)
+            assert self.control is not None
+            take_over(trainer, self.control, self.launcher)
             read_bars_late(trainer)
             self._prioritize_exchange()
             self._balancer.watch(self._module, self.root_device)
@@ -217,33 +216,22 @@ class FreeScaleMixin(_Base):
             say_once(
                 "the model has no EmbeddingCollection or EmbeddingBagCollection: nothing is sharded, it trains data parallel"
             )
-        device = self.root_device
-        sharders = tables.make_sharders(module, self._embedding_optimizer, device, self._dedup)
-        plan = tables.make_plan(
-            module, sharders, self._sharding, device=device, world_size=self.world_size, local_size=self.num_processes
+        return shard(
+            module,
+            self._table_group(),
+            self.root_device,
+            local_size=self.num_processes,
+            sharding=self._sharding,
+            optimizer=self._embedding_optimizer,
+            dedup=self._dedup,
+            ddp_kwargs=self._ddp_kwargs,
         )
-        kwargs = dict(self._ddp_kwargs)
-        wrapper = {"static_graph": False} | {name: kwargs.pop(name) for name in _WRAPPER_ARGUMENTS if name in kwargs}
-        weights = tables.table_weights(module)
-        with tables.own_random_numbers(self.global_rank, device):
-            sharded = DistributedModelParallel(
-                module,
-                env=self._table_env(),
-                device=device,
-                plan=plan,
-                sharders=sharders,
-                data_parallel_wrapper=tables.DataParallelOverAllRanks(**wrapper, ddp_kwargs=kwargs),
-            )
-        tables.fill_shards(module, weights)
-        return sharded
 
-    def _table_env(self) -> ShardingEnv:
+    def _table_group(self) -> Any:
         """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
-        group = torch.distributed.group.WORLD
         if self._prioritize or self._exchange_backend == transport.NAME:
-            group = self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
-        assert group is not None
-        return ShardingEnv.from_process_group(group)
+            return self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
+        return torch.distributed.group.WORLD
 
     def _prioritize_exchange(self) -> None:
         modules = {
@@ -278,23 +266,6 @@ class FreeScaleMixin(_Base):
         for optimizer in self.optimizers:  # the user wrote Adam(self.parameters()); the tables have their own optimizer
             for group in optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in fused]
-
-    def _take_over_sigterm(self, trainer: Any) -> None:
-        """Lightning broadcasts a flag and reads it back from the device in every step. The headers carry it for nothing.
-
-        Its handler also starts a collective inside a signal, which may interrupt another one: ours only takes a note, and
-        all ranks stop together at the batch whose headers carry it.
-        """
-        control, connector = self.control, trainer._signal_connector
-        assert control is not None
-
-        def notice(signum: int, frame: Any) -> None:
-            if not control.stop_requested and self.launcher is not None:
-                self.launcher.kill(signal.Signals(signum))
-            control.stop_requested = True
-
-        connector._sigterm_notifier_fn = notice
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def _stop_together(self) -> None:
         self._module.trainer._signal_connector.received_sigterm = True
@@ -376,7 +347,9 @@ class FreeScaleMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         refuse_accumulation(self._module.trainer)
-        self._follow_learning_rate()
+        assert self._sharded is not None
+        if self.optimizers:
+            table_state.follow_learning_rate(self._sharded.fused_optimizer, self._base_lr, self.optimizers[0])
         if self.schedule is not None:
             if self._chooser is not None:
                 self._chooser.before_step()
@@ -420,18 +393,6 @@ class FreeScaleMixin(_Base):
         """The KeyedJaggedTensors of this batch and of the next two; empty lists where there is no batch."""
         upcoming = [self._train_loader.upcoming(k) if self._train_loader is not None else None for k in (1, 2)]
         return [list(staging.parts(part, KeyedJaggedTensor)) for part in (batch, *map(staging.peek, upcoming))]
-
-    def _follow_learning_rate(self) -> None:
-        """Give the tables the relative learning rate of the first optimizer. FBGEMM reads the rate in forward."""
-        if not self.optimizers or not self._base_lr:
-            return
-        assert self._sharded is not None
-        dense, fused = self.optimizers[0].param_groups[0], self._sharded.fused_optimizer
-        initial = dense.get("initial_lr", dense["lr"])
-        scale = dense["lr"] / initial if initial else 1.0
-        for group, base in zip(fused.param_groups, self._base_lr, strict=True):
-            group["lr"] = base * scale
-        fused.step()  # hands the rate to the kernels, changes no weight
 
     def _reduction(self) -> str:
         """What the model's loss is a mean over: its own word (an attribute ``loss_reduction``) before the strategy's."""

@@ -3,7 +3,7 @@
 For streams and for loaders of any kind, whose lengths nobody knows beforehand. For every batch the ranks, on the host and
 over a process group of their own, (1) say whether they have one, (2) gather history lengths and candidate counts, (3)
 compute the same plan, and (4) send each sample to its rank, all of its parts in one AllToAll of bytes. Where batches are even
-already, they soon look at few of them: see :class:`Rest`.
+already, they soon look at few of them (``rest.py``).
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ from lightning_freescale.balance.pack import (
     take_apart,
 )
 from lightning_freescale.balance.planner import Planner
+from lightning_freescale.balance.rest import Rest
 from lightning_freescale.errors import FreeScaleError, InputError
 
 Sizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
 DEPTH = 2  # batches made ready beyond the one in use
-EVEN = 16  # batches in a row whose samples stay where they are, before ranks rest
-REST = 16  # one in so many is looked at then
 CLOSE_SECONDS = 2.0  # how long to wait for the other ranks when an iteration is given up
 
 
@@ -79,34 +78,6 @@ class ExchangeStats:
     exposed: float = 0.0
     exchanging: float = 0.0
     bytes_sent: int = 0
-
-
-class Rest:
-    """Which batches are worth a look: all, until ``EVEN`` in a row were even already; then one in ``REST``, until one is not.
-
-    The ranks must be told the same, and decide the same then.
-
-    >>> rest = Rest(even=EVEN)
-    >>> [rest.looks() for _ in range(REST)].count(True)
-    1
-    """
-
-    def __init__(self, even: int = 0):
-        self.even = even  # batches in a row
-        self._rested = 0
-
-    def looks(self) -> bool:
-        """Whether to look at the next batch."""
-        if self.even < EVEN:
-            return True
-        self._rested = (self._rested + 1) % REST
-        return self._rested == 0
-
-    def note(self, moved: bool) -> None:
-        """What came of a look."""
-        self.even = 0 if moved else self.even + 1
-        if self.even == EVEN:
-            say_once(f"balance: {EVEN} batches in a row were even already; from here on, one in {REST} is looked at")
 
 
 class ExchangeLoader:

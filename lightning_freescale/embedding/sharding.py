@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn
+from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -21,7 +19,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from lightning_freescale._log import say_once
@@ -43,14 +41,6 @@ _OPTIONS = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
 
 # A row-wise shard smaller than this is not worth an exchange with every rank: the table stays whole on one of them.
 MIN_ROWS_PER_RANK = 16
-
-
-class DataParallelOverAllRanks(DefaultDataParallelWrapper):
-    """The dense part's AllReduce stays on the default process group, whatever moves the rows of the tables."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        assert torch.distributed.group.WORLD is not None
-        super().wrap(dmp, ShardingEnv.from_process_group(torch.distributed.group.WORLD), device)
 
 
 def embedding_modules(module: nn.Module) -> dict[str, EmbeddingCollection | EmbeddingBagCollection]:
@@ -203,41 +193,6 @@ def make_plan(
             device_type=device.type,
         )
     return ShardingPlan(plan=plan)
-
-
-@contextmanager
-def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Let shards of tables on ``meta`` be drawn from other random numbers on every rank, and leave no trace after.
-
-    Ranks are seeded alike: without this, the shards of a table would all hold the same rows.
-    """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(torch.initial_seed() + 1 + rank)
-        yield
-
-
-def table_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of the unsharded tables that hold any (those on ``meta`` do not), by their key in ``module.state_dict()``."""
-    return {
-        f"{name}.{key}" if name else key: value
-        for name, collection in embedding_modules(module).items()
-        for key, value in collection.state_dict().items()
-        if value.device.type != "meta"
-    }
-
-
-@torch.no_grad()
-def fill_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy unsharded ``weights`` into the local shards of the sharded ``module``.
-
-    TorchRec initialises shards anew, which would drop weights loaded before sharding, and would make the initial model
-    depend on the number of ranks.
-    """
-    state = module.state_dict()
-    for key, weight in weights.items():
-        for shard in state[key].local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            shard.tensor.copy_(weight[row : row + rows, column : column + columns])
 
 
 def _placement(

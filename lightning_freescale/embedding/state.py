@@ -1,10 +1,11 @@
-"""What the tables' fused optimizer remembers: per-row state, and how many steps it has counted."""
+"""What the tables' fused optimizer remembers, per-row state and how many steps it has counted; and its learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -63,3 +64,20 @@ def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
         if name in counted:
             kernel.iter_cpu.fill_(counted[name])
             kernel.iter.fill_(counted[name])
+
+
+def follow_learning_rate(fused: Any, base: Sequence[float], dense: torch.optim.Optimizer) -> None:
+    """Give the tables the relative learning rate of ``dense``. FBGEMM reads the rate in forward.
+
+    Args:
+        fused: optimizer of the tables; ``base`` are the rates that its groups began with.
+        dense: the model's first optimizer, which a scheduler may drive.
+    """
+    if not base:
+        return
+    group = dense.param_groups[0]
+    initial = group.get("initial_lr", group["lr"])
+    scale = group["lr"] / initial if initial else 1.0
+    for own, rate in zip(fused.param_groups, base, strict=True):
+        own["lr"] = rate * scale
+    fused.step()  # hands the rate to the kernels, changes no weight

@@ -23,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_freescale as fs
+from benchmarks.trainer import plain_trainer
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.models import HSTU
@@ -73,19 +74,13 @@ def train(options: argparse.Namespace, folder: Path, profiling: Profiling) -> Pa
     model = HSTU(
         num_items=data.num_items, max_history=options.max_history, embedding_dim=256, num_layers=4, num_heads=4
     )
-    trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(balance="off", prioritize=False, monitor=True),
-        accelerator="gpu",
-        devices=1,
-        num_nodes=NODES,
-        precision="bf16-mixed",
+    trainer = plain_trainer(
+        fs.FreeScaleStrategy(balance="off", prioritize=False, monitor=True),
+        NODES,
+        cuda=True,
         max_steps=steps,
-        limit_val_batches=0,
         logger=CSVLogger(folder, name="", version="run"),
         log_every_n_steps=2 * steps,  # one interval: every step is recorded, and nothing is gathered meanwhile
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[profiling],
     )
     trainer.fit(model, datamodule=data)

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 
 import lightning_freescale as fs
+from benchmarks.trainer import plain_trainer
 from lightning_freescale.models import HSTU
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
@@ -55,21 +56,14 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: st
         embedding_optimizer={"optimizer": optimizer, "lr": 0.01},
     )
     recorder = Recorder()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="gpu",
-        devices=1,
-        num_nodes=NODES,
-        precision="bf16-mixed",
+    trainer = plain_trainer(
+        strategy,
+        NODES,
+        cuda=True,
         max_steps=steps,
         limit_val_batches=2,
         val_check_interval=steps // 2,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[recorder],
     )
     trainer.fit(model, datamodule=data)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale as fs
+from benchmarks.trainer import plain_trainer
 from lightning_freescale.balance import CostModel, Planner
 from lightning_freescale.models import HSTU
 
@@ -60,20 +61,7 @@ def fit(steps: int, folder: str, source: Any, **options: Any) -> dict[str, Any]:
     )
     model = HSTU(num_items=data.num_items, max_history=4000, embedding_dim=256, num_layers=4, num_heads=4)
     recorder = Recorder()
-    trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(**options),
-        accelerator="gpu",
-        devices=1,
-        num_nodes=NODES,
-        precision="bf16-mixed",
-        max_steps=steps,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[recorder],
-    )
+    trainer = plain_trainer(fs.FreeScaleStrategy(**options), NODES, cuda=True, max_steps=steps, callbacks=[recorder])
     trainer.fit(model, datamodule=data)
     totals = torch.stack(recorder.totals)
     dist.all_reduce(totals)

@@ -1,0 +1,94 @@
+"""Ranks whose batches are even already rest, and nobody is left waiting when one of them ends."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lightning_freescale.balance import Planner, rest
+from lightning_freescale.balance.exchange import ExchangeLoader
+from lightning_freescale.control import Control
+from lightning_freescale.lookahead import LookaheadLoader
+from tests.balance.batches import seq_batch
+from tests.balance.test_exchange import connect, local_indices
+from tests.ranks import run_ranks
+
+
+def mostly_even(rank: int, steps: int, uneven: set[int]) -> list[Any]:
+    """The same lengths on all ranks, but in the steps ``uneven``, whose samples are worth moving."""
+    return [seq_batch(local_indices(rank, step, 2) if step in uneven else [1, 2, 3, 4]) for step in range(steps)]
+
+
+def _rested(rank: int, uneven: set[int], epochs: list[int]) -> tuple[list[int], list[set[int]]]:
+    """Batches looked at, and those that were moved, of epochs of so many batches."""
+    exchange = ExchangeLoader([], group=connect(rank), planner=Planner())
+    looked_at, moved = [], []
+    for steps in epochs:
+        before = exchange.stats.looked_at
+        loaded = exchange.loader = mostly_even(rank, steps, uneven)
+        moved.append(
+            {number for number, (given, own) in enumerate(zip(exchange, loaded, strict=True)) if given is not own}
+        )
+        looked_at.append(exchange.stats.looked_at - before)
+    return looked_at, moved
+
+
+def test_examples() -> None:
+    assert doctest.testmod(rest).failed == 0
+
+
+def test_even_batches_are_soon_let_be() -> None:
+    """16 in a row are enough; from there on one in 16 is looked at, in the next epoch, too."""
+    for looked_at, moved in run_ranks(_rested, args=(set(), [60, 33])):
+        assert looked_at == [16 + 2, 2]
+        assert moved == [set(), set()]
+
+
+def test_a_look_that_finds_work_ends_the_rest() -> None:
+    """Batches 20 to 24 are missed, 31 is not, and all are looked at again until 16 in a row were even."""
+    for looked_at, moved in run_ranks(_rested, args=({20, 21, 22, 23, 24, 31, 32, 40}, [70])):
+        assert moved == [{31, 32, 40}]
+        assert looked_at == [16 + (1 + 9) + 16]
+
+
+def _ends_in_rest(rank: int, error: bool) -> tuple[int, str]:
+    group, control = connect(rank), Control(timedelta(seconds=20))
+    batches = mostly_even(rank, 25 if rank == 1 else 30, set())
+
+    def load() -> Iterator[Any]:
+        yield from batches
+        if rank == 1 and error:
+            raise KeyError("disk of rank 1")
+
+    class Source:
+        def __iter__(self) -> Iterator[Any]:
+            return load()
+
+    loader = LookaheadLoader(
+        ExchangeLoader(Source(), group=group, planner=Planner()),
+        stage=lambda batch: (batch, batch.num_samples, None),
+        control=control,
+        limit=lambda: float("inf"),
+        on_stop=lambda: None,
+    )
+    seen = 0
+    try:
+        for _ in loader:
+            seen += 1
+    except Exception as caught:
+        return seen, str(caught)
+    return seen, ""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(False, "rank 1: the loader ended after 25 batches"), (True, "KeyError: 'disk of rank 1'")]
+)
+def test_a_rank_that_ends_or_fails_while_all_rest_is_named(error: bool, text: str) -> None:
+    (zero, said), (one, also) = run_ranks(_ends_in_rest, args=(error,))
+    assert said == also
+    assert text in said
+    assert zero == one == (24 if not error else 25)
