@@ -85,6 +85,7 @@ def end_to_end(**sides: float) -> dict:
     """A result of ``benchmarks.end_to_end``: bubbles, of steps of 100 ms of compute."""
     return {
         "benchmark": "end_to_end",
+        "date": "2026-01-02T03:04:05+00:00",
         "command": "python -m benchmarks.end_to_end --output x.json",
         "machine": {"device": "a GPU"},
         "parameters": {"ranks": 4},
@@ -108,6 +109,7 @@ def test_end_to_end_has_its_row_and_its_table() -> None:
     assert claim.claim.endswith("4 ranks, a GPU; losses equal")
     assert claim.before.startswith("50.0 of 150.0 ms")
     assert claim.after.endswith("92.0% gone")
+    assert claim.date == "2026-01-02"
     ((_, rows),) = tables.views(end_to_end(**{BASE: 50.0, ALL: 4.0}))
     assert [(row["side"], row["bubble"], row[f"of {BASE} gone"]) for row in rows] == [
         (BASE, 50, "0.0%"),
