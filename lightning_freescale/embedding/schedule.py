@@ -29,6 +29,7 @@ from lightning_freescale._log import say_once
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE, BatchState, Groups
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
+from lightning_freescale.pace import Pace
 from lightning_freescale.streams import SideStream
 
 MORE_THAN_ONCE = "called more than once a step"
@@ -44,6 +45,7 @@ class Lane:
 
     def __init__(self, name: str, moves: PrioritizedEmbedding):
         self.name, self.moves = name, moves
+        self.pace = Pace(moves.device)
         self.slot: int | None = None  # which KeyedJaggedTensor of the batch, once known
         self.off: str | None = None  # why the module stays synchronous
         self.active = True  # whether steps are prioritized for the time being
@@ -63,6 +65,7 @@ class Lane:
             if self.slot is not None and self.active:
                 current = self.current
                 if current is not None and current.kjt is features and not current.used:
+                    self.pace.resumed()
                     return self.moves.join(current, self._gradient_arrived)
                 again = current is not None and current.kjt is features
                 self.turn_off(MORE_THAN_ONCE if again else NOT_IN_BATCH)
@@ -72,6 +75,7 @@ class Lane:
 
     def _gradient_arrived(self, state: BatchState) -> None:
         if all(gradient is not None for gradient in state.gradient):
+            self.pace.hold()
             self._send_gradients(state)
 
     def _send_gradients(self, state: BatchState) -> None:
@@ -114,6 +118,7 @@ class Lane:
                 moves.finish_ids(self.after)
                 moves.collide(self.next, self.after)
         moves.settle_gradients(current)
+        self.pace.begin()
 
     def after_backward(self) -> None:
         current, moves = self.current, self.moves
