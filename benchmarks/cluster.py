@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # of the GPU's cores that a rank gets; set it for another share
 GRACE = 5.0  # seconds between the request to end and the kill
 
 
@@ -200,7 +201,7 @@ def _mps(ranks: int) -> Iterator[dict[str, str]]:
         env = dict(os.environ) | variables
         subprocess.run([tool, "-d"], env=env, check=True, stdout=subprocess.DEVNULL)
         try:
-            yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
+            yield variables | {SHARE: os.environ.get(SHARE, str(100 // ranks))}
         finally:
             subprocess.run([tool], env=env, input="quit\n", text=True, check=False, timeout=60, capture_output=True)
 

@@ -22,6 +22,7 @@ from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.buckets import num_buckets
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.metrics import NDCG, HitRate, target_ranks
+from lightning_freescale.models.norm import gated_layer_norm, layer_norm
 
 ITEM_TABLE = "item"
 TIME_BUCKETS = num_buckets(2**31 - 1)
@@ -51,10 +52,10 @@ class HSTULayer(nn.Module):
         self.f2 = nn.Linear(heads * v_dim, dim)
 
     def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any) -> Tensor:
-        u, v, q, k = F.silu(self.f1(self.norm(x))).split(self.split, dim=-1)
+        u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = hstu_attention(q, k, v, offsets, timestamps, self.position_bias, self.time_bias, plan=plan)
-        return x + self.f2(self.dropout(self.attention_norm(attended.flatten(1)) * u))
+        return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u)))
 
 
 class HSTUMixin(_Module):

@@ -1,17 +1,9 @@
-"""The Triton kernels on a machine without a GPU: Triton's interpreter runs them, in a process of its own."""
+"""The attention kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.models.interpreter import run_interpreted
 
-import pytest
-import torch
-
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys, torch
 from lightning_freescale.models import attention_cuda
@@ -40,11 +32,5 @@ assert not run_attention(interpreted, inputs)["dtime"].any()
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_attention_gpu.py runs the compiled kernels")
 def test_interpreted_kernels_equal_dense_reference() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("this Triton's interpreter does not work with this NumPy")
-    assert done.returncode == 0, done.stderr
+    run_interpreted(SCRIPT)

@@ -1,0 +1,38 @@
+"""The layer norms of HSTU, with what follows them: the gate, and the type that the next product wants.
+
+The device of the input says which implementation runs: PyTorch's own operations on a CPU, one Triton kernel each way on CUDA
+(:mod:`.norm_cuda`), where PyTorch's layer norm of short rows takes ten times as long as it takes to read and write them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """``norm(x)``.
+
+    Args:
+        x: ``[N, D]``.
+
+    Returns:
+        ``[N, D]``; on CUDA of the type of autocast, where it is enabled, else of the type of ``x``.
+    """
+    return _on_cuda(norm, x, None) if x.is_cuda else norm(x)
+
+
+def gated_layer_norm(norm: nn.LayerNorm, x: Tensor, gate: Tensor) -> Tensor:
+    """``norm(x) * gate``, likewise.
+
+    Args:
+        x, gate: ``[N, D]``.
+    """
+    return _on_cuda(norm, x, gate) if x.is_cuda else norm(x) * gate
+
+
+def _on_cuda(norm: nn.LayerNorm, x: Tensor, gate: Tensor | None) -> Tensor:
+    from lightning_freescale.models import norm_cuda  # Triton exists on CUDA machines only
+
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    return norm_cuda.layer_norm(x, gate, norm.weight, norm.bias, norm.eps, dtype)
