@@ -182,6 +182,12 @@ void Queue::enqueue(const std::vector<Part>& out, const std::vector<Part>& in, c
   }
 }
 
+// The slot was used before: wait for the peer to have emptied it, unless it has by now. A wait that is over takes the
+// stream time all the same.
+void Queue::await_slot(const Lane& lane, const Ring::Slot& slot) {
+  if (slot.free && !reached(load(lane.freed), *slot.free)) out_->await(lane.freed, *slot.free);
+}
+
 // A high-priority queue first waits for all slots of these rounds, then copies behind a closed gate: whatever it waits
 // for must not hold up a low-priority transfer, which the peer may need first.
 void Queue::send_rounds(const std::vector<Part>& out, const Pieces& sends, std::size_t first, std::size_t last) {
@@ -190,7 +196,7 @@ void Queue::send_rounds(const std::vector<Part>& out, const Pieces& sends, std::
   if (gate_) {
     for (int peer = 0; peer < world(); ++peer) {
       const std::size_t end = std::min(last, sends[peer].size());
-      if (end > first && sends[peer][end - 1].free) out_->await(lanes_[peer].freed, *sends[peer][end - 1].free);
+      if (end > first) await_slot(lanes_[peer], sends[peer][end - 1]);
     }
     out_->write(gate_->out, 0);
   }
@@ -200,7 +206,7 @@ void Queue::send_rounds(const std::vector<Part>& out, const Pieces& sends, std::
       if (round >= sends[peer].size()) continue;
       Lane& lane = lanes_[peer];
       const Ring::Slot& slot = sends[peer][round];
-      if (!gate_ && slot.free) out_->await(lane.freed, *slot.free);
+      if (!gate_) await_slot(lane, slot);
       for (const Gate& gate : gates) out_->await(gate.out, 1);
       const Address source = out[peer].address + round * sends[peer][0].bytes;
       if (settings_.early_flag) out_->write(lane.sent, slot.number + 1);

@@ -151,6 +151,7 @@ class Queue {
   void claim(const Exchange& exchange, Word number, Word kind);
   std::optional<std::string> disagreement(int peer, Word number) const;
   void enqueue(const std::vector<Part>& out, const std::vector<Part>& in, const Pieces& sends, const Pieces& takes);
+  void await_slot(const Lane& lane, const Ring::Slot& slot);
   void send_rounds(const std::vector<Part>& out, const Pieces& sends, std::size_t first, std::size_t last);
   void take_rounds(const std::vector<Part>& in, const Pieces& takes, std::size_t first, std::size_t last);
   bool finished_streams();

@@ -73,10 +73,10 @@ def exchange(
     sent = source.index_select(0, order[: len(order) - own])
     received = source.new_empty((sum(receive), *source.shape[1:])) if into is None else into
     others, mine = received.split([len(received) - own, own])
-    if own:
-        torch.index_select(source, 0, order[len(order) - own :], out=mine)
     counts = [[0 if peer == rank else rows for peer, rows in enumerate(part)] for part in (receive, send)]
     work = dist.all_to_all_single(others, sent, counts[0], counts[1], group=group, async_op=True)
+    if own:  # while the others travel
+        torch.index_select(source, 0, order[len(order) - own :], out=mine)
     return Transfer(work, received, sent, timeline.transfer(kind, work, sent.nbytes))
 
 
@@ -134,6 +134,10 @@ class Piece:
     send: list[int]  # owner: rows for each requester
     positions: Tensor  # [m] requester: position in request order of each row in wire order
     receive: list[int]  # requester: rows from each owner
+    # Worked out ahead, for there is time before the rows or gradients are:
+    ids: Tensor | None = None  # [n] owner: id of each row in wire order, where all features have one table
+    back: Tensor | None = None  # [n] owner: position in wire order of each id of ``features``
+    places: Tensor | None = None  # [m] requester: place in the batch of each row in wire order
 
 
 @dataclass

@@ -99,7 +99,7 @@ class PrioritizedEmbedding:
             for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
                 for table, part in zip(config.embedding_tables, kernel.split_embedding_weights(), strict=True):
                     offsets += [rows] * len(table.feature_names)  # the features of one table share its rows
-                    weights += [part.detach()] * len(table.feature_names)
+                    weights += [part.detach()] * len(table.feature_names)  # the same object for features of one table
                     rows += table.local_rows
             self._weights.append(weights)
             self._key_offsets.append(torch.tensor(offsets, dtype=torch.int64, device=self.device))
@@ -263,6 +263,11 @@ class PrioritizedEmbedding:
     def settle_rows(self, state: BatchState) -> None:
         """Decide how the rows of a batch come: by its collisions with the batch before, all at once if there is none."""
         state.rows = self._divide(state, state.split_before, EXCLUSIVE)
+        with self.table_stream.work():
+            for weights, pieces in zip(self._weights, state.rows, strict=True):
+                if weights and all(table is weights[0] for table in weights):
+                    for part in pieces.values():
+                        part.ids = part.features.values()[part.wire]
         if state.split_before is not None:
             for pieces in state.rows:
                 self.timeline.count("rows", sum(sum(piece.send) for piece in pieces.values()))
@@ -293,12 +298,15 @@ class PrioritizedEmbedding:
             ):
                 if piece in pieces:
                     part = pieces[piece]
-                    rows = self._look_up(weights, part.features, dim)
+                    if part.ids is not None:  # straight into wire order
+                        source, order = weights[0], part.ids
+                    else:
+                        source, order = self._look_up(weights, part.features, dim), part.wire
                     places = arriving.split([sum(other.receive) for other in pieces.values()])
                     into = places[list(pieces).index(piece)]
                     state.incoming[piece].append(
                         exchange(
-                            rows, part.wire, part.send, part.receive, self.groups.of(piece), self.timeline, kind, into
+                            source, order, part.send, part.receive, self.groups.of(piece), self.timeline, kind, into
                         )
                     )
 
@@ -355,21 +363,26 @@ class PrioritizedEmbedding:
     def settle_gradients(self, state: BatchState) -> None:
         """Decide how gradients go: by collisions with the batch after, all with priority if there is none."""
         state.gradients = self._divide(state, state.split_after, COLLISION)
+        with self.table_stream.work():
+            for asked, pieces in zip(state.asked, state.gradients, strict=True):
+                for part in pieces.values():
+                    part.back = _inverse(part.wire)
+                    part.places = part.positions if asked.bucketize is None else asked.bucketize[part.positions]
 
     def send_gradients(self, state: BatchState, piece: str) -> None:
         """Requester: start sending the gradients of one piece to the owners of the rows."""
         state.outgoing[piece] = []
         keep_for(self.table_stream, state.gradient)
-        with self.table_stream.work(compute=True):
-            for asked, gradient, pieces in zip(state.asked, state.gradient, state.gradients, strict=True):
+        with self.table_stream.work(compute=piece == COLLISION):  # which goes first
+            for gradient, pieces in zip(state.gradient, state.gradients, strict=True):
                 if piece not in pieces or gradient is None:  # no gradient: the loss does not depend on this group
                     continue
                 part = pieces[piece]
-                positions = part.positions if asked.bucketize is None else asked.bucketize[part.positions]
+                assert part.places is not None
                 state.outgoing[piece].append(
                     exchange(
                         gradient,
-                        positions,
+                        part.places,
                         part.receive,
                         part.send,
                         self.groups.of(piece),
@@ -397,7 +410,8 @@ class PrioritizedEmbedding:
     def _update(self, lookup: Any, dim: int, part: Piece, received: Tensor, state: BatchState) -> None:
         if not received.numel():
             return
-        gradient = received.index_select(0, _inverse(part.wire))  # a gather is quicker than a scatter of rows
+        assert part.back is not None
+        gradient = received.index_select(0, part.back)  # a gather is quicker than a scatter of rows
         if state.divide:
             gradient.div_(self.world_size)
         self._set_steps(state.step - 1)  # the lookup below counts as a step

@@ -2,17 +2,20 @@
 
 Step N, for every prioritized module (time goes down; `|` runs in the background meanwhile):
 
-    begin_step      ask for the ids of N+2                                | exclusive gradients of N-1 travel
-    forward         join the collision and exclusive rows of N            |
+    begin_step      ask for the ids of N+2
+    forward         join the collision and exclusive rows of N
+                    send the exclusive gradients of N-1                   | they travel
     before_backward apply the exclusive gradients of N-1
                     look up and send the exclusive rows of N+1            | they travel
                     find the collisions of N+1 with N+2                   | requesters are told
-    backward        gradients of N: collisions leave first, then the rest | collisions travel
+    backward        send the collision gradients of N                     | they travel
     after_backward  apply the collision gradients of N
                     look up and send the collision rows of N+1            | they travel during the dense optimizer step
 
 Rows are read and written in the order of the synchronous run: a row of N+1 is looked up early only if N does not update it
 (exclusive) and after the exclusive gradients of N-1 are in; a collision row is looked up after N's update of it.
+Exclusive gradients could leave as soon as they are known. They wait until the collision rows, for which the next forward waits,
+are there: transfers of one machine, or of several ranks on it, meet on the same engines and wires.
 Ids and collisions run one more batch ahead: they need no weights, and their sizes are on the host when they are used.
 """
 
@@ -50,7 +53,7 @@ class Lane:
         self.off: str | None = None  # why the module stays synchronous
         self.active = True  # whether steps are prioritized for the time being
         self.calls: list[KeyedJaggedTensor] = []  # of this step, with gradients
-        self.late: BatchState | None = None  # its exclusive gradients are not applied yet
+        self.late: BatchState | None = None  # its exclusive gradients are not applied yet, maybe not even sent
         self.current: BatchState | None = None
         self.next: BatchState | None = None
         self.after: BatchState | None = None
@@ -66,7 +69,9 @@ class Lane:
                 current = self.current
                 if current is not None and current.kjt is features and not current.used:
                     self.pace.resumed()
-                    return self.moves.join(current, self._gradient_arrived)
+                    output = self.moves.join(current, self._gradient_arrived)
+                    self._send_late()
+                    return output
                 again = current is not None and current.kjt is features
                 self.turn_off(MORE_THAN_ONCE if again else NOT_IN_BATCH)
         self.apply_late()
@@ -76,11 +81,7 @@ class Lane:
     def _gradient_arrived(self, state: BatchState) -> None:
         if all(gradient is not None for gradient in state.gradient):
             self.pace.hold()
-            self._send_gradients(state)
-
-    def _send_gradients(self, state: BatchState) -> None:
-        self.moves.send_gradients(state, COLLISION)
-        self.moves.send_gradients(state, EXCLUSIVE)
+            self.moves.send_gradients(state, COLLISION)
 
     # ---- a step ----------------------------------------------------------------------------------------------------------
     def begin(self, now: KeyedJaggedTensor, soon: KeyedJaggedTensor | None, later: KeyedJaggedTensor | None) -> None:
@@ -125,15 +126,21 @@ class Lane:
         if current is None or all(gradient is None for gradient in current.gradient):
             return  # no step was taken through this module
         if not current.outgoing:  # some groups have no gradient: the loss does not depend on them
-            self._send_gradients(current)
+            moves.send_gradients(current, COLLISION)
         moves.apply_gradients(current, COLLISION)
-        self.late = current if current.outgoing.get(EXCLUSIVE) else None
+        self.late = current
         if self.next is not None and self.off is None:
             moves.send_rows(self.next, COLLISION)
         self.current, self.next, self.after = self.next, self.after, None
 
+    def _send_late(self) -> None:
+        """Send the exclusive gradients of the step before, if they are still here."""
+        if self.late is not None and EXCLUSIVE not in self.late.outgoing:
+            self.moves.send_gradients(self.late, EXCLUSIVE)
+
     def apply_late(self) -> None:
-        """Apply the exclusive gradients of the step before, if they are still out."""
+        """Apply the exclusive gradients of the step before, if that is not done yet."""
+        self._send_late()
         late, self.late = self.late, None
         if late is not None:
             self.moves.apply_gradients(late, EXCLUSIVE)

@@ -91,11 +91,11 @@ def prioritized(program: Program) -> Iterator[None]:
     ranks = program.ranks
     ranks.wait(program.send_ids(0), EMBEDDING)
     due = [program.send_rows(0)]  # what the next forward waits for
-    late: Transfer | None = None  # exclusive gradients of the step before
     for step in range(program.steps):
         last = step + 1 == program.steps
         for transfer in due:
             ranks.wait(transfer, EMBEDDING)
+        late = program.send_exclusive(step - 1) if step else None  # gradients of the step before
         if step + 2 < program.steps:
             program.send_ids(step + 2)
         if not last:  # owners look these rows up when the late gradients are in, while forward and backward compute
@@ -105,7 +105,7 @@ def prioritized(program: Program) -> Iterator[None]:
         if last:  # no batch comes after: all gradients at once
             ranks.wait(program.send_rows(step), EMBEDDING)
         else:
-            gradients, late = program.send_collision(step), program.send_exclusive(step)
+            gradients = program.send_collision(step)
             if program.cluster.host_waits:
                 ranks.wait(gradients, EMBEDDING)
             ranks.links.finish(gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE, Piece
+from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE
 from lightning_freescale.embedding.schedule import Schedule
 from tests.embedding import exchange
 from tests.embedding.exchange import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
@@ -146,10 +147,23 @@ def skip_the_reordering(schedule: Schedule) -> None:
     update = moves._update
 
     def unordered(lookup: Any, dim: int, part: Any, received: torch.Tensor, state: Any) -> None:
-        wrong = Piece(part.features, torch.arange(len(part.wire)), part.send, part.positions, part.receive)
-        update(lookup, dim, wrong, received, state)
+        update(lookup, dim, replace(part, back=torch.arange(len(part.wire))), received, state)
 
     moves._update = unordered  # type: ignore[method-assign]
+
+
+def look_up_the_next_row(schedule: Schedule) -> None:
+    """Of tables that have a group to themselves: their rows are looked up in wire order."""
+    moves = schedule.lanes[0].moves
+    settle = moves.settle_rows
+
+    def shifted(state: Any) -> None:
+        settle(state)
+        for pieces in state.rows:
+            for part in pieces.values():
+                part.ids = None if part.ids is None else part.ids.roll(1)
+
+    moves.settle_rows = shifted  # type: ignore[method-assign]
 
 
 def apply_late_gradients_after_the_prefetch(schedule: Schedule) -> None:
@@ -175,14 +189,16 @@ def todays_rate_for_yesterdays_gradient(schedule: Schedule) -> None:
         prefetch_every_row,
         skip_the_division,
         skip_the_reordering,
+        look_up_the_next_row,
         apply_late_gradients_after_the_prefetch,
         todays_rate_for_yesterdays_gradient,
     ],
     ids=lambda f: f.__name__,
 )
 def test_the_comparison_notices(sabotage: Any) -> None:
+    kind = "table_wise" if sabotage is look_up_the_next_row else "row_wise"
     cases = [
-        case(2, kind="row_wise", optimizer="rowwise_adagrad", sabotage=change, rates=lambda step: 0.1 / (1 + step))
+        case(2, kind=kind, optimizer="rowwise_adagrad", sabotage=change, rates=lambda step: 0.1 / (1 + step))
         for change in (sabotage, None)
     ]
     results = run_ranks(compare, 2, args=(2, cases))
@@ -227,10 +243,11 @@ def test_exclusive_rows_leave_before_backward_and_collisions_after_it() -> None:
             at = seen.index
             assert at(("apply_gradients", EXCLUSIVE, step - 1)) < at(("send_rows", EXCLUSIVE, step + 1))
             assert at(("forward", "", step)) < at(("send_rows", EXCLUSIVE, step + 1)) < at(("backward", "", step))
-            assert at(("send_gradients", COLLISION, step)) < at(("send_gradients", EXCLUSIVE, step))
+            assert at(("send_gradients", COLLISION, step)) < at(("backward", "", step))
             assert at(("backward", "", step)) < at(("apply_gradients", COLLISION, step))
             assert at(("apply_gradients", COLLISION, step)) < at(("send_rows", COLLISION, step + 1))
-            assert at(("send_rows", COLLISION, step + 1)) < at(("forward", "", step + 1))
+            assert at(("send_rows", COLLISION, step + 1)) < at(("send_gradients", EXCLUSIVE, step))
+            assert at(("send_gradients", EXCLUSIVE, step)) < at(("forward", "", step + 1))
 
 
 def count_collisions(rank: int, batches: list[Batches]) -> tuple[int, int, int]:
