@@ -110,6 +110,8 @@ def summarise(figures: Figures) -> Figures:
             for name in (BASE, SPARSE_DIST)
             if sides.get(name, {}).get("bubble_ms", 0.0) > 0
         }
+    if (apart := repeatability(sides)) is not None:
+        figures["same_batch_apart"] = apart
     if trained:
         figures["losses"] = compare_losses(
             {name: side["losses"] for name, side in trained.items()}, figures["parameters"]["device"]
@@ -117,6 +119,19 @@ def summarise(figures: Figures) -> Figures:
     if gone := sides.get(ALL, {}).get("gone"):
         figures["goal"] = {"gone": GOAL, "reached": min(gone.values())}
     return figures
+
+
+def repeatability(sides: Mapping[str, Figures]) -> float | None:
+    """How far apart the compute of one and the same batch is on sides that leave it on its rank: standard deviation, relative.
+
+    Every side computes alike, so this is the machine's doing: ranks that meet on the cores and in the memory of one GPU.
+    """
+    same = [sides[name]["compute_rank_ms"] for name in (DENSE, BASE, SPARSE_DIST) if name in sides]
+    if len(same) < 2 or np.ndim(same[0]) != 2:
+        return None
+    times = np.array(same)  # [sides, ranks, steps]
+    times /= times.mean(axis=(1, 2), keepdims=True)  # beside transfers all batches are slower alike
+    return float(np.sqrt(times.var(axis=0, ddof=1).mean()))
 
 
 def _rates(side: Figures, samples: int) -> None:
@@ -177,6 +192,8 @@ def describe(figures: Figures) -> str:
     if "dense_ms" in figures:
         each = ", ".join(f"{value:.1f}" for value in figures["sides"][DENSE]["rank_ms"])
         lines += ["", f"dense compute alone: {figures['dense_ms']:.1f} ms a step, mean of the ranks ({each})"]
+        if "same_batch_apart" in figures:
+            lines.append(f"compute of one and the same batch, from side to side: +-{figures['same_batch_apart']:.2%}")
         lines += ["", "Where the bubble is, ms a step, and what is gone of TorchRec's:"]
         gone = list(dict.fromkeys(key for side in figures["sides"].values() for key in side.get("gone", ())))
         rows = [["", *PARTS, "bubble", *(f"of {key}" for key in gone)]]

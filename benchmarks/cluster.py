@@ -2,9 +2,11 @@
 
     python -m benchmarks.cluster 4 -- benchmarks/exposed.py --device cuda
 
-MPS gives each rank its share of the GPU's cores. A distinct ``NCCL_HOSTID`` makes NCCL take every rank for a machine of its own
-(it refuses two ranks on one GPU of one machine): traffic goes over TCP on the loopback device. ``--same-host`` leaves it out,
-for transports that share the host's memory.
+MPS gives each rank its share of the GPU's cores, though not cores of its own: it keeps the number, and lets ranks meet on one
+core while others are idle. The smaller ``--share``, the less they do.
+
+A distinct ``NCCL_HOSTID`` makes NCCL take every rank for a machine of its own (it refuses two ranks on one GPU of one machine):
+traffic goes over TCP on the loopback device. ``--same-host`` leaves it out, for transports that share the host's memory.
 
 Every rank gets what Lightning and torchrun's env:// rendezvous read: RANK, NODE_RANK, WORLD_SIZE, LOCAL_RANK=0,
 LOCAL_WORLD_SIZE=1, MASTER_ADDR, MASTER_PORT. The first failure, or the timeout, ends all ranks.
@@ -28,7 +30,6 @@ from pathlib import Path
 from typing import IO
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
-SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # of the GPU's cores that a rank gets; set it for another share
 GRACE = 5.0  # seconds between the request to end and the kill
 
 
@@ -47,6 +48,7 @@ def run(
     *,
     same_host: bool = False,
     gpu: bool | None = None,
+    share: int | None = None,
     env: Mapping[str, str] | None = None,
     echo: bool = False,
 ) -> list[str]:
@@ -56,6 +58,7 @@ def run(
         timeout: seconds until all ranks are killed.
         same_host: leave ``NCCL_HOSTID`` alone.
         gpu: share the GPU through MPS; by default if there is one.
+        share: percent of its cores for each rank; by default all are dealt out.
         env: more variables for the ranks.
         echo: also print rank 0's stdout, and the stderr of all, as they come.
 
@@ -74,7 +77,7 @@ def run(
     }
     with ExitStack() as stack:
         if has_gpu() if gpu is None else gpu:
-            shared |= stack.enter_context(_mps(ranks))
+            shared |= stack.enter_context(_mps(share or 100 // ranks))
         shared |= env or {}
         started: list[_Rank] = []
         stack.callback(_end, started)
@@ -191,7 +194,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 @contextmanager
-def _mps(ranks: int) -> Iterator[dict[str, str]]:
+def _mps(share: int) -> Iterator[dict[str, str]]:
     """An MPS daemon of our own; yields the variables its clients need."""
     tool = shutil.which(MPS_CONTROL)
     if tool is None:
@@ -201,7 +204,7 @@ def _mps(ranks: int) -> Iterator[dict[str, str]]:
         env = dict(os.environ) | variables
         subprocess.run([tool, "-d"], env=env, check=True, stdout=subprocess.DEVNULL)
         try:
-            yield variables | {SHARE: os.environ.get(SHARE, str(100 // ranks))}
+            yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}
         finally:
             subprocess.run([tool], env=env, input="quit\n", text=True, check=False, timeout=60, capture_output=True)
 
@@ -217,11 +220,19 @@ def main() -> int:
     parser.add_argument("ranks", type=int)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--same-host", action="store_true", help="let NCCL see that the ranks share a machine")
+    parser.add_argument("--share", type=int, help="percent of the GPU's cores a rank; default: all are dealt out")
     parser.add_argument("command", nargs="+", metavar="-- script.py [argument ...]", help="what every rank runs")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
     try:
-        run(arguments.ranks, arguments.command, arguments.timeout, same_host=arguments.same_host, echo=True)
+        run(
+            arguments.ranks,
+            arguments.command,
+            arguments.timeout,
+            same_host=arguments.same_host,
+            share=arguments.share,
+            echo=True,
+        )
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status if failure.status > 0 else 1

@@ -10,72 +10,90 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 REMEMBERED = 8  # steps
-MARGIN = 10e-3  # seconds; shorter spans are left alone
+MARGIN = 5e-3  # seconds
 
 
-def pause(spans: Sequence[float], errands: Sequence[float]) -> float:
-    """How long the host rests after the device has begun a span, in seconds.
+def pause(forward: float, ratios: Sequence[float], errands: Sequence[float]) -> float:
+    """How long the host rests after the device has begun a backward, in seconds.
 
     Args:
-        spans: how long the last ones took on the device, in seconds.
-        errands: how long the host has then needed, in seconds, until it was back at the device's next work; sometimes more,
+        forward: how long the device took for the forward of this step, in seconds.
+        ratios: backward over forward, of the last steps.
+        errands: how long the host needed after its rest, in seconds, until it had the next forward under way; sometimes more,
             where it had to wait for something else.
     """
-    if not spans or not errands:
+    if not ratios or not errands:
         return 0.0
-    return max(0.0, min(spans) - 3 * min(errands) - MARGIN)
+    return max(0.0, forward * min(ratios) - 2 * min(errands) - MARGIN)
+
+
+class _Moments(NamedTuple):
+    """Of a step, on the compute stream."""
+
+    forward: torch.cuda.Event
+    backward: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 class Pace:
-    """Holds the host back at one point of every step.
+    """Holds the host back once in a step: ``forward -> backward -> hold``.
 
-    ``begin -> hold -> resumed`` in each: the device's span between ``begin`` and ``hold``, and the host's errands between
-    ``hold`` and ``resumed``, are learnt from the steps before. A host that is late is never held.
+    What is known of the device and of the host comes from the steps before. A host that is not a backward ahead is not held.
     """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._began: torch.cuda.Event | None = None
-        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=REMEMBERED)  # on the device yet
-        self._spans: deque[float] = deque(maxlen=REMEMBERED)
+        self._forward: torch.cuda.Event | None = None
+        self._backward: torch.cuda.Event | None = None
+        self._under_way: deque[_Moments] = deque(maxlen=REMEMBERED)
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._errands: deque[float] = deque(maxlen=REMEMBERED)
-        self._left: float | None = None  # when the host was let go
+        self._let_go: float | None = None
 
-    def begin(self) -> None:
-        """The device will begin the span here, on the current stream."""
-        if self._cuda:
-            self._began = self._event()
+    def forward(self) -> None:
+        """The device will begin a forward here, on the current stream."""
+        if not self._cuda:
+            return
+        self._forward = self._mark()
+        if self._let_go is not None:
+            self._errands.append(time.perf_counter() - self._let_go)
+            self._let_go = None
+
+    def backward(self) -> None:
+        """And its backward here."""
+        if self._forward is not None:
+            self._backward = self._mark()
 
     def hold(self) -> None:
-        """The device's span ends here. Wait, if the device has not even begun it and has long to go after that."""
-        began, self._began = self._began, None
-        if began is None:
+        """The backward ends here. Wait, if the device has not even begun it and has long to go after that."""
+        forward, backward = self._forward, self._backward
+        self._forward = self._backward = None
+        if forward is None or backward is None:
             return
         self._learn()
-        self._timed.append((began, self._event()))
-        rest = pause(self._spans, self._errands)
-        if rest and not began.query():
-            began.synchronize()
-            time.sleep(rest)
-        self._left = time.perf_counter()
-
-    def resumed(self) -> None:
-        """The host is back at work that the device waits for."""
-        if self._left is not None:
-            self._errands.append(time.perf_counter() - self._left)
-            self._left = None
+        self._under_way.append(_Moments(forward, backward, self._mark()))
+        if self._ratios and self._errands and not backward.query():
+            backward.synchronize()
+            time.sleep(pause(_seconds(forward, backward), self._ratios, self._errands))
+        self._let_go = time.perf_counter()
 
     def _learn(self) -> None:
-        while self._timed and self._timed[0][1].query():
-            began, ended = self._timed.popleft()
-            self._spans.append(began.elapsed_time(ended) / 1e3)
+        while self._under_way and self._under_way[0].end.query():
+            done = self._under_way.popleft()
+            forward, backward = _seconds(done.forward, done.backward), _seconds(done.backward, done.end)
+            self._ratios.append(backward / max(forward, 1e-6))
 
     @staticmethod
-    def _event() -> torch.cuda.Event:
+    def _mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
+
+
+def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1e3

@@ -68,8 +68,8 @@ class Lane:
             if self.slot is not None and self.active:
                 current = self.current
                 if current is not None and current.kjt is features and not current.used:
-                    self.pace.resumed()
                     output = self.moves.join(current, self._gradient_arrived)
+                    self.pace.forward()
                     self._send_late()
                     return output
                 again = current is not None and current.kjt is features
@@ -119,7 +119,7 @@ class Lane:
                 moves.finish_ids(self.after)
                 moves.collide(self.next, self.after)
         moves.settle_gradients(current)
-        self.pace.begin()
+        self.pace.backward()
 
     def after_backward(self) -> None:
         current, moves = self.current, self.moves
