@@ -124,8 +124,8 @@ def mps_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return notes
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: bool) -> None:
+@pytest.mark.parametrize(("fails", "share"), [(False, None), (False, 16), (True, None)])
+def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: bool, share: int | None) -> None:
     show = f"""
         import os, sys
         print(os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
@@ -135,8 +135,8 @@ def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: 
         with pytest.raises(ClusterFailed):
             run(4, code(show), timeout=30, gpu=True)
     else:
-        for output in run(4, code(show), timeout=30, gpu=True):
-            assert output.split() == [mps_notes.read_text().split()[0], "25"]
+        for output in run(4, code(show), timeout=30, gpu=True, share=share):
+            assert output.split() == [mps_notes.read_text().split()[0], str(share or 25)]
     folder = mps_notes.read_text().split()[0]
     assert mps_notes.read_text().splitlines() == [f"{folder} -d ", f"{folder} quit"]
     assert not Path(folder).exists()

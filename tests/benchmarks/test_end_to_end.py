@@ -138,7 +138,7 @@ def test_account_of_known_marks() -> None:
 def side(step: float, straggler: float = 0.0) -> dict[str, Any]:
     parts = {"straggler": straggler, "exposed embedding": 4.0, "exposed dense": 0.0, "input": 0.0}
     times = {"mean": step, "median": step, "spread": 0.0, "steps": [step]}
-    kept = {"losses": [1.0], "notes": {}, "peak_bytes": 2**30}
+    kept = {"losses": [1.0], "notes": {}, "peak_bytes": 2**30, "compute_rank_ms": [[6.0], [8.0]]}
     return {"step_ms": times, "rank_ms": [6.0, 10.0], "compute_ms": 7.0, "parts_ms": parts} | kept
 
 
@@ -158,6 +158,13 @@ def test_what_is_gone_of_the_bubble() -> None:
     assert figures["sides"][BASE]["parts_ms"]["other"] == pytest.approx(6.0)
     assert figures["sides"][BASE]["straggler_percent"] == pytest.approx(1000 / 28)
     assert "missed, 90.0%" in bubble.describe(figures)
+
+
+def test_how_much_the_compute_of_one_batch_differs() -> None:
+    dense, base, balanced = ({"compute_rank_ms": times} for times in ([[9.0, 11.0]], [[22.0, 18.0]], [[1.0, 99.0]]))
+    assert bubble.repeatability({DENSE: dense, BASE: dense}) == 0.0
+    assert bubble.repeatability({DENSE: dense, BASE: base}) == pytest.approx(0.1 * 2**0.5)  # 0.9 and 1.1 of the mean
+    assert bubble.repeatability({DENSE: dense, ALL: balanced}) is None  # other batches on a rank
 
 
 def test_nothing_is_gone_of_no_bubble() -> None:
