@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bubble import DEFAULT, SIDES, SYNC, Figures, account, global_losses
+from benchmarks.products import check_products
 from benchmarks.report import versions
 from benchmarks.trainings import Batches, Job, Trained, train
 from benchmarks.workload import LongTail, collision_rate
@@ -27,7 +28,7 @@ from lightning_freescale.embedding.trial import Trial
 
 WARM = 6  # steps before the clock counts
 COOL = 4  # steps at the end, for which there is less and less to work ahead on
-ROUNDS = 2  # of both sides where FreeScale cannot help
+ROUNDS = 5  # of both sides where FreeScale cannot help: those of one side differ by more than what is looked for
 
 
 def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None, wait: float) -> Figures:
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
     quiet()
     job, counted = _job(arguments, wait)
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=wait))
+    if job.device.type == "cuda":
+        check_products(job.device, job.rank, job.model["embedding_dim"])
     figures = known or _head(arguments, job, counted)
     batches = Batches(job)
     for name in _names(arguments):

@@ -8,9 +8,9 @@ large table, row-wise over the ranks; 12 % of a batch's rows collide with those 
 Lightning Trainers with the strategy, Lightning's own overhead included. The bubble of a side is its step time less the mean dense
 compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
 
-``--share``: ranks that share a GPU meet on its cores and in its memory, and the same batch takes longer in one step than in
-another, whoever trains: the GPUs of a cluster do not do that. So the ranks get fewer cores than there are. How well that keeps
-them apart is in the result: how much the compute of one and the same batch differs from side to side.
+Ranks that share a GPU meet on its cores and in its memory: the same batch takes longer in one step than in another, whoever
+trains. A cluster's GPUs do not do that. How much of it there is, is in the result: how much the compute of one and the same
+batch differs from side to side. With a smaller ``--share`` of the cores there is less.
 
 ``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
 freescale_sync, in turns.
@@ -39,7 +39,6 @@ from benchmarks import bubble, cluster, report
 
 TIMEOUT = 400.0  # seconds for all sides
 WAIT = 60.0  # seconds that a rank waits for another
-SHARE = 16  # percent of the GPU's cores a rank
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,9 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, help="of the table and the layers; default 128, on cpu 32")
     parser.add_argument("--layers", type=int, help="default 4, on cpu 2")
     parser.add_argument("--heads", type=int, help="default 4, on cpu 2")
-    parser.add_argument(
-        "--share", type=int, default=SHARE, help="percent of the GPU's cores a rank; default %(default)s"
-    )
+    parser.add_argument("--share", type=int, help="percent of the GPU's cores a rank; default: all are dealt out")
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help="only these")
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more of the strategy's, for the side 'all', as JSON"

@@ -171,14 +171,10 @@ def contention(results: Results) -> Section:
 def end_to_end(results: Results) -> Section:
     claim = claim_of_end_to_end(results["end_to_end_h200"])
     assert claim is not None
-    side = results["end_to_end_h200"]["sides"]["all"]
-    left = sorted(((ms, part) for part, ms in side["parts_ms"].items()), reverse=True)
-    rest = ", ".join(f"{part} {ms:.1f}" for ms, part in left)
     return Section(
         "End to end (Fig. 11)",
         "Losses and accuracy equal TorchRec's, in less time.",
-        f"{claim.claim[0].upper()}{claim.claim[1:]}: {claim.before}; with all techniques {claim.after}. What is left, in ms: "
-        f"{rest}.",
+        f"{claim.claim[0].upper()}{claim.claim[1:]}: {claim.before}; with all techniques {claim.after}.",
         "figure_end_to_end.png",
         ["end_to_end_h200"],
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import all_sides, bubble, end_to_end, trainings
+from benchmarks import all_sides, bubble, end_to_end, products, trainings
 from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PARTS, PRIORITIZE, SIDES, SM_FREE, SPARSE_DIST, SYNC
 from benchmarks.cluster import ClusterFailed
 from benchmarks.workload import LongTail, collision_rate
@@ -118,6 +118,29 @@ def test_where_freescale_cannot_help() -> None:
     goal = figures["goal"]
     assert goal["reached"] == goal["step_ms"][DEFAULT] / goal["step_ms"][SYNC]
     assert "of freescale_sync's time" in bubble.describe(figures)
+
+
+def test_ratio_of_rounds_and_its_error() -> None:
+    times = {
+        f"{SYNC}, round 1": 10.0,
+        f"{DEFAULT}, round 1": 9.0,
+        f"{SYNC}, round 2": 10.0,
+        f"{DEFAULT}, round 2": 11.0,
+    }
+    goal = bubble.ratio(made_up(**{name: side(step) for name, step in times.items()}))["goal"]
+    assert goal["reached"] == 1.0
+    assert goal["error"] == pytest.approx(0.1)  # of the mean of 9 and 11; the other side's rounds are alike
+    single = {name: side(step) for name, step in times.items() if "round 1" in name}
+    assert bubble.ratio(made_up(**single))["goal"]["error"] is None
+
+
+def test_wrong_products_are_noticed() -> None:
+    right = torch.eye(3)
+    products.compare("made up", right.bfloat16(), right, rank=1)
+    products.check_products(torch.device("cpu"), rank=1, width=8, rows=50)
+    for wrong in (1.02 * right, right.where(right == 0, torch.nan)):
+        with pytest.raises(RuntimeError, match="rank 1: matrix products are wrong here \\(made up, \\[3, 3\\]"):
+            products.compare("made up", wrong, right, rank=1)
 
 
 # ---- parts -------------------------------------------------------------------------------------------------------------------
