@@ -88,7 +88,9 @@ def end_to_end(**sides: float) -> dict:
         "date": "2026-01-02T03:04:05+00:00",
         "command": "python -m benchmarks.end_to_end --output x.json",
         "machine": {"device": "a GPU"},
-        "parameters": {"ranks": 4},
+        "parameters": {"ranks": 4, "cannot_help": False},
+        "workload": {"longest": 8192},
+        "same_batch_apart": 0.017,
         "sides": {
             name: {
                 "step_ms": {"mean": 100 + bubble},
@@ -106,9 +108,9 @@ def end_to_end(**sides: float) -> dict:
 
 def test_end_to_end_has_its_row_and_its_table() -> None:
     (claim,) = claims({"end_to_end_h200": end_to_end(**{BASE: 50.0, ALL: 4.0})})
-    assert claim.claim.endswith("4 ranks, a GPU; losses equal")
+    assert claim.claim.endswith("histories to 8,192 events, 4 ranks, a GPU; losses equal")
     assert claim.before.startswith("50.0 of 150.0 ms")
-    assert claim.after.endswith("92.0% gone")
+    assert "92.0% gone. What is left: straggler 4.0 ms; the same batch's compute differs by ±1.7%" in claim.after
     assert claim.date == "2026-01-02"
     ((_, rows),) = tables.views(end_to_end(**{BASE: 50.0, ALL: 4.0}))
     assert [(row["side"], row["bubble"], row[f"of {BASE} gone"]) for row in rows] == [
@@ -116,6 +118,16 @@ def test_end_to_end_has_its_row_and_its_table() -> None:
         (ALL, 4, "92.0%"),
     ]
     assert list(claims({"end_to_end_h200": end_to_end(**{BASE: 50.0})})) == []  # a side failed
+
+
+def test_where_nothing_is_to_be_won() -> None:
+    found = end_to_end() | {"parameters": {"ranks": 4, "cannot_help": True}}
+    found["goal"] = {"reached": 0.995, "error": 0.004, "step_ms": {"freescale_sync": 20.0, "freescale": 19.9}}
+    (claim,) = claims({"cannot_help": found})
+    assert (claim.before, claim.after) == (
+        "`freescale_sync`: 20.0 ms a step",
+        "`freescale`, all on `auto`: 19.9 ms, 0.995 ± 0.004 of it",
+    )
 
 
 def test_the_marks_must_be_there() -> None:
