@@ -58,7 +58,7 @@ def sampled_softmax(
     target_ids = item_ids.roll(-1)  # the last event of a history meets the next one's first, but predicts nothing
     correction = None if log_q is None else (log_q[target_ids], log_q[negative_ids])
     return _SampledSoftmax.apply(
-        outputs, items.roll(-1, 0), negatives, target_ids, negative_ids, correction, _positions(offsets, len(outputs))
+        outputs, items, negatives, target_ids, negative_ids, correction, _positions(offsets, len(outputs))
     )
 
 
@@ -67,21 +67,23 @@ class _SampledSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any,
         outputs: Tensor,
-        targets: Tensor,
+        items: Tensor,
         negatives: Tensor,
         target_ids: Tensor,
         negative_ids: Tensor,
         correction: tuple[Tensor, Tensor] | None,
-        positions: tuple[Tensor, Tensor, Tensor],
+        tiles: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
         loss = outputs.new_zeros(())
         dpositive, doutputs = outputs.new_zeros(len(outputs)), torch.zeros_like(outputs)
         dnegatives = torch.zeros_like(negatives)
-        positive = (outputs * targets).sum(-1)
+        # Views: to roll the items would be to copy them. The last position of all predicts nothing.
+        positions, targets = outputs[:-1], items[1:]
+        positive = F.pad((positions * targets).sum(-1), (0, 1))
         negatives_t = negatives.mT.contiguous()
         if correction is not None:
             positive -= correction[0]
-        for owner, row, predicted in zip(*(part.split(CHUNK_TILES) for part in positions), strict=True):
+        for owner, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
             logits = outputs[row] @ negatives_t[owner]  # [tiles, TILE, K]
             if correction is not None:
                 logits -= correction[1][owner][:, None]
@@ -95,8 +97,11 @@ class _SampledSoftmax(torch.autograd.Function):
             dlogits = logits.sub_(rest[..., None]).exp_().nan_to_num_(0.0).mul_(dmargin[..., None])
             doutputs.index_add_(0, row.flatten(), (dlogits @ negatives[owner]).flatten(0, 1))
             dnegatives.index_add_(0, owner, dlogits.mT @ outputs[row])
-        doutputs.addcmul_(dpositive[:, None], targets)
-        ctx.save_for_backward(doutputs, dpositive[:, None] * outputs, dnegatives)
+        dpositive = dpositive[:-1, None]
+        doutputs[:-1].addcmul_(dpositive, targets)
+        ditems = torch.zeros_like(items)
+        torch.mul(dpositive, positions, out=ditems[1:])
+        ctx.save_for_backward(doutputs, ditems, dnegatives)
         return loss
 
     @staticmethod
