@@ -124,7 +124,7 @@ def summarise(figures: Figures) -> Figures:
 def repeatability(sides: Mapping[str, Figures]) -> float | None:
     """How far apart the compute of one and the same batch is on sides that leave it on its rank: standard deviation, relative.
 
-    Every side computes alike, so this is the machine's doing: ranks that meet on the cores and in the memory of one GPU.
+    Every side computes alike, so this is the machine's doing, where ranks share one GPU above all.
     """
     same = [sides[name]["compute_rank_ms"] for name in (DENSE, BASE, SPARSE_DIST) if name in sides]
     if len(same) < 2:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster 4 -- benchmarks/exposed.py --device cuda
 
-MPS gives each rank its share of the GPU's cores, though not cores of its own: it keeps the number, and lets ranks meet on one
-core while others are idle. The smaller ``--share``, the less they do.
+MPS gives each rank its share of the GPU's cores. Memory, caches and copy engines are common: ranks slow each other, the less,
+the smaller ``--share`` is. Not every share computes rightly, see ``products.py``.
 
 A distinct ``NCCL_HOSTID`` makes NCCL take every rank for a machine of its own (it refuses two ranks on one GPU of one machine):
 traffic goes over TCP on the loopback device. ``--same-host`` leaves it out, for transports that share the host's memory.

@@ -8,8 +8,8 @@ large table, row-wise over the ranks; 12 % of a batch's rows collide with those 
 Lightning Trainers with the strategy, Lightning's own overhead included. The bubble of a side is its step time less the mean dense
 compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
 
-Ranks that share a GPU meet on its cores and in its memory: the same batch takes longer in one step than in another, whoever
-trains. A cluster's GPUs do not do that. How much of it there is, is in the result: how much the compute of one and the same
+Ranks that share a GPU slow each other: the same batch takes longer in one step than in another, whoever trains. A cluster's
+GPUs do not do that. How much of it there is, is in the result: how much the compute of one and the same
 batch differs from side to side. With a smaller ``--share`` of the cores there is less.
 
 ``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
