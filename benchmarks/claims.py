@@ -61,17 +61,21 @@ def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
 
 def end_to_end(found: dict[str, Any]) -> Claim | None:
     """Nothing where a side is missing: the table of that result says what there is."""
+    if "goal" not in found:
+        return None
     device = found["machine"] if isinstance(found["machine"], str) else found["machine"]["device"]
     if found["parameters"]["cannot_help"]:
         return cannot_help(found, device)
-    sides = found.get("sides", {})
-    if "goal" not in found or not {BASE, ALL} <= set(sides):
+    sides = found["sides"]
+    if not {BASE, ALL} <= set(sides):
         return None
     before, after = sides[BASE], sides[ALL]
     equal = "equal" if found["losses"]["equal"] else "different"
     parts = sorted(after["parts_ms"].items(), key=lambda part: -part[1])
     left = ", ".join(f"{name} {ms:.1f}" for name, ms in parts if ms >= 0.05)
-    noise = f"; the same batch's compute differs by ±{found['same_batch_apart']:.1%} from side to side"
+    noise = ""
+    if "same_batch_apart" in found:
+        noise = f"; the same batch's compute differs by ±{found['same_batch_apart']:.1%} from side to side"
     return Claim(
         f"bubble of a step, end to end, histories to {found['workload']['longest']:,} events, "
         f"{found['parameters']['ranks']} ranks, {device}; losses {equal}",
@@ -80,8 +84,7 @@ def end_to_end(found: dict[str, Any]) -> Claim | None:
         f"{after['bubble_ms']:.1f} of {after['step_ms']['mean']:.1f} ms, {after['samples_per_second']:,.0f} samples/s: "
         f"{after['gone'][BASE]:.1%} gone"
         + (f", {after['gone'][SPARSE_DIST]:.1%} of SparseDist's" if SPARSE_DIST in after["gone"] else "")
-        + f". What is left: {left} ms"
-        + (noise if "same_batch_apart" in found else ""),
+        + f". What is left: {left} ms{noise}",
         command(found),
     )
 
@@ -89,10 +92,11 @@ def end_to_end(found: dict[str, Any]) -> Claim | None:
 def cannot_help(found: dict[str, Any], device: str) -> Claim:
     goal = found["goal"]
     sync, default = (goal["step_ms"][name] for name in ("freescale_sync", "freescale"))
+    error = "" if goal["error"] is None else f" ± {goal['error']:.3f}"
     return Claim(
         f"where nothing is to be won (equal short histories, a tiny table), {found['parameters']['ranks']} ranks, {device}",
         f"`freescale_sync`: {sync:.1f} ms a step",
-        f"`freescale`, all on `auto`: {default:.1f} ms, {goal['reached']:.3f} ± {goal['error']:.3f} of it",
+        f"`freescale`, all on `auto`: {default:.1f} ms, {goal['reached']:.3f}{error} of it",
         command(found),
     )
 

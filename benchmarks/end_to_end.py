@@ -9,8 +9,8 @@ Lightning Trainers with the strategy, Lightning's own overhead included. The bub
 compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
 
 Ranks that share a GPU slow each other: the same batch takes longer in one step than in another, whoever trains. A cluster's
-GPUs do not do that. How much of it there is, is in the result: how much the compute of one and the same
-batch differs from side to side. With a smaller ``--share`` of the cores there is less.
+GPUs do not do that. How much of it there is, is in the result: how much the compute of one and the same batch differs from side
+to side. With a smaller ``--share`` of the cores there is less.
 
 ``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
 freescale_sync, in turns.

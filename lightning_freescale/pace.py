@@ -43,7 +43,8 @@ class _Moments(NamedTuple):
 class Pace:
     """Holds the host back once in a step: ``forward -> backward -> hold``.
 
-    What is known of the device and of the host comes from the steps before. A host that is not a backward ahead is not held.
+    What is known of the device and of the host comes from the steps before. A host that is not a backward ahead is not held, nor
+    one that would be late if it waited for the shortest of the last backwards to begin.
     """
 
     def __init__(self, device: torch.device):
@@ -51,6 +52,7 @@ class Pace:
         self._forward: torch.cuda.Event | None = None
         self._backward: torch.cuda.Event | None = None
         self._under_way: deque[_Moments] = deque(maxlen=REMEMBERED)
+        self._forwards: deque[float] = deque(maxlen=REMEMBERED)
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._errands: deque[float] = deque(maxlen=REMEMBERED)
         self._let_go: float | None = None
@@ -77,7 +79,7 @@ class Pace:
             return
         self._learn()
         self._under_way.append(_Moments(forward, backward, self._mark()))
-        if self._ratios and self._errands and not backward.query():
+        if pause(min(self._forwards, default=0.0), self._ratios, self._errands) and not backward.query():
             backward.synchronize()
             time.sleep(pause(_seconds(forward, backward), self._ratios, self._errands))
         self._let_go = time.perf_counter()
@@ -86,6 +88,7 @@ class Pace:
         while self._under_way and self._under_way[0].end.query():
             done = self._under_way.popleft()
             forward, backward = _seconds(done.forward, done.backward), _seconds(done.backward, done.end)
+            self._forwards.append(forward)
             self._ratios.append(backward / max(forward, 1e-6))
 
     @staticmethod

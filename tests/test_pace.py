@@ -32,6 +32,37 @@ def test_no_rest_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pace.hold()
 
 
+class FakeEvent:
+    """Of a device that is far behind; a wait for it is noted."""
+
+    waits = 0
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        FakeEvent.waits += 1
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("forward", "held"), [(0.05, True), (0.004, False)])
+def test_the_host_does_not_wait_for_a_backward_that_is_over_before_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, forward: float, held: bool
+) -> None:
+    monkeypatch.setattr(Pace, "_mark", staticmethod(FakeEvent))
+    monkeypatch.setattr(FakeEvent, "waits", 0)
+    pace = Pace(torch.device("cuda"))
+    pace._forwards.append(forward)
+    pace._ratios.append(2.0)
+    pace._errands.append(0.01)  # with twice that and the margin, 25 ms ahead is enough
+    pace.forward()
+    pace.backward()
+    pace.hold()
+    assert bool(FakeEvent.waits) is held
+
+
 CYCLES = 50_000_000  # of a GPU's clock: some 25 ms
 
 

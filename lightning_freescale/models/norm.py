@@ -1,7 +1,7 @@
 """The layer norms of HSTU, with what follows them: the gate, and the type that the next product wants.
 
 The device of the input says which implementation runs: PyTorch's own operations on a CPU, one Triton kernel each way on CUDA
-(:mod:`.norm_cuda`), where PyTorch's layer norm of short rows takes ten times as long as it takes to read and write them.
+(:mod:`.norm_cuda`), where PyTorch's layer norm of short rows takes much longer than to read and write them.
 """
 
 from __future__ import annotations

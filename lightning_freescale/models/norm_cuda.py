@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 4096  # of a tile
-PROGRAMS = 512  # of backward, at most: two waves on a large GPU
+PROGRAMS = 512  # of backward, at most; not by the cores of a GPU, so that sums have the same order on all
 WARPS = 4
 
 
