@@ -10,10 +10,15 @@ from torch import Tensor
 
 
 class SideStream:
-    """A CUDA stream beside the compute; on other devices the work runs where it is called."""
+    """A CUDA stream beside the compute; on other devices the work runs where it is called.
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    Args:
+        first: whether its kernels go before the compute's. A small kernel that does not waits until a large one of the compute
+            has started all of its blocks, hence until the compute comes to its own small kernels, and holds those up.
+    """
+
+    def __init__(self, device: torch.device, first: bool = False):
+        self.stream = torch.cuda.Stream(device, priority=-int(first)) if device.type == "cuda" else None
 
     @contextmanager
     def work(self, *after: SideStream | None, compute: bool = False) -> Iterator[None]:

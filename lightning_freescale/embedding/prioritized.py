@@ -104,7 +104,7 @@ class PrioritizedEmbedding:
             self._weights.append(weights)
             self._key_offsets.append(torch.tensor(offsets, dtype=torch.int64, device=self.device))
             self._detectors.append(CollisionDetector(rows, self.device))
-        self.ids_stream, self.table_stream = SideStream(self.device), SideStream(self.device)
+        self.ids_stream, self.table_stream = (SideStream(self.device, first=True) for _ in range(2))
         # Collections built by other TorchRec releases know other options: pass those that this one has.
         options = inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters
         self._output_options = {
