@@ -22,7 +22,7 @@ from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.buckets import num_buckets
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.metrics import NDCG, HitRate, target_ranks
-from lightning_freescale.models.norm import gated_layer_norm, layer_norm
+from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
 
 ITEM_TABLE = "item"
 TIME_BUCKETS = num_buckets(2**31 - 1)
@@ -142,7 +142,7 @@ class HSTUMixin(_Module):
         plan = plan_attention(offsets, batch.timestamps)
         for layer in self.layers:
             x = layer(x, offsets, batch.timestamps, plan)
-        return F.normalize(x.float(), dim=-1)
+        return unit_rows(x)
 
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the predicted positions of this rank."""
@@ -157,9 +157,9 @@ class HSTUMixin(_Module):
         with torch.autocast(outputs.device.type, enabled=False):
             total = sampled_softmax(
                 outputs / self.hparams["temperature"],
-                F.normalize(embedded[HISTORY].values().float(), dim=-1),
+                unit_rows(embedded[HISTORY].values()),
                 batch.features[HISTORY].values(),
-                F.normalize(embedded[NEGATIVES].values().float(), dim=-1),
+                unit_rows(embedded[NEGATIVES].values()),
                 batch.features[NEGATIVES].values(),
                 _offsets(batch.lengths),
                 self.log_q,
@@ -196,7 +196,7 @@ class HSTUMixin(_Module):
         lengths[0] = len(ids)
         features = KeyedJaggedTensor(keys=self.feature_names, values=ids, lengths=lengths).to(self.device)
         items = self.embedding(features)[HISTORY].values()
-        self._catalogue = ids.to(self.device), F.normalize(items.float(), dim=-1)
+        self._catalogue = ids.to(self.device), unit_rows(items)
 
     def on_validation_epoch_end(self) -> None:
         self._catalogue = None
@@ -209,7 +209,7 @@ class HSTUMixin(_Module):
         ids, items = self._catalogue
         with torch.autocast(outputs.device.type, enabled=False):
             scores = outputs @ items.mT
-            target_scores = (outputs * F.normalize(embedded[NEGATIVES].values().float(), dim=-1)).sum(-1)
+            target_scores = (outputs * unit_rows(embedded[NEGATIVES].values())).sum(-1)
             is_target = batch.targets[:, None] == ids
             others = (scores / self.hparams["temperature"]).masked_fill(is_target, -torch.inf).logsumexp(-1)
             loss = F.softplus(others - target_scores / self.hparams["temperature"]).mean()

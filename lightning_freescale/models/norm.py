@@ -1,12 +1,13 @@
-"""The layer norms of HSTU, with what follows them: the gate, and the type that the next product wants.
+"""Norms of rows, with what follows them in HSTU: the gate, and the type that the next product wants.
 
 The device of the input says which implementation runs: PyTorch's own operations on a CPU, one Triton kernel each way on CUDA
-(:mod:`.norm_cuda`), where PyTorch's layer norm of short rows takes much longer than to read and write them.
+(:mod:`.norm_cuda`), where PyTorch's take several times as long as it takes to read and write the rows.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -29,6 +30,15 @@ def gated_layer_norm(norm: nn.LayerNorm, x: Tensor, gate: Tensor) -> Tensor:
         x, gate: ``[N, D]``.
     """
     return _on_cuda(norm, x, gate) if x.is_cuda else norm(x) * gate
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """``[N, D]`` rows of ``x``, each scaled to length 1; float32. A row of zeros stays one."""
+    if not x.is_cuda:
+        return F.normalize(x.float(), dim=-1)
+    from lightning_freescale.models import norm_cuda
+
+    return norm_cuda.unit_rows(x)
 
 
 def _on_cuda(norm: nn.LayerNorm, x: Tensor, gate: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Layer norm on CUDA, with a gate or without: one Triton kernel forward, one backward, in float32 whatever the types.
+"""Norms of rows on CUDA: one Triton kernel forward, one backward, in float32 whatever the types.
 
-A program takes a tile of whole rows. In backward a fixed number of programs walk over the tiles and keep their shares of the
-gradients of weight and bias, which are added up afterwards: no atomics, so every sum has a fixed order. A row's output and
-gradient are the same bits in any batch.
+A program takes a tile of whole rows. In the backward of a layer norm a fixed number of programs walk over the tiles and keep
+their shares of the gradients of weight and bias, which are added up afterwards: no atomics, so every sum has a fixed order. A
+row's output and gradient are the same bits in any batch.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -82,6 +82,51 @@ def _backward(
     tl.store(dbias_ptr + tl.program_id(0) * D + cols, dbias, mask=cols < D)
 
 
+@triton.jit
+def _unit_forward(
+    x_ptr, out_ptr, x_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    x = _load(x_ptr, rows, x_row, cols, count, D)
+    length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), eps)
+    _store(out_ptr, rows, D, cols, count, D, x / length[:, None])
+
+
+@triton.jit
+def _unit_backward(
+    x_ptr, dout_ptr, dx_ptr, x_row, dout_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    x, dout = _load(x_ptr, rows, x_row, cols, count, D), _load(dout_ptr, rows, dout_row, cols, count, D)
+    length = tl.sqrt(tl.sum(x * x, 1))
+    # What is not longer than eps was divided by eps, whatever its length.
+    along = tl.where(length > eps, tl.sum(x * dout, 1) / (length * length), 0.0)
+    dx = (dout - x * along[:, None]) / tl.maximum(length, eps)[:, None]
+    _store(dx_ptr, rows, D, cols, count, D, dx)
+
+
+class _UnitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.eps = eps
+        out = torch.empty(x.shape, device=x.device)
+        if len(x):
+            tile = _tile(x)
+            _unit_forward[(triton.cdiv(len(x), tile["ROWS"]),)](x, out, x.stride(0), len(x), eps, **tile)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dout, dx = _unit_stride(grads[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if len(x):
+            tile = _tile(x)
+            grid = (triton.cdiv(len(x), tile["ROWS"]),)
+            _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), len(x), ctx.eps, **tile)
+        return dx, None
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -92,7 +137,7 @@ class _LayerNorm(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         given = x if gate is None else gate
         if len(x):
-            tile = _tile(x, gate)
+            tile = _tile(x) | {"GATED": gate is not None}
             grid = (triton.cdiv(len(x), tile["ROWS"]),)
             _forward[grid](x, given, weight, bias, out, x.stride(0), given.stride(0), len(x), eps, **tile)
         return out
@@ -105,7 +150,7 @@ class _LayerNorm(torch.autograd.Function):
         dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
         if not len(x):
             return dx, dgate, torch.zeros_like(weight), torch.zeros_like(bias), None, None
-        tile = _tile(x, gate)
+        tile = _tile(x) | {"GATED": gate is not None}
         programs = min(PROGRAMS, triton.cdiv(len(x), tile["ROWS"]))
         shares = torch.empty(2, programs, x.shape[1], device=x.device)
         given, dgiven = (x, dx) if gate is None else (gate, dgate)
@@ -117,10 +162,9 @@ class _LayerNorm(torch.autograd.Function):
         return dx, dgate, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
 
 
-def _tile(x: Tensor, gate: Tensor | None) -> dict[str, Any]:
+def _tile(x: Tensor) -> dict[str, Any]:
     cols = triton.next_power_of_2(x.shape[1])
-    rows = max(1, ELEMENTS // cols)
-    return {"D": x.shape[1], "ROWS": rows, "COLS": cols, "GATED": gate is not None, "num_warps": WARPS}
+    return {"D": x.shape[1], "ROWS": max(1, ELEMENTS // cols), "COLS": cols, "num_warps": WARPS}
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -130,3 +174,8 @@ def _unit_stride(x: Tensor) -> Tensor:
 def layer_norm(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """``[N, D]`` of ``dtype``: the norm of ``x``, times ``gate`` if there is one. Rows may be views with gaps between them."""
     return _LayerNorm.apply(_unit_stride(x), None if gate is None else _unit_stride(gate), weight, bias, eps, dtype)
+
+
+def unit_rows(x: Tensor, eps: float = 1e-12) -> Tensor:
+    """``[N, D]`` float32: the rows of ``x`` over their lengths, or over ``eps`` where they are not longer."""
+    return _UnitRows.apply(_unit_stride(x), eps)

@@ -1,4 +1,4 @@
-"""Layer norms, gated or not: PyTorch's on a CPU; the Triton kernels against float64, interpreted and compiled.
+"""Norms of rows: PyTorch's on a CPU; the Triton kernels against float64, interpreted and compiled.
 
 Errors are ``|got - expected| / |expected|``; the kernels compute in float32 and round what they write once.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_freescale.models.norm import gated_layer_norm, layer_norm
+from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
 from tests.models.cases import assert_close, relative_errors
 from tests.models.interpreter import run_interpreted
 
@@ -49,17 +49,30 @@ def exact(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return run_norm(norm, {name: value.double() for name, value in inputs.items()})
 
 
+def short_and_empty_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``x`` alone, with a row of zeros and one that is shorter than what a row is divided by at least."""
+    x = inputs["x"].clone()
+    x[0] = 0.0
+    x[-1] *= 1e-20
+    return {"x": x}
+
+
+def exact_unit_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return run_norm(lambda x: F.normalize(x, dim=-1), {name: value.double() for name, value in inputs.items()})
+
+
 def test_on_cpu_it_is_torchs() -> None:
     norm, x, gate = nn.LayerNorm(12), torch.randn(7, 12), torch.randn(7, 12)
     assert torch.equal(layer_norm(norm, x), norm(x))
     assert torch.equal(gated_layer_norm(norm, x, gate), norm(x) * gate)
+    assert torch.equal(unit_rows(x.bfloat16()), F.normalize(x.bfloat16().float(), dim=-1))
 
 
 SCRIPT = """
 import torch
 from lightning_freescale.models import norm_cuda
 from tests.models.cases import assert_close, relative_errors
-from tests.models.test_norm import EPS, exact, norm_inputs, run_norm
+from tests.models.test_norm import EPS, exact, exact_unit_rows, norm_inputs, run_norm, short_and_empty_rows
 
 def interpreted(x, weight, bias, gate=None):
     return norm_cuda.layer_norm(x, gate, weight, bias, EPS, x.dtype)
@@ -69,9 +82,14 @@ for rows, width, elements, programs in ((1, 8, 64, 4), (37, 12, 64, 3), (50, 16,
     for gated in (False, True):
         inputs = norm_inputs(rows, width, gated=gated)
         assert_close(run_norm(interpreted, inputs), exact(inputs), 1e-6)
+    lone = short_and_empty_rows(inputs)
+    assert_close(run_norm(norm_cuda.unit_rows, lone), exact_unit_rows(lone), 1e-6)
+    inner = {"x": inputs["x"]}
+    assert_close(run_norm(norm_cuda.unit_rows, inner), exact_unit_rows(inner), 1e-6)
 wrong = inputs | {"bias": inputs["bias"] + 1e-3}
 assert relative_errors(run_norm(interpreted, wrong), exact(inputs))["out"] > 1e-4
-assert interpreted(**norm_inputs(0, 8)).shape == (0, 8)
+assert relative_errors(run_norm(norm_cuda.unit_rows, inner), exact_unit_rows({"x": inner["x"] + 1e-3}))["out"] > 1e-4
+assert interpreted(**norm_inputs(0, 8)).shape == norm_cuda.unit_rows(norm_inputs(0, 8)["x"]).shape == (0, 8)
 """
 
 
@@ -93,6 +111,19 @@ def compiled(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor | None = None
 def test_compiled_kernels_equal_float64(rows: int, width: int, gated: bool, dtype: torch.dtype) -> None:
     inputs = norm_inputs(rows, width, gated=gated, dtype=dtype, device="cuda")
     assert_close(run_norm(compiled, inputs), exact(inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@TYPES
+@pytest.mark.parametrize(("rows", "width"), [(2, 8), (3001, 96), (40_000, 128)])
+def test_compiled_unit_rows_equal_float64(rows: int, width: int, dtype: torch.dtype) -> None:
+    from lightning_freescale.models import norm_cuda
+
+    inputs = {"x": norm_inputs(rows, width, dtype=dtype, device="cuda")["x"]}
+    assert_close(run_norm(norm_cuda.unit_rows, inputs), exact_unit_rows(inputs), TOLERANCE[dtype])
+    if dtype == torch.float32:
+        inputs = short_and_empty_rows(inputs)
+        assert_close(run_norm(norm_cuda.unit_rows, inputs), exact_unit_rows(inputs), TOLERANCE[dtype])
 
 
 @pytest.mark.gpu
