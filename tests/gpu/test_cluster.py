@@ -25,8 +25,9 @@ def result_of(script: str, *arguments: str, folder: Path | None = None) -> Any:
 def test_prioritized_equals_synchronous(backend: str) -> None:
     """Losses within 1e-6, weights and optimizer state within 1e-5 of their size; seen so far: no difference at all."""
     results = result_of("prioritized.py", backend)
-    assert len(results) == 20
-    for case in results:
+    assert results["unordered"] > 1e-3  # the comparison is able to fail
+    assert len(results["cases"]) == 20
+    for case in results["cases"]:
         assert case["lane"] == "prioritized", case
         assert case["loss"] <= 1e-6, case
         assert case["weights"] <= 1e-5 * case["moved"], case
