@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks import own_cores
 from benchmarks.bubble import DEFAULT, SIDES, SYNC, Figures, account, global_losses
 from benchmarks.products import check_products
 from benchmarks.report import versions
@@ -94,6 +95,7 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[Job, slice]:
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        own_cores.use(device)
     else:
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # Lightning looks there, too
     rank = int(os.environ["RANK"])
@@ -135,9 +137,8 @@ def _head(arguments: argparse.Namespace, job: Job, counted: slice) -> Figures:
 def _machine(job: Job) -> str:
     if job.device.type == "cpu":
         return f"{os.cpu_count()} cores ({platform.machine()}), gloo"
-    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{torch.cuda.get_device_name(job.device)}, {share} % of its cores a rank, NCCL {nccl}"
+    return f"{torch.cuda.get_device_name(job.device)}, {own_cores.describe()}, NCCL {nccl}"
 
 
 def _gather(trained: Trained, counted: slice) -> Figures:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster 4 -- benchmarks/exposed.py --device cuda
 
-MPS gives each rank its share of the GPU's cores. Memory, caches and copy engines are common: ranks slow each other, the less,
-the smaller ``--share`` is. Not every share computes rightly, see ``products.py``.
+MPS gives each rank its share of the GPU's cores; not every share computes rightly, see ``products.py``. Whether ranks meet on a
+core is MPS's affair, unless each has ``--own-cores`` (``own_cores.py``). Memory, caches and copy engines are common.
 
 A distinct ``NCCL_HOSTID`` makes NCCL take every rank for a machine of its own (it refuses two ranks on one GPU of one machine):
 traffic goes over TCP on the loopback device. ``--same-host`` leaves it out, for transports that share the host's memory.
@@ -29,6 +29,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from benchmarks.own_cores import PART, library
+
 MPS_CONTROL = "nvidia-cuda-mps-control"
 GRACE = 5.0  # seconds between the request to end and the kill
 
@@ -49,6 +51,7 @@ def run(
     same_host: bool = False,
     gpu: bool | None = None,
     share: int | None = None,
+    own_cores: bool = False,
     env: Mapping[str, str] | None = None,
     echo: bool = False,
 ) -> list[str]:
@@ -59,6 +62,7 @@ def run(
         same_host: leave ``NCCL_HOSTID`` alone.
         gpu: share the GPU through MPS; by default if there is one.
         share: percent of its cores for each rank; by default all are dealt out.
+        own_cores: instead of a share, cores that no other rank has, for every stream but the default one.
         env: more variables for the ranks.
         echo: also print rank 0's stdout, and the stderr of all, as they come.
 
@@ -77,7 +81,9 @@ def run(
     }
     with ExitStack() as stack:
         if has_gpu() if gpu is None else gpu:
-            shared |= stack.enter_context(_mps(share or 100 // ranks))
+            shared |= stack.enter_context(_mps(100 if own_cores else share or 100 // ranks))
+            if own_cores:
+                shared |= {"LD_PRELOAD": str(stack.enter_context(library())), PART: str(ranks)}
         shared |= env or {}
         started: list[_Rank] = []
         stack.callback(_end, started)
@@ -87,13 +93,15 @@ def run(
         return [rank.output() for rank in started]
 
 
-def launch(module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0) -> int:
+def launch(
+    module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0, own_cores: bool = False
+) -> int:
     """Run ``python -m module *argv`` on every rank, show what rank 0 prints, and return the exit status."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         # Lightning takes every rank for a machine of its own, and would give each all cores.
         env = {"PYTHONPATH": path} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
-        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, env=env, echo=True)
+        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, own_cores=own_cores, env=env, echo=True)
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status if failure.status > 0 else 1
@@ -122,6 +130,8 @@ class _Rank:
 
     def __init__(self, rank: int, argv: Sequence[str], shared: Mapping[str, str], same_host: bool, echo: bool):
         own = {"RANK": str(rank), "NODE_RANK": str(rank)}
+        if PART in shared:
+            own[PART] = f"{rank}/{shared[PART]}"
         if not same_host:
             own["NCCL_HOSTID"] = f"node{rank}"
         self.rank = rank
@@ -221,6 +231,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--same-host", action="store_true", help="let NCCL see that the ranks share a machine")
     parser.add_argument("--share", type=int, help="percent of the GPU's cores a rank; default: all are dealt out")
+    parser.add_argument("--own-cores", action="store_true", help="instead, cores that no other rank has")
     parser.add_argument("command", nargs="+", metavar="-- script.py [argument ...]", help="what every rank runs")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
@@ -231,6 +242,7 @@ def main() -> int:
             arguments.timeout,
             same_host=arguments.same_host,
             share=arguments.share,
+            own_cores=arguments.own_cores,
             echo=True,
         )
     except ClusterFailed as failure:

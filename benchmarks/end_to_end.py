@@ -8,9 +8,9 @@ large table, row-wise over the ranks; 12 % of a batch's rows collide with those 
 Lightning Trainers with the strategy, Lightning's own overhead included. The bubble of a side is its step time less the mean dense
 compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
 
-Ranks that share a GPU slow each other: the same batch takes longer in one step than in another, whoever trains. A cluster's
-GPUs do not do that. How much of it there is, is in the result: how much the compute of one and the same batch differs from side
-to side. With a smaller ``--share`` of the cores there is less.
+The ranks share a GPU, each on cores of its own (``own_cores.py``). With ``--share`` MPS alone keeps them apart, which it does not
+quite: the same batch takes longer in one step than in another, whoever trains. How much of that there is, is in the result: how
+much the compute of one and the same batch differs from side to side.
 
 ``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
 freescale_sync, in turns.
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, help="of the table and the layers; default 128, on cpu 32")
     parser.add_argument("--layers", type=int, help="default 4, on cpu 2")
     parser.add_argument("--heads", type=int, help="default 4, on cpu 2")
-    parser.add_argument("--share", type=int, help="percent of the GPU's cores a rank; default: all are dealt out")
+    parser.add_argument("--share", type=int, help="percent of the GPU's cores a rank, not its own; default: own ones")
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help="only these")
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more of the strategy's, for the side 'all', as JSON"
@@ -83,8 +83,9 @@ def launch(arguments: argparse.Namespace) -> int:
         argv = ["-m", "benchmarks.end_to_end", *sys.argv[1:], "--part", str(part)]
         while True:
             try:
-                gpu = arguments.device == "cuda"
-                cluster.run(arguments.ranks, argv, timeout=TIMEOUT, gpu=gpu, share=arguments.share, env=env, echo=True)
+                gpu, share = arguments.device == "cuda", arguments.share
+                own = gpu and share is None
+                cluster.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, own_cores=own, env=env, echo=True)
                 break
             except cluster.ClusterFailed as failure:
                 if not _note_failure(part, failure):

@@ -94,7 +94,7 @@ def main() -> int:
     if "RANK" in os.environ:
         return take_part(arguments)
     gpu = arguments.device == "cuda"
-    return cluster.launch("benchmarks.exposed", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
+    return cluster.launch("benchmarks.exposed", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, own_cores=gpu)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks import own_cores
 from benchmarks.clock import Clock, CountedTime, RealTime
 from benchmarks.link import Wire, new_link
 from benchmarks.workload import Batch, Workload
@@ -264,6 +265,7 @@ class CudaMachine:
     def __init__(self, width: int, layers: int, wanted: Transport):
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.device)
+        own_cores.use(self.device)
         self._shape = {"width": width, "layers": layers}
         self._backend = transport.choose(wanted, self.device, overlapped=True).backend
 
@@ -297,7 +299,7 @@ class CudaMachine:
     def describe(self) -> dict[str, Any]:
         return {
             "device": torch.cuda.get_device_name(self.device),
-            "sm_percent": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"),
+            "cores": own_cores.describe(),
             "exchange": self._backend,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         } | self._shape

@@ -28,7 +28,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning_freescale as fs
-from benchmarks import cluster, report
+from benchmarks import cluster, own_cores, report
 from lightning_freescale.bubbles.monitor import BubbleMonitor, sampling
 from lightning_freescale.models import HSTU
 
@@ -70,6 +70,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Figures of rank 0; ``None`` on the other ranks."""
     cuda, ranks, steps = arguments.device == "cuda", arguments.ranks, arguments.steps
     torch.set_num_threads(1)
+    own_cores.use(torch.device(arguments.device))
     pl.seed_everything(1, verbose=False)
     batch_size, length = (64, 1024) if cuda else (16, 64)
     data = fs.SeqRecDataModule(
@@ -135,13 +136,15 @@ def main() -> int:
     arguments.steps = arguments.steps or (60 if arguments.quick else 240)
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"
-        return cluster.launch("benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
+        return cluster.launch(
+            "benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, own_cores=gpu
+        )
     for name in ("lightning.pytorch", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     results = measure(arguments)
     if results is not None:
-        machine = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+        machine = f"{torch.cuda.get_device_name()}, {own_cores.describe()}" if arguments.device == "cuda" else None
         setting = {"strategy": arguments.strategy, "ranks": arguments.ranks, "steps": arguments.steps}
         rows = [{"figure": name, "value": value} for name, value in results.items()]
         figures = report.head("monitor_overhead", machine) | setting | {"results": results}

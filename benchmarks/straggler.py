@@ -29,7 +29,7 @@ import torch
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster, report
+from benchmarks import cluster, own_cores, report
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ def main() -> None:
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         gpu = options.accelerator == "gpu"
-        sys.exit(cluster.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu))
+        sys.exit(cluster.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu, own_cores=gpu))
 
 
 # ---- on a rank --------------------------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    own_cores.use(torch.device("cuda" if options.accelerator == "gpu" else "cpu"))
     cache = Path(tempfile.gettempdir()) / "freescale-straggler"
     runs: dict[str, Run] = {"off": train(options, cache, "off")}
     sums, seconds = runs["off"].sums, runs["off"].seconds
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name() if options.accelerator == "gpu" else None
     report.publish(
         options,
-        report.head("straggler", device and f"{device} as {options.ranks} ranks") | results,
+        report.head("straggler", device and f"{device} as {options.ranks} ranks: {own_cores.describe()}") | results,
         {
             f"Measured on {sums.shape[1]} ranks, {len(seconds)} steps each": results["straggler"],
             COSTS: results["cost model"],

@@ -20,7 +20,7 @@ import torch.distributed as dist
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster, report
+from benchmarks import cluster, own_cores, report
 
 KERNELS = 1500
 AHEAD = 60_000_000  # cycles for which the device sleeps, so that the host has queued all kernels when the first starts
@@ -52,8 +52,7 @@ def measure(options: argparse.Namespace) -> None:
         word.fill_(1)
         torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
-        machine = f"{torch.cuda.get_device_name()} as {dist.get_world_size()} ranks, {share} % of its cores each"
+        machine = f"{torch.cuda.get_device_name()} as {dist.get_world_size()} ranks, {own_cores.describe()}"
         results = report.head("waiting_streams", machine) | {"rows": rows}
         report.publish(options, results, {"A chain of small kernels beside waiting streams": rows})
     dist.destroy_process_group()

@@ -85,6 +85,7 @@ def test_the_host_rests_while_it_is_ahead() -> None:
     pace = Pace(torch.device("cuda"))
     assert not a_step(pace).query()  # nothing is known: the host goes on at once
     torch.cuda.synchronize()
+    a_step(pace)  # that wait passes for an errand of the host: it goes on once more
     for _ in range(4):
         between = a_step(pace)
         assert between.query()

@@ -142,6 +142,13 @@ def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: 
     assert not Path(folder).exists()
 
 
+def test_every_rank_gets_cores_of_its_own(mps_notes: Path) -> None:
+    show = "import os; print(os.environ['OWN_CORES'], os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
+    for rank, output in enumerate(run(3, code(show), timeout=30, gpu=True, own_cores=True)):
+        assert output.split() == [f"{rank}/3", "100"]
+    assert mps_notes.read_text().splitlines()[-1].endswith("quit")
+
+
 def test_without_mps_a_gpu_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "MPS_CONTROL", "no-such-tool")
     with pytest.raises(RuntimeError, match="no-such-tool is not installed"):

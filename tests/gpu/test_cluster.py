@@ -1,4 +1,5 @@
-"""One GPU as four nodes: the prioritized exchange and HSTU through the Trainer, against the synchronous path; its bubbles."""
+"""One GPU as several nodes, each with its own cores; the prioritized exchange and HSTU through the Trainer, against the
+synchronous path; its bubbles."""
 
 from __future__ import annotations
 
@@ -14,11 +15,22 @@ HERE = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 
-def result_of(script: str, *arguments: str, folder: Path | None = None) -> Any:
+def result_of(script: str, *arguments: str, folder: Path | None = None, ranks: int = 4, own_cores: bool = False) -> Any:
     """The JSON that rank 0 of ``script`` prints."""
     env = {"PYTHONPATH": str(HERE.parents[1])} | ({} if folder is None else {"FOLDER": str(folder)})
-    output = cluster.run(4, [str(HERE / script), *arguments], timeout=300, env=env)[0]
+    argv = [str(HERE / script), *arguments]
+    output = cluster.run(ranks, argv, timeout=300, own_cores=own_cores, env=env)[0]
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
+
+
+def test_ranks_have_cores_of_their_own() -> None:
+    apart = result_of("own_cores.py", ranks=2, own_cores=True)
+    same = result_of("own_cores.py", "same", ranks=2, own_cores=True)  # the check is able to fail
+    for ranks, ran in ((apart, True), (same, False)):
+        assert all(rank["own"] == rank["cores"] < rank["default"] for rank in ranks), ranks
+        assert 2 * ranks[0]["cores"] <= ranks[0]["default"], ranks
+        assert ranks[0]["held"], ranks
+        assert ranks[1]["ran"] is ran, ranks
 
 
 @pytest.mark.parametrize("backend", ["nccl", "freescale"])
