@@ -29,7 +29,7 @@ from lightning_freescale.embedding.trial import Trial
 
 WARM = 6  # steps before the clock counts
 COOL = 4  # steps at the end, for which there is less and less to work ahead on
-ROUNDS = 5  # of both sides where FreeScale cannot help: those of one side differ by more than what is looked for
+ROUNDS = 4  # of both sides where FreeScale cannot help: those of one side differ by more than what is looked for
 
 
 def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None, wait: float) -> Figures:
@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
 
     Args:
         keep: file for the figures after each side; ``None``: this rank keeps none.
-        known: figures of sides that are done, and of those that failed.
+        known: figures of sides that are done, and of those that failed. If there may be more calls, their ``left`` says which
+            sides those are for.
         wait: seconds that a rank waits for another.
     """
     quiet()
@@ -47,9 +48,10 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
         check_products(job.device, job.rank, job.model["embedding_dim"])
     figures = known or _head(arguments, job, counted)
     batches = Batches(job)
-    for name in _names(arguments):
-        if name in figures["sides"] or name in figures["failed"]:
-            continue
+    left = [name for name in _names(arguments) if name not in figures["sides"] and name not in figures["failed"]]
+    alone = arguments.cannot_help and arguments.part is not None  # streams and threads of one side would slow the next
+    now, figures["left"] = (left[:1], left[1:]) if alone else (left, [])
+    for name in now:
         figures["under_way"] = name
         _keep(figures, keep)
         began = time.perf_counter()
@@ -109,7 +111,9 @@ def _names(arguments: argparse.Namespace) -> list[str]:
     if not arguments.cannot_help:
         return [name for name in SIDES if not arguments.sides or name in arguments.sides]
     rounds = 1 if arguments.quick else ROUNDS
-    return [f"{name}, round {number}" for number in range(1, rounds + 1) for name in (SYNC, DEFAULT)]
+    # In turns, each as often before the other as after it: whatever drifts, drifts for both.
+    turns = [(SYNC, DEFAULT) if number % 2 else (DEFAULT, SYNC) for number in range(1, rounds + 1)]
+    return [f"{name}, round {number}" for number, both in enumerate(turns, 1) for name in both]
 
 
 def _head(arguments: argparse.Namespace, job: Job, counted: slice) -> Figures:

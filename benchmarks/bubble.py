@@ -154,7 +154,7 @@ def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figure
 
 
 def ratio(figures: Figures) -> Figures:
-    """Add the default strategy's step time over ``freescale_sync``'s: the mean of their rounds, each from first to last step."""
+    """Add the default strategy's step time over ``freescale_sync``'s: the mean of all rounds, each from first to last step."""
     rounds: dict[str, list[float]] = {}
     for name, side in figures["sides"].items():
         _rates(side, figures["global_batch"])
@@ -169,17 +169,16 @@ def ratio(figures: Figures) -> Figures:
             "reached": means[DEFAULT] / means[SYNC],
             "step_ms": means,
             "round_ms": rounds,
-            "error": _error_of_ratio(rounds[DEFAULT], rounds[SYNC]),
+            "error": _error_of_mean(
+                [above / below for above, below in zip(rounds[DEFAULT], rounds[SYNC], strict=False)]
+            ),
         }
     return figures
 
 
-def _error_of_ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
-    """Standard error of the ratio of two means; none from a single round."""
-    if min(len(above), len(below)) < 2:
-        return None
-    shares = [statistics.stdev(values) / statistics.mean(values) / len(values) ** 0.5 for values in (above, below)]
-    return float(np.hypot(*shares)) * statistics.mean(above) / statistics.mean(below)
+def _error_of_mean(values: Sequence[float]) -> float | None:
+    """Standard error; none from a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 # ---- as text -----------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ quite: the same batch takes longer in one step than in another, whoever trains. 
 much the compute of one and the same batch differs from side to side.
 
 ``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
-freescale_sync, in turns.
+freescale_sync, in turns, each time in new processes.
 
 The script starts one GPU as a cluster of nodes (``cluster.py``). If a side fails, the others are run without it. Under another
 launcher it takes its place there, and what was measured before a failure is in ``--output``. On CPU all sides run and their
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
-    """Start this script once more on every rank, and again without a side that failed."""
+    """Start this script once more on every rank, again without a side that failed, and again for sides that are left."""
     root = str(Path(__file__).resolve().parents[1])
     env = {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -86,7 +86,8 @@ def launch(arguments: argparse.Namespace) -> int:
                 gpu, share = arguments.device == "cuda", arguments.share
                 own = gpu and share is None
                 cluster.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, own_cores=own, env=env, echo=True)
-                break
+                if not json.loads(part.read_text())["left"]:
+                    break
             except cluster.ClusterFailed as failure:
                 if not _note_failure(part, failure):
                     print(failure, file=sys.stderr)
@@ -136,7 +137,8 @@ def take_part(arguments: argparse.Namespace) -> int:
 
 def finish(figures: dict[str, Any]) -> dict[str, Any]:
     """What was measured, with what follows from it."""
-    figures.pop("under_way", None)
+    for name in ("under_way", "left"):
+        figures.pop(name, None)
     if figures["parameters"]["cannot_help"]:
         return bubble.ratio(figures)
     return bubble.summarise(figures)

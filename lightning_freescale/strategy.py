@@ -26,6 +26,7 @@ from lightning_freescale._log import say_once
 from lightning_freescale.balance import means
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin, add_monitor
 from lightning_freescale.bubbles.timeline import Timeline
@@ -134,6 +135,7 @@ class FreeScaleMixin(_Base):
         self.control: Control | None = None
         self.schedule: Schedule | None = None
         self._chooser: Chooser | None = None
+        self.verdict: Verdict | None = None  # of prioritize="auto", once it is known
         self._exchange_backend: str | None = None
         self._exchange_groups: Groups | None = None
         self._train_loader: LookaheadLoader | None = None
@@ -153,11 +155,6 @@ class FreeScaleMixin(_Base):
             balance="off",
             prioritize=False,
         )
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """Of ``prioritize="auto"``, once it is known."""
-        return None if self._chooser is None else self._chooser.verdict
 
     @property
     def _module(self) -> Any:
@@ -249,7 +246,13 @@ class FreeScaleMixin(_Base):
         self.schedule = Schedule(modules, self._exchange_groups, self._copies, self.timeline)
         if self._prioritize == "auto":
             assert self.control is not None
-            self._chooser = Chooser(self.schedule, self.root_device, self.control.gather)
+            self.verdict, self._chooser = None, Chooser(self.schedule, self.root_device, self.control.gather)
+
+    def _leave_schedule(self, flush: bool = True) -> None:
+        self._chooser = None
+        if self.schedule is not None:
+            self.schedule.close(flush)
+            self.schedule = None
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
         assert self._exchange_backend is not None
@@ -275,20 +278,19 @@ class FreeScaleMixin(_Base):
     def process_dataloader(self, dataloader: object) -> LookaheadLoader:
         trainer = self._module.trainer
         assert self.control is not None
-        training, checked = trainer.training, False
+        training = trainer.training
         if training:
             if any(loader is self._train_loader for loader in tree_leaves(trainer.train_dataloader)):
                 self._balancer.detach()  # reload_dataloaders_every_n_epochs
-            balanced = self._balancer.attach(
+            dataloader = self._balancer.attach(
                 dataloader,
                 cost_model=self._cost_model(),
                 check=lambda batch: staging.check(batch, self._rows),
                 pin_memory=self.root_device.type == "cuda",
             )
-            dataloader, checked = balanced, balanced is not dataloader  # samples are checked before they travel
         loader = LookaheadLoader(
             dataloader,  # type: ignore[arg-type]
-            stage=partial(self._stage, checked=checked),
+            stage=partial(self._stage, loader=dataloader),
             control=self.control,
             limit=(lambda: trainer.num_training_batches) if training else (lambda: float("inf")),
             on_stop=self._stop_together,
@@ -305,8 +307,8 @@ class FreeScaleMixin(_Base):
         linear, quadratic, candidate = self._module.cost_coefficients()
         return CostModel(linear=linear, quadratic=quadratic, candidate=candidate)
 
-    def _stage(self, batch: Any, checked: bool) -> tuple[Any, int, Any]:
-        if not checked:
+    def _stage(self, batch: Any, loader: object) -> tuple[Any, int, Any]:
+        if not (isinstance(loader, ExchangeLoader) and loader.checked):  # samples are checked before they travel
             staging.check(batch, self._rows)
         weight, sums = staging.loss_weight(batch, self._reduction()), self._balancer.sums(batch)
         trainer = self._module.trainer
@@ -350,9 +352,9 @@ class FreeScaleMixin(_Base):
         assert self._sharded is not None
         if self.optimizers:
             table_state.follow_learning_rate(self._sharded.fused_optimizer, self._base_lr, self.optimizers[0])
+        if self._chooser is not None:
+            self._choose_path(self._chooser)
         if self.schedule is not None:
-            if self._chooser is not None:
-                self._chooser.before_step()
             self.schedule.begin_step(*self._features_ahead(args[0]))
         if self._train_loader is not None:
             self._balancer.begin_step(self._train_loader.note, self._train_loader.batches)
@@ -360,6 +362,13 @@ class FreeScaleMixin(_Base):
             output = super().training_step(*args, **kwargs)
         self._balancer.stopwatch.end_forward()
         return output
+
+    def _choose_path(self, chooser: Chooser) -> None:
+        self.verdict = chooser.before_step()
+        if self.verdict is not None:
+            self._chooser = None
+            if not self.verdict.prioritized:
+                self._leave_schedule()  # a synchronous step has no use for it
 
     @contextmanager
     def _logging_over_the_global_batch(self) -> Iterator[None]:
@@ -509,9 +518,7 @@ class FreeScaleMixin(_Base):
     def teardown(self) -> None:
         self._balancer.close()
         # As Lightning's, without moving the model to the CPU: sharded tables stay on their devices.
-        if self.schedule is not None:
-            self.schedule.close(flush=not self._failed)
-            self.schedule = None
+        self._leave_schedule(flush=not self._failed)
         if isinstance(self.model, DistributedDataParallel):
             self.model = self._module
         if self._layer_sync and self.model is not None:

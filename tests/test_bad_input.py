@@ -10,6 +10,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy, SeqBatch
+from lightning_freescale.balance.rest import EVEN
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
@@ -39,41 +40,47 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 class Loader:
-    """Good batches, but the fourth is ``make()`` on rank 1."""
+    """Good batches, but number ``bad`` is ``make()`` on rank 1."""
 
-    def __init__(self, rank: int, make: Callable[[], Any], good: Callable[[], Any] = good_batch):
-        self.rank, self.make, self.good = rank, make, good
+    def __init__(self, rank: int, make: Callable[[], Any], good: Callable[[], Any] = good_batch, bad: int = 3):
+        self.rank, self.make, self.good, self.bad = rank, make, good, bad
 
     def __len__(self) -> int:
-        return 8
+        return self.bad + 5
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(8):
-            yield self.make() if self.rank == 1 and index == 3 else self.good()
+        for index in range(len(self)):
+            yield self.make() if self.rank == 1 and index == self.bad else self.good()
 
 
-def fit(rank: int, name: str, balance: str, done: Any) -> None:
+def fit(rank: int, name: str, balance: str, bad: int, done: Any) -> None:
     model = toy.Model()
     try:
         toy.trainer(FreeScaleStrategy(timeout=20, balance=balance), 2, max_epochs=1).fit(
-            model, Loader(rank, BAD[name][0])
+            model, Loader(rank, BAD[name][0], bad=bad)
         )
     finally:
         done[rank] = len(model.losses)
 
 
-@pytest.mark.parametrize("balance", ["fixed", "off"])
-@pytest.mark.parametrize("name", BAD)
-def test_bad_batch(name: str, balance: str) -> None:
+IN_REST = EVEN + 4  # a batch that the ranks do not look at, for those before it were even
+
+
+@pytest.mark.parametrize(
+    ("name", "balance", "bad"),
+    [(name, balance, 3) for name in BAD for balance in ("fixed", "off")]
+    + [(name, "fixed", IN_REST) for name in ("id above the table", "no batch")],
+)
+def test_bad_batch(name: str, balance: str, bad: int) -> None:
     done = torch.zeros(2, dtype=torch.int64).share_memory_()
     with pytest.raises(RankFailed) as failure:
-        run_ranks(fit, args=(name, balance, done), every_error=True)
+        run_ranks(fit, args=(name, balance, bad, done), every_error=True)
     assert set(failure.value.errors) == {0, 1}
     for text in failure.value.errors.values():
         message = text[text.rindex("lightning_freescale.errors.InputError") :]
-        assert "rank 1: batch 3:" in message
+        assert f"rank 1: batch {bad}:" in message
         assert all(word in message for word in BAD[name][1]), message
-    assert done.tolist() == [3, 3]  # the batches before it are trained
+    assert done.tolist() == [bad, bad]  # the batches before it are trained
 
 
 # ---- SeqBatch ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale.embedding import trial
 from lightning_freescale.exact import refuse_inexact
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
@@ -85,19 +86,35 @@ def test_lookahead_and_prioritized_exchange_change_nothing(options: dict[str, An
 
 
 class Auto(FreeScaleStrategy):
+    """Leaves on the model what the trial found, and whether anything stands between the model and TorchRec."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "prioritize": "auto", "balance": "off"})
 
     def teardown(self) -> None:
-        self.lightning_module.lanes = None if self.verdict is None else self.verdict.prioritized
+        verdict, module = self.verdict, self.lightning_module
+        module.lanes = verdict and (
+            verdict.prioritized,
+            self.schedule is not None,
+            "forward" in vars(module.embeddings),
+        )
         super().teardown()
 
 
-def test_auto_decides_alike_on_all_ranks_and_switching_changes_nothing() -> None:
+@pytest.mark.parametrize(("gain", "prioritized"), [(0.0, False), (1e9, True)])
+def test_auto_keeps_the_faster_path_and_switching_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, gain: float, prioritized: bool
+) -> None:
+    monkeypatch.setattr(trial, "GAIN", gain)  # whatever is measured
     options = {"max_epochs": 3, "max_steps": 42, "limit_val_batches": 1, "val_check_interval": 0.5}
     plain, auto = (run_ranks(fit, args=(strategy, 2, options)) for strategy in (Plain, Auto))
     assert [rank["losses"] for rank in auto] == [rank["losses"] for rank in plain]
     assert all(toy.same(a["weights"], b["weights"]) for a, b in zip(auto, plain, strict=True))
+    assert auto[0]["lanes"] == auto[1]["lanes"] == (prioritized,) * 3
+
+
+def test_auto_decides_alike_on_all_ranks() -> None:
+    auto = run_ranks(fit, args=(Auto, 2, {"max_epochs": 3, "max_steps": 42}))
     assert auto[0]["lanes"] == auto[1]["lanes"]
     assert auto[0]["lanes"] is not None  # the trial is over
 

@@ -94,7 +94,8 @@ class ExchangeLoader:
         loader: any iterable of local batches on the host, of the same length on every rank; its attributes stay visible.
         group: a gloo process group that nobody else uses.
         planner: how to balance. A new one may be set at any time; it counts as soon as all ranks have it.
-        check: raises if a local batch cannot be trained on; called where it was loaded.
+        check: raises if a local batch cannot be trained on; called where it was loaded, before its samples may move. Batches
+            that nobody looks at are left to the caller, see :attr:`checked`.
         sizes: history lengths and candidate counts of a batch's samples.
         pin_memory: put batches into page-locked memory.
     """
@@ -116,6 +117,7 @@ class ExchangeLoader:
         self.check, self.sizes, self.pin_memory = check, sizes, pin_memory
         self.planners = [planner]  # all there have been: ranks may get a new one at different batches
         self.stats = ExchangeStats()
+        self.checked = False  # whether the batch handed out last has passed ``check``
         self.unbalanced: str | None = None  # why batches are trained where they are loaded, if they are
         self.even = 0  # batches in a row that were even, at the end of an epoch: the same on all ranks
         self._run: _Run | None = None
@@ -161,6 +163,7 @@ class ExchangeLoader:
                 self.stats.exchanging += made.seconds
                 self.stats.bytes_sent += made.bytes_sent
                 self.stats.looked_at += made.looked_at
+                self.checked = made.looked_at and self.check is not None
                 self._state = made.state
                 yield made.batch
         finally:
@@ -304,7 +307,7 @@ class _Run:
         try:
             batch = next(self._source)
             state = owner.loader.state_dict() if hasattr(owner.loader, "state_dict") else None
-            if owner.check is not None:
+            if look and owner.check is not None:
                 owner.check(batch)
         except StopIteration:
             return _Loaded(Word.END)

@@ -96,13 +96,10 @@ class Chooser:
     ):
         self._schedule, self._device, self._gather = schedule, device, gather
         self._trial, self._step = Trial(), 0
-        self.verdict: Verdict | None = None  # once it is known
         schedule.activate(False)
 
-    def before_step(self) -> None:
-        """Take the time, choose the path of the step, and in the end decide."""
-        if self.verdict is not None:
-            return
+    def before_step(self) -> Verdict | None:
+        """Take the time, choose the path of the step, and in the end decide: then there is a verdict, and nothing more to do."""
         step, self._step = self._step, self._step + 1
         if self._trial.at_boundary(step):
             self._schedule.flush()
@@ -111,7 +108,8 @@ class Chooser:
             self._trial.note(step, time.perf_counter())
         if step < self._trial.steps:
             self._schedule.activate(self._trial.prioritized(step))
-            return
-        self.verdict = decide(self._gather(self._trial.result()))
-        self._schedule.activate(self.verdict.prioritized)
-        say_once(f"prioritize='auto': {self.verdict}")
+            return None
+        verdict = decide(self._gather(self._trial.result()))
+        self._schedule.activate(verdict.prioritized)
+        say_once(f"prioritize='auto': {verdict}")
+        return verdict

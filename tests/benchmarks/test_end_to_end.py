@@ -124,12 +124,16 @@ def test_ratio_of_rounds_and_its_error() -> None:
     times = {
         f"{SYNC}, round 1": 10.0,
         f"{DEFAULT}, round 1": 9.0,
-        f"{SYNC}, round 2": 10.0,
         f"{DEFAULT}, round 2": 11.0,
+        f"{SYNC}, round 2": 10.0,
     }
     goal = bubble.ratio(made_up(**{name: side(step) for name, step in times.items()}))["goal"]
     assert goal["reached"] == 1.0
-    assert goal["error"] == pytest.approx(0.1)  # of the mean of 9 and 11; the other side's rounds are alike
+    assert goal["error"] == pytest.approx(0.1)  # of the mean of 0.9 and 1.1
+    halved = {name: step / 2 if "round 1" in name else step for name, step in times.items()}
+    assert (
+        bubble.ratio(made_up(**{name: side(step) for name, step in halved.items()}))["goal"]["error"] == goal["error"]
+    )
     single = {name: side(step) for name, step in times.items() if "round 1" in name}
     assert bubble.ratio(made_up(**single))["goal"]["error"] is None
 
