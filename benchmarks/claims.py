@@ -54,7 +54,7 @@ def claims(results: dict[str, dict[str, Any]]) -> Iterator[Claim]:
         "simulate": simulated,
     }
     for benchmark, make in makers.items():
-        for found in results.values():
+        for _, found in sorted(results.items(), key=lambda item: "cannot_help" in item[0]):  # what is won comes first
             if found["benchmark"] == benchmark and (claim := make(found)):
                 yield claim._replace(date=found["date"][:10])
 
@@ -109,7 +109,8 @@ def quality(found: dict[str, Any]) -> Claim:
     difference = max(abs(metric["difference"]) for metric in metrics)
     within = "all within" if all(metric["within_noise"] for metric in metrics) else "not all within"
     return Claim(
-        f"model quality after {found['parameters']['epochs']} epochs on {len(data)} data sets, same seed",
+        f"model quality after {found['parameters']['epochs']} epochs, {' and '.join(sorted(found['data']))}, "
+        f"{found['parameters']['ranks']} ranks, {found['machine']}; same seed",
         "`freescale_sync`",
         f"`freescale`: losses at most {apart:.0e} apart over all steps; HR@10 and NDCG@10 at most {difference:.4f}, {within} "
         "their noise",

@@ -226,7 +226,8 @@ class FreeScaleMixin(_Base):
 
     def _table_group(self) -> Any:
         """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
-        if self._prioritize or self._exchange_backend == transport.NAME:
+        ahead = self._prioritize and self._exchange_backend != "gloo"  # whose transfers do not wait in line
+        if ahead or self._exchange_backend == transport.NAME:
             return self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
         return torch.distributed.group.WORLD
 
@@ -253,6 +254,13 @@ class FreeScaleMixin(_Base):
         if self.schedule is not None:
             self.schedule.close(flush)
             self.schedule = None
+
+    def _leave_exchange_groups(self) -> None:
+        """Of gloo: even if nobody uses a group, a thread of its own wakes a hundred times a second."""
+        if self._exchange_groups is not None and self._exchange_backend == "gloo":
+            for group in self._exchange_groups:
+                torch.distributed.destroy_process_group(group)
+            self._exchange_groups = None
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
         assert self._exchange_backend is not None
@@ -367,8 +375,9 @@ class FreeScaleMixin(_Base):
         self.verdict = chooser.before_step()
         if self.verdict is not None:
             self._chooser = None
-            if not self.verdict.prioritized:
-                self._leave_schedule()  # a synchronous step has no use for it
+            if not self.verdict.prioritized:  # a synchronous step has no use for what it takes
+                self._leave_schedule()
+                self._leave_exchange_groups()
 
     @contextmanager
     def _logging_over_the_global_batch(self) -> Iterator[None]:

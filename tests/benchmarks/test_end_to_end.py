@@ -273,6 +273,16 @@ def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     assert {"machine", "versions", "date", "parameters", "workload", "model", "dense_ms"} <= printed.keys()
 
 
+def test_each_side_has_processes_of_its_own_where_freescale_cannot_help(tmp_path: Path) -> None:
+    output = tmp_path / "cannot_help.json"
+    printed = command(*QUICK, "--cannot-help", "--steps", "2", "--batch-size", "4", "--output", str(output))
+    assert printed == json.loads(output.read_text())
+    assert list(tmp_path.iterdir()) == [output]
+    assert list(printed["sides"]) == [f"{SYNC}, round 1", f"{DEFAULT}, round 1"]
+    assert printed["losses"]["equal"]
+    assert not {"left", "under_way"} & printed.keys()
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_all_sides_on_one_gpu_as_four_nodes() -> None:
