@@ -195,7 +195,7 @@ def _exchange_many(rank: int, world: int, group: Any, count: int, width: int = 4
     return group.report()["cpu"]
 
 
-@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (3, 2), (4, 2), (4, 4)])
 def test_ranks_on_several_hosts(world: int, hosts: int) -> None:
     reports = run_ranks(_across_hosts, world, (world, hosts))
     assert all(report["exchanges"] == 40 for report in reports)
