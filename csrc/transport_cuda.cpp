@@ -25,7 +25,6 @@ using DevicePointer = unsigned long long;  // CUdeviceptr
 constexpr Result success = 0, not_ready = 600;
 constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2, wait_geq = 0, write_default = 0;
 constexpr unsigned host_portable = 1, host_device_map = 2;
-constexpr int capture_relaxed = 2;
 
 struct Driver {
   std::string problem;
@@ -37,7 +36,6 @@ struct Driver {
   Result (*cuDevicePrimaryCtxRetain)(Context*, Ordinal);
   Result (*cuCtxPushCurrent)(Context);
   Result (*cuCtxPopCurrent)(Context*);
-  Result (*cuCtxSetCurrent)(Context);
   Result (*cuCtxGetStreamPriorityRange)(int*, int*);
   Result (*cuStreamCreateWithPriority)(DriverStream*, unsigned, int);
   Result (*cuStreamWaitEvent)(DriverStream, DriverEvent, unsigned);
@@ -54,7 +52,6 @@ struct Driver {
   Result (*cuMemHostGetDevicePointer)(DevicePointer*, void*, unsigned);
   Result (*cuGetErrorName)(Result, const char**);
   Result (*cuGetErrorString)(Result, const char**);
-  Result (*cuThreadExchangeStreamCaptureMode)(int*);
 
   Driver() {
     library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -71,7 +68,6 @@ struct Driver {
     find(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
     find(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     find(cuCtxPopCurrent, "cuCtxPopCurrent_v2");
-    find(cuCtxSetCurrent, "cuCtxSetCurrent");
     find(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange");
     find(cuStreamCreateWithPriority, "cuStreamCreateWithPriority");
     find(cuStreamWaitEvent, "cuStreamWaitEvent");
@@ -88,7 +84,6 @@ struct Driver {
     find(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2");
     find(cuGetErrorName, "cuGetErrorName");
     find(cuGetErrorString, "cuGetErrorString");
-    find(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     if (!problem.empty()) return;
     if (const Result result = cuInit(0); result != success) problem = "cuInit failed: " + describe(result);
   }
@@ -248,13 +243,6 @@ class CudaDevice : public Device {
   void return_stream(DriverStream stream) {
     std::lock_guard lock(mutex_);
     idle_.push_back(stream);
-  }
-
-  // A helper thread's queries must not spoil a CUDA graph that another thread captures.
-  void enter_thread() override {
-    FREESCALE_CUDA(cuCtxSetCurrent, context_);
-    int mode = capture_relaxed;
-    FREESCALE_CUDA(cuThreadExchangeStreamCaptureMode, &mode);
   }
 
   // Where the device sees a word of pinned memory.

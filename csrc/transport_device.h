@@ -58,7 +58,6 @@ class Device {
   virtual std::shared_ptr<Mark> mark(Handle caller) = 0;  // what the caller's stream holds now
   virtual void pin(std::byte* memory, std::size_t bytes) = 0;
   virtual void unpin(std::byte* memory) = 0;
-  virtual void enter_thread() {}  // called by each helper thread before it uses marks
 
   // The gates of the high-priority queues open on this device. Their memory lives as long as the device: a
   // low-priority stream may still read a gate whose queue has closed.

@@ -14,6 +14,11 @@ Word code_of(const std::string& name) {
   return code;
 }
 
+// What a counter of chunks is at after the last of `slots`.
+std::optional<Word> after_last(const std::vector<Ring::Slot>& slots) {
+  return slots.empty() ? std::nullopt : std::optional<Word>(slots.back().number + 1);
+}
+
 }  // namespace
 
 bool Verdict::give(const std::string& why) {
@@ -120,6 +125,11 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
   std::lock_guard lock(mutex_);
   verdict_->check();
   if (!connected_ || closed_) throw std::runtime_error(kind + ": the queue is not open");
+  {
+    std::vector<std::shared_ptr<Exchange>> finished;
+    std::lock_guard watched(watch_mutex_);
+    finished.swap(finished_);
+  }
   auto exchange = std::make_shared<Exchange>();
   const Word number = static_cast<Word>(exchanges_);
   exchange->name_ = kind + " #" + std::to_string(exchanges_++);
@@ -137,6 +147,8 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
       if (!takes[peer].empty()) place_ring(lane, peer, false);
       exchange->out_.target.push_back(sends[peer].empty() ? std::nullopt : sends[peer].back().free);
       exchange->in_.target.push_back(takes[peer].empty() ? std::nullopt : std::optional<Word>(lane.in.next()));
+      exchange->out_.own.push_back(after_last(sends[peer]));
+      exchange->in_.own.push_back(after_last(takes[peer]));
       report_.sent_bytes += out[peer].bytes;
       report_.received_bytes += in[peer].bytes;
       if (!lane.remote || sends[peer].empty()) continue;

@@ -186,7 +186,6 @@ void Queue::close(double seconds) {
     {
       std::lock_guard lock(watch_mutex_);
       stop_ = true;
-      outstanding_.clear();
     }
     watch_wakes_.notify_one();
     watch_->join();
@@ -195,6 +194,8 @@ void Queue::close(double seconds) {
       wire_->wake();
       pump_->join();
     }
+    outstanding_.clear();
+    finished_.clear();
     if (!verdict_->given()) store(&layout_.header().state, State::closed);
   }
   own_.unlink();
@@ -213,8 +214,13 @@ void Queue::close(double seconds) {
 }
 
 bool Queue::finished_streams() {
-  std::lock_guard lock(watch_mutex_);
-  return std::all_of(outstanding_.begin(), outstanding_.end(), [](const auto& exchange) {
+  std::vector<std::shared_ptr<Exchange>> all;
+  {
+    std::lock_guard lock(watch_mutex_);
+    all = finished_;
+    all.insert(all.end(), outstanding_.begin(), outstanding_.end());
+  }
+  return std::all_of(all.begin(), all.end(), [](const auto& exchange) {
     return exchange->out_.mark->passed() && exchange->in_.mark->passed();
   });
 }

@@ -91,6 +91,7 @@ class Exchange {
   struct Side {
     std::vector<std::size_t> bytes;  // per rank
     std::vector<std::optional<Word>> target;  // what the peer's counter must reach for this exchange to end
+    std::vector<std::optional<Word>> own;     // and what ours is when our stream is through with it
     std::shared_ptr<Mark> mark;
   };
   std::string name_;  // as in "all_to_all #17"
@@ -154,6 +155,7 @@ class Queue {
   void await_slot(const Lane& lane, const Ring::Slot& slot);
   void send_rounds(const std::vector<Part>& out, const Pieces& sends, std::size_t first, std::size_t last);
   void take_rounds(const std::vector<Part>& in, const Pieces& takes, std::size_t first, std::size_t last);
+  bool through(const Exchange& exchange) const;
   bool finished_streams();
   bool delivered() const;
 
@@ -189,8 +191,9 @@ class Queue {
   const std::shared_ptr<Verdict> verdict_ = std::make_shared<Verdict>();
 
   std::mutex fail_mutex_;
-  std::mutex watch_mutex_;  // guards the three below
+  std::mutex watch_mutex_;  // guards the four below; never held in a call of the driver
   std::deque<std::shared_ptr<Exchange>> outstanding_;
+  std::vector<std::shared_ptr<Exchange>> finished_;  // until the next is issued: to free one is a call of the driver
   Clock::time_point oldest_since_;  // when the first of them became the oldest
   bool stop_ = false;
   std::condition_variable watch_wakes_;

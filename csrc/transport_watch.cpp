@@ -1,5 +1,6 @@
 // The thread that watches over a queue: it notices exchanges that are late and peers that are gone, tells every rank,
-// and lets the streams run out. It takes no part in moving data.
+// and lets the streams run out. It takes no part in moving data, and never calls the driver: a copy to memory that is not
+// pinned keeps every other thread out of it for as long as the copy waits, perhaps for an exchange that will never end.
 #include <algorithm>
 #include <cstring>
 #include <sstream>
@@ -13,19 +14,26 @@ namespace {
 // A peer whose process cannot be looked up counts as dead when its watch thread has been silent for this long.
 constexpr std::uint64_t silence_ns = 30'000'000'000;
 
+// Past every chunk that can be under way: what a failed rank sets words to, so that every wait for them passes.
+constexpr Word released = 1u << 30;
+
+// Whether a counter that our stream writes has come to `value` by itself. A peer on this host that has failed sets it, too.
+bool counted(const Word* word, Word value) {
+  const Word now = load(word);
+  return reached(now, value) && !reached(now, value + released / 2);
+}
+
 }  // namespace
 
 void Queue::watch() {
-  device_->enter_thread();
   std::unique_lock lock(watch_mutex_);
   while (!stop_) {
     const auto patience = std::chrono::milliseconds(verdict_->given() ? 1 : outstanding_.empty() ? 200 : 20);
     watch_wakes_.wait_for(lock, patience);
     __atomic_store_n(&layout_.header().heartbeat, now_ns(), __ATOMIC_RELEASE);
     try {
-      while (!verdict_->given() && !outstanding_.empty()) {
-        const auto& first = outstanding_.front();
-        if (!first->out_.mark->passed() || !first->in_.mark->passed()) break;
+      while (!verdict_->given() && !outstanding_.empty() && through(*outstanding_.front())) {
+        finished_.push_back(std::move(outstanding_.front()));
         outstanding_.pop_front();
         oldest_since_ = Clock::now();
       }
@@ -43,6 +51,16 @@ void Queue::watch() {
       fail("rank " + std::to_string(rank_) + ": " + error.what());
     }
   }
+}
+
+// Whether our streams have moved all of it, by the words that they write.
+bool Queue::through(const Exchange& exchange) const {
+  for (int peer = 0; peer < world(); ++peer) {
+    const auto sent = exchange.out_.own[peer], received = exchange.in_.own[peer];
+    if (sent && !counted(lanes_[peer].sent, *sent)) return false;
+    if (received && !counted(lanes_[peer].received, *received)) return false;
+  }
+  return true;
 }
 
 // The oldest exchange is not done: is a peer that it needs gone, has a peer failed, or is it late?
@@ -93,9 +111,8 @@ void Queue::fail(const std::string& why) {
   std::lock_guard lock(fail_mutex_);
   if (verdict_->given()) return;
   for (Lane& lane : lanes_) {
-    constexpr Word far = 1u << 30;  // past every chunk that can be under way
-    lane.freed_release = load(lane.freed) + far;
-    lane.arrived_release = load(lane.arrived) + far;
+    lane.freed_release = load(lane.freed) + released;
+    lane.arrived_release = load(lane.arrived) + released;
   }
   if (connected_) {
     Header& header = layout_.header();

@@ -1,6 +1,7 @@
 // A CUDA driver for machines without one: its streams are threads and its device memory is host memory. It is stricter
 // than the real one, so that csrc/transport_cuda.cpp is held to the rules where no GPU is: a context must be current,
-// copies must use pinned memory that was registered in one piece, words must lie in pinned memory.
+// copies must use pinned memory that was registered in one piece, words must lie in pinned memory. As in the real one, a copy to
+// memory that is not pinned keeps all other threads out of the driver until it is done.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -47,6 +49,8 @@ int context;  // there is one
 thread_local int current = 0;
 std::mutex registry;
 std::map<const char*, std::size_t> registered;
+std::mutex driver;                   // held in every call
+std::vector<Event*> default_stream;  // what it waits for; nothing else ever runs on it
 
 bool pinned(const void* start, std::size_t bytes) {
   std::lock_guard lock(registry);
@@ -54,6 +58,11 @@ bool pinned(const void* start, std::size_t bytes) {
   if (region == registered.begin()) return false;
   --region;
   return static_cast<const char*>(start) + bytes <= region->first + region->second;
+}
+
+bool done(Event* event) {
+  std::lock_guard lock(event->mutex);
+  return event->done;
 }
 
 template <typename Done>
@@ -65,34 +74,37 @@ std::uint32_t* word_at(unsigned long long address) { return reinterpret_cast<std
 
 }  // namespace
 
+#define LOCKED std::lock_guard locked(driver)
+
 extern "C" {
 
-int cuInit(unsigned) { return 0; }
-int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
-int cuDeviceGetCount(int* count) { return *count = 1, 0; }
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? 0 : 101; }
-int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "Fake GPU"), 0; }
-int cuDevicePrimaryCtxRetain(void** out, int) { return *out = &context, 0; }
-int cuCtxPushCurrent_v2(void* given) { return given == &context ? (++current, 0) : invalid; }
-int cuCtxPopCurrent_v2(void** out) { return current > 0 ? (--current, *out = &context, 0) : no_context; }
-int cuCtxSetCurrent(void* given) { return given == &context ? (current = 1, 0) : invalid; }
-int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, 0; }
-int cuGetErrorName(int code, const char** name) { return *name = code == invalid ? "CUDA_ERROR_INVALID_VALUE" : "?", 0; }
-int cuGetErrorString(int, const char** text) { return *text = "fake", 0; }
-int cuThreadExchangeStreamCaptureMode(int* mode) { return *mode == 2 ? 0 : invalid; }
+int cuInit(unsigned) { LOCKED; return 0; }
+int cuDriverGetVersion(int* version) { LOCKED; return *version = 13000, 0; }
+int cuDeviceGetCount(int* count) { LOCKED; return *count = 1, 0; }
+int cuDeviceGet(int* device, int ordinal) { LOCKED; return *device = ordinal, ordinal == 0 ? 0 : 101; }
+int cuDeviceGetName(char* name, int size, int) { LOCKED; return std::snprintf(name, size, "Fake GPU"), 0; }
+int cuDevicePrimaryCtxRetain(void** out, int) { LOCKED; return *out = &context, 0; }
+int cuCtxPushCurrent_v2(void* given) { LOCKED; return given == &context ? (++current, 0) : invalid; }
+int cuCtxPopCurrent_v2(void** out) { LOCKED; return current > 0 ? (--current, *out = &context, 0) : no_context; }
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) { LOCKED; return *least = 0, *greatest = -5, 0; }
+int cuGetErrorName(int code, const char** name) { LOCKED; return *name = code == invalid ? "CUDA_ERROR_INVALID_VALUE" : "?", 0; }
+int cuGetErrorString(int, const char** text) { LOCKED; return *text = "fake", 0; }
 
 int cuStreamCreateWithPriority(Stream** out, unsigned flags, int priority) {
+  LOCKED;
   if (!current) return no_context;
   if (flags != 1 || priority != -5) return invalid;
   return *out = new Stream, 0;
 }
 
 int cuEventCreate(Event** out, unsigned flags) {
+  LOCKED;
   if (!current) return no_context;
   return flags == 2 ? (*out = new Event, 0) : invalid;
 }
-int cuEventDestroy_v2(Event*) { return current ? 0 : no_context; }  // a stream may still wait for it
+int cuEventDestroy_v2(Event*) { LOCKED; return current ? 0 : no_context; }  // a stream may still wait for it
 int cuEventRecord(Event* event, Stream* stream) {
+  LOCKED;
   if (!current) return no_context;
   std::lock_guard lock(event->mutex);
   event->recorded = true;
@@ -101,24 +113,31 @@ int cuEventRecord(Event* event, Stream* stream) {
   return 0;
 }
 int cuEventQuery(Event* event) {
+  LOCKED;
   if (!current) return no_context;
   std::lock_guard lock(event->mutex);
   return event->recorded ? (event->done ? 0 : not_ready) : invalid;
 }
 int cuStreamWaitEvent(Stream* stream, Event* event, unsigned flags) {
+  LOCKED;
   if (!current) return no_context;
   if (flags != 0) return invalid;
-  if (stream) stream->push([event] { poll([event] { std::lock_guard lock(event->mutex); return event->done; }); });
+  if (stream)
+    stream->push([event] { poll([event] { return done(event); }); });
+  else
+    default_stream.push_back(event);
   return 0;
 }
 
 int cuStreamWriteValue32_v2(Stream* stream, unsigned long long address, std::uint32_t value, unsigned flags) {
+  LOCKED;
   if (!current) return no_context;
   if (flags != 0 || address % 4 || !pinned(word_at(address), 4)) return invalid;
   stream->push([=] { __atomic_store_n(word_at(address), value, __ATOMIC_RELEASE); });
   return 0;
 }
 int cuStreamWaitValue32_v2(Stream* stream, unsigned long long address, std::uint32_t value, unsigned flags) {
+  LOCKED;
   if (!current) return no_context;
   if (flags != 0 || address % 4 || !pinned(word_at(address), 4)) return invalid;
   stream->push([=] {
@@ -128,12 +147,21 @@ int cuStreamWaitValue32_v2(Stream* stream, unsigned long long address, std::uint
 }
 
 int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, std::size_t bytes, Stream* stream) {
+  LOCKED;
   if (!current) return no_context;
   if (!bytes || !device || !pinned(host, bytes)) return invalid;
   stream->push([=] { std::memcpy(host, reinterpret_cast<const void*>(device), bytes); });
   return 0;
 }
+int cuMemcpyDtoH_v2(void* host, unsigned long long device, std::size_t bytes) {
+  LOCKED;
+  for (Event* event : default_stream) poll([event] { return done(event); });
+  default_stream.clear();
+  std::memcpy(host, reinterpret_cast<const void*>(device), bytes);
+  return 0;
+}
 int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, std::size_t bytes, Stream* stream) {
+  LOCKED;
   if (!current) return no_context;
   if (!bytes || !device || !pinned(host, bytes)) return invalid;
   stream->push([=] { std::memcpy(reinterpret_cast<void*>(device), host, bytes); });
@@ -141,6 +169,7 @@ int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, std::size_
 }
 
 int cuMemHostRegister_v2(void* start, std::size_t bytes, unsigned flags) {
+  LOCKED;
   if (!current) return no_context;
   if (flags != 3 || reinterpret_cast<std::uintptr_t>(start) % 4096 || bytes % 4096) return invalid;
   std::lock_guard lock(registry);
@@ -151,11 +180,13 @@ int cuMemHostRegister_v2(void* start, std::size_t bytes, unsigned flags) {
   return 0;
 }
 int cuMemHostUnregister(void* start) {
+  LOCKED;
   if (!current) return no_context;
   std::lock_guard lock(registry);
   return registered.erase(static_cast<const char*>(start)) ? 0 : invalid;
 }
 int cuMemHostGetDevicePointer_v2(unsigned long long* out, void* start, unsigned flags) {
+  LOCKED;
   if (flags != 0 || !pinned(start, 1)) return invalid;
   return *out = reinterpret_cast<unsigned long long>(start), 0;
 }

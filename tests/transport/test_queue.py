@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,41 +117,39 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def _on_fake_gpu(rank: int, world: int, driver: str, priority: str) -> str:
+def _queue_of_fake_gpu(rank: int, world: int, driver: str, host: str, **options: Any) -> Any:
     ctypes.CDLL(driver, mode=ctypes.RTLD_GLOBAL)  # found by its name when the transport asks for libcuda.so.1
     problem, version, devices = _C.cuda_facts()
     assert (problem, version, devices) == ("", 13000, 1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    device = _C.cuda_device(0)
     store = dist.PrefixStore("queue", dist.distributed_c10d._get_default_store())
     meeting = Rendezvous(store, rank, world, timedelta(seconds=20))
+    settings = {"high": False, "chunk_bytes": 4096, "buffer_bytes": 1 << 20, "timeout": 20} | options
+    device = _C.cuda_device(0)
+    assert device.name == "Fake GPU (cuda:0)"
     queue = _C.TransportQueue(
-        device=device,
-        rank=rank,
-        hosts=meeting.tell("hosts", f"host{rank % 2}"),  # two ranks share memory, the third is elsewhere
-        high=priority == "high",
-        chunk_bytes=4096,
-        buffer_bytes=1 << 20,
-        timeout=20,
-        bind_to="127.0.0.1",
+        device=device, rank=rank, hosts=meeting.tell("hosts", host), bind_to="127.0.0.1", **settings
     )
     queue.connect(meeting.tell("addresses", queue.address()))
     meeting.tell("connected", "")
     queue.seal()
-    flying = []
-    for seed in range(30):
-        source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32, width=3000)
-        output = torch.empty_like(right)
-        send, receive = Parts.split(source, in_splits, world, "input"), Parts.split(output, out_splits, world, "output")
-        exchange = queue.exchange(
-            "all_to_all",
-            [part.data_ptr() for part in send.parts],
-            send.sizes,
-            [part.data_ptr() for part in receive.parts],
-            receive.sizes,
-            0,
-        )
-        flying.append((exchange, source, output, right))
+    return queue
+
+
+def _all_to_all(queue: Any, rank: int, world: int, seed: int) -> tuple[Any, ...]:
+    """An exchange under way, its input, which must live as long, its output, and what that must become."""
+    source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32, width=3000)
+    output = torch.empty_like(right)
+    send, receive = Parts.split(source, in_splits, world, "input"), Parts.split(output, out_splits, world, "output")
+    pointers = [[part.data_ptr() for part in parts] for parts in (send.parts, receive.parts)]
+    exchange = queue.exchange("all_to_all", pointers[0], send.sizes, pointers[1], receive.sizes, 0)
+    return exchange, source, output, right
+
+
+def _on_fake_gpu(rank: int, world: int, driver: str, priority: str) -> None:
+    # Two ranks share memory, the third is elsewhere.
+    queue = _queue_of_fake_gpu(rank, world, driver, f"host{rank % 2}", high=priority == "high")
+    flying = [_all_to_all(queue, rank, world, seed) for seed in range(30)]
     for exchange, _, output, right in flying:
         exchange.hold(0)
         exchange.block(20)
@@ -160,12 +159,61 @@ def _on_fake_gpu(rank: int, world: int, driver: str, priority: str) -> str:
     dist.barrier()
     queue.close(10)
     assert queue.failure() is None
-    return device.name
 
 
 @pytest.mark.parametrize("priority", ["low", "high"])
 def test_driver_calls_keep_the_rules(driver: Path, priority: str) -> None:
-    assert run_ranks(_on_fake_gpu, 3, (3, str(driver), priority)) == ["Fake GPU (cuda:0)"] * 3
+    run_ranks(_on_fake_gpu, 3, (3, str(driver), priority))
+
+
+def _copy_to_pageable_memory(driver: str) -> None:
+    """As ``tensor.cpu()`` does: waits for the default stream, and lets no other thread call the driver meanwhile."""
+    numbers = (ctypes.c_byte * 8)()
+    assert (
+        ctypes.CDLL(driver).cuMemcpyDtoH_v2(ctypes.byref(numbers), ctypes.c_uint64(ctypes.addressof(numbers)), 8) == 0
+    )
+
+
+def _held_up(rank: int, driver: str, host: str) -> None:
+    queue = _queue_of_fake_gpu(rank, 2, driver, host.format(rank=rank))
+    for seed in range(5):
+        if rank == 1:
+            time.sleep(0.1)  # so long rank 0 waits inside the driver
+        exchange, _, output, right = _all_to_all(queue, rank, 2, seed)
+        exchange.hold(0)
+        _copy_to_pageable_memory(driver)
+        assert exchange.done()
+        assert same_bits(output, right)
+    dist.barrier()
+    queue.close(10)
+    assert queue.failure() is None
+
+
+@pytest.mark.parametrize("host", ["one", "host{rank}"])
+def test_an_exchange_ends_while_its_caller_waits_for_it_inside_the_driver(driver: Path, host: str) -> None:
+    run_ranks(_held_up, 2, (str(driver), host), timeout=20)
+
+
+def _waits_in_vain(rank: int, driver: str, host: str) -> str:
+    queue = _queue_of_fake_gpu(rank, 2, driver, host.format(rank=rank), timeout=1)
+    message = ""
+    if rank == 0:
+        exchange, *_ = _all_to_all(queue, rank, 2, 0)
+        exchange.hold(0)
+        _copy_to_pageable_memory(driver)
+        with pytest.raises(RuntimeError) as failure:
+            exchange.done()
+        message = str(failure.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize("host", ["one", "host{rank}"])
+def test_a_wait_inside_the_driver_has_an_end(driver: Path, host: str) -> None:
+    message = run_ranks(_waits_in_vain, 2, (str(driver), host), timeout=20)[0]
+    assert re.match(r"rank 0, all_to_all #0: not done after 1\.\d* s; waits for \d+ bytes from rank 1", message), (
+        message
+    )
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
