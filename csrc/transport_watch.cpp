@@ -1,6 +1,6 @@
 // The thread that watches over a queue: it notices exchanges that are late and peers that are gone, tells every rank,
-// and lets the streams run out. It takes no part in moving data, and never calls the driver: a copy to memory that is not
-// pinned keeps every other thread out of it for as long as the copy waits, perhaps for an exchange that will never end.
+// and lets the streams run out. It takes no part in moving data, and never calls the driver: a copy to memory that is
+// not pinned keeps every other thread out of it while that copy waits, perhaps for an exchange that will never end.
 #include <algorithm>
 #include <cstring>
 #include <sstream>
@@ -17,7 +17,7 @@ constexpr std::uint64_t silence_ns = 30'000'000'000;
 // Past every chunk that can be under way: what a failed rank sets words to, so that every wait for them passes.
 constexpr Word released = 1u << 30;
 
-// Whether a counter that our stream writes has come to `value` by itself. A peer on this host that has failed sets it, too.
+// Whether a counter that our stream writes has come to `value` by itself: a peer on this host that failed sets it, too.
 bool counted(const Word* word, Word value) {
   const Word now = load(word);
   return reached(now, value) && !reached(now, value + released / 2);

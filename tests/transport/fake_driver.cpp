@@ -1,7 +1,7 @@
 // A CUDA driver for machines without one: its streams are threads and its device memory is host memory. It is stricter
 // than the real one, so that csrc/transport_cuda.cpp is held to the rules where no GPU is: a context must be current,
-// copies must use pinned memory that was registered in one piece, words must lie in pinned memory. As in the real one, a copy to
-// memory that is not pinned keeps all other threads out of the driver until it is done.
+// copies must use pinned memory that was registered in one piece, words must lie in pinned memory. As in the real one,
+// a copy to memory that is not pinned keeps all other threads out of the driver until it is done.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -87,7 +87,10 @@ int cuDevicePrimaryCtxRetain(void** out, int) { LOCKED; return *out = &context, 
 int cuCtxPushCurrent_v2(void* given) { LOCKED; return given == &context ? (++current, 0) : invalid; }
 int cuCtxPopCurrent_v2(void** out) { LOCKED; return current > 0 ? (--current, *out = &context, 0) : no_context; }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) { LOCKED; return *least = 0, *greatest = -5, 0; }
-int cuGetErrorName(int code, const char** name) { LOCKED; return *name = code == invalid ? "CUDA_ERROR_INVALID_VALUE" : "?", 0; }
+int cuGetErrorName(int code, const char** name) {
+  LOCKED;
+  return *name = code == invalid ? "CUDA_ERROR_INVALID_VALUE" : "?", 0;
+}
 int cuGetErrorString(int, const char** text) { LOCKED; return *text = "fake", 0; }
 
 int cuStreamCreateWithPriority(Stream** out, unsigned flags, int priority) {
