@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import checkpoint as checkpoints
-from lightning_freescale import transport
 from lightning_freescale._log import say_once
 from lightning_freescale.balance import means
 from lightning_freescale.balance.balancer import Balancer
@@ -34,10 +32,10 @@ from lightning_freescale.control import Control
 from lightning_freescale.data import staging
 from lightning_freescale.embedding import sharding as tables
 from lightning_freescale.embedding import state as table_state
-from lightning_freescale.embedding.pieces import Groups
+from lightning_freescale.embedding.paths import Paths
 from lightning_freescale.embedding.schedule import Schedule
 from lightning_freescale.embedding.sharded import shard
-from lightning_freescale.embedding.trial import Chooser, Verdict
+from lightning_freescale.embedding.trial import Verdict
 from lightning_freescale.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.exact import refuse_accumulation, refuse_inexact
 from lightning_freescale.lookahead import LookaheadLoader
@@ -133,14 +131,9 @@ class FreeScaleMixin(_Base):
         self._table_steps: dict[str, int] = {}
         self._copies: SideStream | None = None
         self.control: Control | None = None
-        self.schedule: Schedule | None = None
-        self._chooser: Chooser | None = None
-        self.verdict: Verdict | None = None  # of prioritize="auto", once it is known
-        self._exchange_backend: str | None = None
-        self._exchange_groups: Groups | None = None
+        self._paths = Paths(prioritize, transport, self._wait)
         self._train_loader: LookaheadLoader | None = None
         self._stepping = False  # in training_step
-        self._failed = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -155,6 +148,16 @@ class FreeScaleMixin(_Base):
             balance="off",
             prioritize=False,
         )
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Of the prioritized exchange, if steps take it."""
+        return self._paths.schedule
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of ``prioritize="auto"``, once it is known."""
+        return self._paths.verdict
 
     @property
     def _module(self) -> Any:
@@ -175,7 +178,7 @@ class FreeScaleMixin(_Base):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_inexact(trainer, str(self.precision_plugin.precision), self._module)
-        self._choose_transport()
+        self._paths.choose_transport(self.root_device, one_host=self.num_nodes == 1)
         fitting = trainer.state.fn == FITTING
         assert self.model is not None
         if fitting and self._layer_sync:
@@ -187,15 +190,9 @@ class FreeScaleMixin(_Base):
             assert self.control is not None
             take_over(trainer, self.control, self.launcher)
             read_bars_late(trainer)
-            self._prioritize_exchange()
+            self._paths.open(self._module, self.root_device, self.control, self._copies, self.timeline)
             self._balancer.watch(self._module, self.root_device)
         self.setup_precision_plugin()
-
-    def _choose_transport(self) -> None:
-        if self._exchange_backend is None:
-            overlapped, one_host = bool(self._prioritize), self.num_nodes == 1
-            choice = transport.choose(self._transport, self.root_device, overlapped=overlapped, one_host=one_host)
-            self._exchange_backend = choice.backend
 
     def _shard(self) -> None:
         module = self._module
@@ -215,7 +212,7 @@ class FreeScaleMixin(_Base):
             )
         return shard(
             module,
-            self._table_group(),
+            self._paths.table_group(),
             self.root_device,
             local_size=self.num_processes,
             sharding=self._sharding,
@@ -223,48 +220,6 @@ class FreeScaleMixin(_Base):
             dedup=self._dedup,
             ddp_kwargs=self._ddp_kwargs,
         )
-
-    def _table_group(self) -> Any:
-        """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
-        ahead = self._prioritize and self._exchange_backend != "gloo"  # whose transfers do not wait in line
-        if ahead or self._exchange_backend == transport.NAME:
-            return self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
-        return torch.distributed.group.WORLD
-
-    def _prioritize_exchange(self) -> None:
-        modules = {
-            name: module
-            for name, module in self._module.named_modules()
-            if isinstance(module, ShardedEmbeddingCollection)
-        }
-        if not self._prioritize or not modules:
-            return
-        if self._prioritize == "auto" and self.world_size == 1:
-            say_once("prioritize='auto': synchronous, for one rank has nobody to exchange with")
-            return
-        if self._exchange_groups is None:
-            self._exchange_groups = Groups(self._new_group("high"), self._new_group("low"))
-        self.schedule = Schedule(modules, self._exchange_groups, self._copies, self.timeline)
-        if self._prioritize == "auto":
-            assert self.control is not None
-            self.verdict, self._chooser = None, Chooser(self.schedule, self.root_device, self.control.gather)
-
-    def _leave_schedule(self, flush: bool = True) -> None:
-        self._chooser = None
-        if self.schedule is not None:
-            self.schedule.close(flush)
-            self.schedule = None
-
-    def _leave_exchange_groups(self) -> None:
-        """Of gloo: even if nobody uses a group, a thread of its own wakes a hundred times a second."""
-        if self._exchange_groups is not None and self._exchange_backend == "gloo":
-            for group in self._exchange_groups:
-                torch.distributed.destroy_process_group(group)
-            self._exchange_groups = None
-
-    def _new_group(self, priority: Literal["high", "low"]) -> Any:
-        assert self._exchange_backend is not None
-        return transport.new_group(self._exchange_backend, priority, self._wait)
 
     def model_to_device(self) -> None:
         """Nothing to do: sharding has placed the tables and moved the dense part."""
@@ -360,8 +315,7 @@ class FreeScaleMixin(_Base):
         assert self._sharded is not None
         if self.optimizers:
             table_state.follow_learning_rate(self._sharded.fused_optimizer, self._base_lr, self.optimizers[0])
-        if self._chooser is not None:
-            self._choose_path(self._chooser)
+        self._paths.choose()
         if self.schedule is not None:
             self.schedule.begin_step(*self._features_ahead(args[0]))
         if self._train_loader is not None:
@@ -370,14 +324,6 @@ class FreeScaleMixin(_Base):
             output = super().training_step(*args, **kwargs)
         self._balancer.stopwatch.end_forward()
         return output
-
-    def _choose_path(self, chooser: Chooser) -> None:
-        self.verdict = chooser.before_step()
-        if self.verdict is not None:
-            self._chooser = None
-            if not self.verdict.prioritized:  # a synchronous step has no use for what it takes
-                self._leave_schedule()
-                self._leave_exchange_groups()
 
     @contextmanager
     def _logging_over_the_global_batch(self) -> Iterator[None]:
@@ -527,7 +473,7 @@ class FreeScaleMixin(_Base):
     def teardown(self) -> None:
         self._balancer.close()
         # As Lightning's, without moving the model to the CPU: sharded tables stay on their devices.
-        self._leave_schedule(flush=not self._failed)
+        self._paths.close()
         if isinstance(self.model, DistributedDataParallel):
             self.model = self._module
         if self._layer_sync and self.model is not None:

@@ -239,16 +239,11 @@ class Schedule:
         for lane in self.lanes:
             lane.apply_late()
 
-    def close(self, flush: bool = True) -> None:
-        """Flush, forget what was prefetched, give the modules their own forward back.
-
-        Without ``flush`` nothing is waited for: after an error, other ranks may never send what is still out.
-        """
-        if flush:
-            self.flush()
+    def close(self) -> None:
+        """Flush, forget what was prefetched, give the modules their own forward back."""
+        self.flush()
         for lane in self.lanes:
-            if flush:
-                lane.drop()
+            lane.drop()
             lane.moves.table_stream.join()
             lane.moves.module.__dict__.pop("forward", None)
 
