@@ -145,10 +145,9 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
       takes[peer] = lane.in.take(in[peer].bytes);
       if (!sends[peer].empty()) place_ring(lane, peer, true);
       if (!takes[peer].empty()) place_ring(lane, peer, false);
-      exchange->out_.target.push_back(sends[peer].empty() ? std::nullopt : sends[peer].back().free);
-      exchange->in_.target.push_back(takes[peer].empty() ? std::nullopt : std::optional<Word>(lane.in.next()));
-      exchange->out_.own.push_back(after_last(sends[peer]));
-      exchange->in_.own.push_back(after_last(takes[peer]));
+      exchange->room_.push_back(sends[peer].empty() ? std::nullopt : sends[peer].back().free);
+      exchange->out_.last.push_back(after_last(sends[peer]));
+      exchange->in_.last.push_back(after_last(takes[peer]));
       report_.sent_bytes += out[peer].bytes;
       report_.received_bytes += in[peer].bytes;
       if (!lane.remote || sends[peer].empty()) continue;

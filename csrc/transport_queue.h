@@ -90,12 +90,12 @@ class Exchange {
   void run_out();
   struct Side {
     std::vector<std::size_t> bytes;  // per rank
-    std::vector<std::optional<Word>> target;  // what the peer's counter must reach for this exchange to end
-    std::vector<std::optional<Word>> own;     // and what ours is when our stream is through with it
+    std::vector<std::optional<Word>> last;  // where the counter of chunks is after the last of them; none: no chunks
     std::shared_ptr<Mark> mark;
   };
   std::string name_;  // as in "all_to_all #17"
   Side out_, in_;
+  std::vector<std::optional<Word>> room_;  // per rank: what it must have taken before our last chunk has a slot
   std::shared_ptr<const Verdict> verdict_;
 };
 

@@ -56,7 +56,7 @@ void Queue::watch() {
 // Whether our streams have moved all of it, by the words that they write.
 bool Queue::through(const Exchange& exchange) const {
   for (int peer = 0; peer < world(); ++peer) {
-    const auto sent = exchange.out_.own[peer], received = exchange.in_.own[peer];
+    const auto sent = exchange.out_.last[peer], received = exchange.in_.last[peer];
     if (sent && !counted(lanes_[peer].sent, *sent)) return false;
     if (received && !counted(lanes_[peer].received, *received)) return false;
   }
@@ -71,9 +71,9 @@ void Queue::look_after(const Exchange& exchange, double seconds) {
     const Lane& lane = lanes_[peer];
     if (!lane.remote && load(&lane.view.header().state) == State::failed) return fail(lane.view.header().error);
     std::string wait;
-    if (const auto target = exchange.in_.target[peer]; target && !reached(load(lane.arrived), *target))
+    if (const auto target = exchange.in_.last[peer]; target && !reached(load(lane.arrived), *target))
       wait = std::to_string(exchange.in_.bytes[peer]) + " bytes from rank " + std::to_string(peer);
-    else if (const auto free = exchange.out_.target[peer]; free && !reached(load(lane.freed), *free))
+    else if (const auto free = exchange.room_[peer]; free && !reached(load(lane.freed), *free))
       wait = "rank " + std::to_string(peer) + " to take " + std::to_string(exchange.out_.bytes[peer]) + " bytes";
     if (wait.empty()) continue;
     if (const auto reason = gone(peer)) return fail(who + "waits for " + wait + ", but " + *reason);
