@@ -155,23 +155,23 @@ def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figure
 
 def ratio(figures: Figures) -> Figures:
     """Add the default strategy's step time over ``freescale_sync``'s: the mean of all rounds, each from first to last step."""
-    rounds: dict[str, list[float]] = {}
+    rounds: dict[str, dict[str, float]] = {}
     for name, side in figures["sides"].items():
         _rates(side, figures["global_batch"])
-        rounds.setdefault(name.split(",")[0], []).append(side["step_ms"]["mean"])
+        who, _, which = name.partition(", ")
+        rounds.setdefault(who, {})[which] = side["step_ms"]["mean"]
     curves = {name: side["losses"] for name, side in figures["sides"].items()}
     if curves:
         figures["losses"] = compare_losses(curves, figures["parameters"]["device"])
     if SYNC in rounds and DEFAULT in rounds:
-        means = {name: statistics.mean(values) for name, values in rounds.items()}
+        means = {name: statistics.mean(values.values()) for name, values in rounds.items()}
+        above, below = rounds[DEFAULT], rounds[SYNC]
         figures["goal"] = {
             "ratio": ALLOWED,
             "reached": means[DEFAULT] / means[SYNC],
             "step_ms": means,
-            "round_ms": rounds,
-            "error": _error_of_mean(
-                [above / below for above, below in zip(rounds[DEFAULT], rounds[SYNC], strict=False)]
-            ),
+            "round_ms": {name: list(values.values()) for name, values in rounds.items()},
+            "error": _error_of_mean([above[which] / below[which] for which in above if which in below]),
         }
     return figures
 
