@@ -3,11 +3,12 @@
 For streams and for loaders of any kind, whose lengths nobody knows beforehand. For every batch the ranks, on the host and
 over a process group of their own, (1) say whether they have one, (2) gather history lengths and candidate counts, (3)
 compute the same plan, and (4) send each sample to its rank, all of its parts in one AllToAll of bytes. Where batches are even
-already, they soon look at few of them (``rest.py``).
+already, they soon look at few of them (``rest.py``), and the training loads the others itself, as it would without balancing.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -203,13 +204,21 @@ class _Made(NamedTuple):
     looked_at: bool = False
 
 
+class _Leave(NamedTuple):
+    """In the place of so many batches that nobody looks at."""
+
+    batches: float
+
+
 class _Run:
     """One iteration: the thread that makes batches, and the queue they wait in."""
 
     def __init__(self, owner: ExchangeLoader, source: Iterator[Any]):
         self._owner, self._source = owner, source
         self._room = threading.Semaphore(DEPTH)
-        self._ready: queue.SimpleQueue[_Made | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Made | _Leave | BaseException | None] = queue.SimpleQueue()
+        self._left = 0.0  # batches that the training thread loads, before it asks for the next one that was made
+        self._back: queue.SimpleQueue[_Loaded | None] = queue.SimpleQueue()  # what ended that; None: their number
         self._closed = threading.Event()
         self._agreed: tuple[Layout, list[Owner]] | None = None
         self._plain = False
@@ -223,13 +232,24 @@ class _Run:
     # ---- in the training thread ------------------------------------------------------------------------------------
     def take(self) -> _Made | BaseException | None:
         """The next batch, what went wrong with it, or ``None`` at the end."""
-        made = self._ready.get()
-        self._room.release()
-        return made
+        if not self._left:
+            made = self._ready.get()
+            if not isinstance(made, _Leave):
+                self._room.release()
+                return made
+            self._left = made.batches
+        loaded = self._load(look=False)
+        sound = loaded.word is Word.BATCH
+        self._left = self._left - 1 if sound else 0.0
+        self._number += sound
+        if not self._left:
+            self._back.put(None if sound else loaded)
+        return _Made(loaded.batch, loaded.state) if sound else loaded.error
 
     def close(self) -> None:
         if self._thread.is_alive():
             self._closed.set()
+            self._back.put(_Loaded(Word.CLOSED))
             self._room.release()
             self._thread.join(CLOSE_SECONDS)
 
@@ -242,10 +262,8 @@ class _Run:
     # ---- in the background -----------------------------------------------------------------------------------------
     def _work(self) -> None:
         try:
-            while True:
-                self._room.acquire()
-                if not self._advance():
-                    return
+            while self._advance():
+                pass
         except Exception as error:
             self._broken = error
             if not isinstance(error, FreeScaleError):
@@ -256,19 +274,18 @@ class _Run:
             self._ready.put(self._broken)
 
     def _advance(self) -> bool:
-        """Make one batch; whether there may be more."""
-        look = not self._plain and self._rest.looks()
-        loaded = self._load(look)
-        if not look:
-            sound = self._hand_on(loaded)
-            if self._plain or sound:
-                return sound  # if not, the other ranks, which may be at their next look, hear of it below
+        """Make one batch, after those that nobody looks at; whether there may be more."""
+        failed = self._wait(math.inf if self._plain else self._rest.pause())
+        if self._plain:
+            return False
+        self._room.acquire()
+        loaded = failed or self._load(look=True)  # of one that failed, ranks that are at their next look hear below
         start = time.perf_counter()
         count = 0 if loaded.samples is None else loaded.samples.num_samples
         mine = np.array([loaded.word, count, len(self._owner.planners)])
         words, counts, planners = self._gather(mine).T
         if not np.isin(words, (Word.BATCH, Word.PLAIN)).all():
-            if look:
+            if failed is None:
                 self._ready.put(loaded.error or self._refusal(loaded.word, words))
             if (words == Word.END).all():
                 self._owner.even = self._rest.even
@@ -281,7 +298,7 @@ class _Run:
         except CannotBalance as reason:  # on all ranks at this batch, of which nothing has moved
             self._plain, self._owner.unbalanced = True, str(reason)
             say_once(f"balance: batches are trained where they are loaded, for their samples cannot move: {reason}")
-            return self._hand_on(loaded)
+            batch, sent = loaded.batch, 0
         moved = batch is not loaded.batch
         self._rest.note(moved)
         seconds = time.perf_counter() - start
@@ -292,12 +309,12 @@ class _Run:
     def _pinned(self, batch: Any) -> Any:
         return pin_memory(batch) if self._owner.pin_memory else batch
 
-    def _hand_on(self, loaded: _Loaded) -> bool:
-        """Hand out a local batch as it was loaded, or what became of it; whether there may be more."""
-        sound = loaded.word in (Word.BATCH, Word.PLAIN)
-        self._ready.put(_Made(self._pinned(loaded.batch), loaded.state) if sound else loaded.error)
-        self._number += sound
-        return sound
+    def _wait(self, batches: float) -> _Loaded | None:
+        """Leave so many to the training thread; what became of the one that could not be loaded, if there was one."""
+        if not batches:
+            return None
+        self._ready.put(_Leave(batches))
+        return self._back.get()
 
     def _load(self, look: bool) -> _Loaded:
         """The next local batch, taken apart for a look. All that can go wrong on this rank alone goes wrong here."""

@@ -15,27 +15,24 @@ class Rest:
     The ranks must be told the same, and decide the same then.
 
     >>> rest = Rest(even=EVEN)
-    >>> [batch for batch in range(1, 200) if rest.looks()]
-    [16, 48, 112, 176]
+    >>> [rest.pause() for _ in range(4)]
+    [15, 31, 63, 63]
     """
 
     def __init__(self, even: int = 0):
         self.even = even  # batches in a row
-        self._interval, self._rested = REST, 0
+        self._interval = REST
 
-    def looks(self) -> bool:
-        """Whether to look at the next batch."""
+    def pause(self) -> int:
+        """How many batches to let be before the next look."""
         if self.even < EVEN:
-            return True
-        self._rested += 1
-        if self._rested < self._interval:
-            return False
-        self._interval, self._rested = min(2 * self._interval, LONGEST), 0
-        return True
+            return 0
+        interval, self._interval = self._interval, min(2 * self._interval, LONGEST)
+        return interval - 1
 
     def note(self, moved: bool) -> None:
         """What came of a look."""
         self.even = 0 if moved else self.even + 1
         if self.even == EVEN:
-            self._interval, self._rested = REST, 0
+            self._interval = REST
             say_once(f"balance: {EVEN} batches in a row were even already; from here on, few are looked at")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.control import Control
 from lightning_freescale.lookahead import LookaheadLoader
 from tests.balance.batches import seq_batch
-from tests.balance.test_exchange import connect, local_indices
+from tests.balance.test_exchange import connect, local_indices, threads
 from tests.ranks import run_ranks
 
 
@@ -92,3 +93,41 @@ def test_a_rank_that_ends_or_fails_while_all_rest_is_named(error: bool, text: st
     assert said == also
     assert text in said
     assert zero == one == (24 if not error else 25)
+
+
+class Threads:
+    """Even batches; keeps the names of the threads that have loaded them."""
+
+    def __init__(self, steps: int):
+        self.steps, self.names = steps, []  # type: ignore[var-annotated]
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.steps):
+            self.names.append(threading.current_thread().name)
+            yield seq_batch([1, 2, 3, 4])
+
+
+def _loaded_by(rank: int) -> tuple[list[str], str]:
+    loader = Threads(50)
+    for _ in ExchangeLoader(loader, group=connect(rank), planner=Planner()):
+        pass
+    return loader.names, threading.current_thread().name
+
+
+def test_the_training_loads_what_nobody_looks_at() -> None:
+    """As without balancing: it would pay for a thread beside it with nothing to show for it."""
+    for names, training in run_ranks(_loaded_by):
+        assert [number for number, name in enumerate(names) if name != training] == [*range(16), 31]
+
+
+def _given_up_in_rest(rank: int) -> tuple[int, int]:
+    """Threads and batches of a second epoch, after a first that ranks leave at different batches, both in the rest."""
+    exchange = ExchangeLoader(mostly_even(rank, 60, set()), group=connect(rank), planner=Planner())
+    for number, _ in enumerate(exchange):
+        if number == 18 + 5 * rank:
+            break
+    return threads(), sum(1 for _ in exchange)
+
+
+def test_an_epoch_may_be_given_up_in_the_rest() -> None:
+    assert run_ranks(_given_up_in_rest) == [(0, 60), (0, 60)]
