@@ -20,16 +20,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import own_cores
-from benchmarks.bubble import DEFAULT, SIDES, SYNC, Figures, account, global_losses
+from benchmarks.bubble import SIDES, Figures, account, global_losses
 from benchmarks.products import check_products
 from benchmarks.report import versions
 from benchmarks.trainings import Batches, Job, Trained, train
 from benchmarks.workload import LongTail, collision_rate
-from lightning_freescale.embedding.trial import Trial
 
 WARM = 6  # steps before the clock counts
 COOL = 4  # steps at the end, for which there is less and less to work ahead on
-ROUNDS = 4  # of both sides where FreeScale cannot help: those of one side differ by more than what is looked for
 
 
 def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None, wait: float) -> Figures:
@@ -37,8 +35,7 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
 
     Args:
         keep: file for the figures after each side; ``None``: this rank keeps none.
-        known: figures of sides that are done, and of those that failed. If there may be more calls, their ``left`` says which
-            sides those are for.
+        known: figures of sides that are done, and of those that failed.
         wait: seconds that a rank waits for another.
     """
     quiet()
@@ -48,14 +45,13 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
         check_products(job.device, job.rank, job.model["embedding_dim"])
     figures = known or _head(arguments, job, counted)
     batches = Batches(job)
-    left = [name for name in _names(arguments) if name not in figures["sides"] and name not in figures["failed"]]
-    alone = arguments.cannot_help and arguments.part is not None  # streams and threads of one side would slow the next
-    now, figures["left"] = (left[:1], left[1:]) if alone else (left, [])
-    for name in now:
+    wanted = [name for name in SIDES if not arguments.sides or name in arguments.sides]
+    done = {*figures["sides"], *figures["failed"]}
+    for name in [name for name in wanted if name not in done]:
         figures["under_way"] = name
         _keep(figures, keep)
         began = time.perf_counter()
-        side = _gather(train(name.split(",")[0], job, batches), counted)
+        side = _gather(train(name, job, batches), counted)
         figures["sides"][name] = side | {"took_seconds": time.perf_counter() - began}
         if job.rank == 0:
             took, step = figures["sides"][name]["took_seconds"], side["step_ms"]["mean"]
@@ -75,45 +71,35 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[Job, slice]:
     """What this run trains, and which steps count."""
     cuda, quick = arguments.device == "cuda", arguments.quick
     tiny = quick and not cuda
-    if arguments.cannot_help:
-        warm = Trial.steps + 2  # both sides alike, though only one has something to try
-        steps = arguments.steps or (8 if tiny else 100)
-        workload = LongTail(arguments.batch_size or 32, 64, 8192, collisions=1.0, log_std=0.0)
-    else:
-        warm = 2 if tiny else WARM
-        steps = arguments.steps or (3 if tiny else 12 if quick else 24)
-        workload = LongTail(
-            samples=arguments.batch_size or (128 if cuda else 4 if tiny else 16),
-            longest=arguments.longest or (8192 if cuda else 64 if tiny else 512),
-            rows=arguments.rows or (8_000_000 if cuda else 3_000 if tiny else 200_000),
-            negatives=32 if cuda else 8,
-        )
+    warm = 2 if tiny else WARM
+    steps = arguments.steps or (3 if tiny else 12 if quick else 24)
+    workload = LongTail(
+        samples=arguments.batch_size or (128 if cuda else 4 if tiny else 16),
+        longest=arguments.longest or (8192 if cuda else 64 if tiny else 512),
+        rows=arguments.rows or (8_000_000 if cuda else 3_000 if tiny else 200_000),
+        negatives=32 if cuda else 8,
+    )
     model = {
         "embedding_dim": arguments.dim or (128 if cuda else 16 if tiny else 32),
         "num_layers": arguments.layers or (4 if cuda else 1 if tiny else 2),
         "num_heads": arguments.heads or (4 if cuda else 2),
     }
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        own_cores.use(device)
-    else:
-        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # Lightning looks there, too
-    rank = int(os.environ["RANK"])
+    device, rank = use_device(arguments.device), int(os.environ["RANK"])
     job = Job(
         device, rank, arguments.ranks, workload, model, warm + steps + COOL, wait, arguments.traces, arguments.options
     )
     return job, slice(warm, warm + steps)
 
 
-def _names(arguments: argparse.Namespace) -> list[str]:
-    if not arguments.cannot_help:
-        return [name for name in SIDES if not arguments.sides or name in arguments.sides]
-    rounds = 1 if arguments.quick else ROUNDS
-    # In turns, each as often before the other as after it: whatever drifts, drifts for both.
-    turns = [(SYNC, DEFAULT) if number % 2 else (DEFAULT, SYNC) for number in range(1, rounds + 1)]
-    return [f"{name}, round {number}" for number, both in enumerate(turns, 1) for name in both]
+def use_device(kind: str) -> torch.device:
+    """Make this rank's device the current one."""
+    if kind == "cpu":
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # Lightning looks there, too
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    own_cores.use(device)
+    return device
 
 
 def _head(arguments: argparse.Namespace, job: Job, counted: slice) -> Figures:
@@ -121,12 +107,11 @@ def _head(arguments: argparse.Namespace, job: Job, counted: slice) -> Figures:
     parameters = {
         key: value for key, value in vars(arguments).items() if key not in ("json", "output", "part", "traces")
     }
-    title = "Where FreeScale cannot help" if arguments.cannot_help else "End to end"
     return {
-        "title": title,
+        "title": "End to end",
         "parameters": parameters,
         "versions": versions(),
-        "machine": _machine(job),
+        "machine": machine(job.device),
         "workload": asdict(job.workload),
         "model": job.model,
         "steps": job.steps,
@@ -138,11 +123,12 @@ def _head(arguments: argparse.Namespace, job: Job, counted: slice) -> Figures:
     }
 
 
-def _machine(job: Job) -> str:
-    if job.device.type == "cpu":
+def machine(device: torch.device) -> str:
+    """What the ranks run on, in words."""
+    if device.type == "cpu":
         return f"{os.cpu_count()} cores ({platform.machine()}), gloo"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{torch.cuda.get_device_name(job.device)}, {own_cores.describe()}, NCCL {nccl}"
+    return f"{torch.cuda.get_device_name(device)}, {own_cores.describe()}, NCCL {nccl}"
 
 
 def _gather(trained: Trained, counted: slice) -> Figures:

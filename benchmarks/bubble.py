@@ -36,10 +36,9 @@ PRIORITIZE = "+ prioritize"
 SM_FREE = "+ SM-free"
 ALL = "all"
 SIDES = (DENSE, BASE, SPARSE_DIST, SYNC, BALANCE, PRIORITIZE, SM_FREE, ALL)
-DEFAULT = "freescale"  # with the settings it has by itself; against SYNC where nothing can be won
+DEFAULT = "freescale"  # with the settings it has by itself; see cannot_help.py
 
 GOAL = 0.903  # of TorchRec's bubble gone
-ALLOWED = 1.01  # of freescale_sync's step time, where nothing can be won
 PARTS = ("straggler", "exposed embedding", "exposed dense", "input", "slower compute", "other")
 # Without balancing all losses are equal bit for bit on CPU. Balancing adds up the same terms in another order; on CUDA atomics
 # and bfloat16 weight gradients do as well, and the steps carry it on.
@@ -153,34 +152,6 @@ def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figure
     }
 
 
-def ratio(figures: Figures) -> Figures:
-    """Add the default strategy's step time over ``freescale_sync``'s: the mean of all rounds, each from first to last step."""
-    rounds: dict[str, dict[str, float]] = {}
-    for name, side in figures["sides"].items():
-        _rates(side, figures["global_batch"])
-        who, _, which = name.partition(", ")
-        rounds.setdefault(who, {})[which] = side["step_ms"]["mean"]
-    curves = {name: side["losses"] for name, side in figures["sides"].items()}
-    if curves:
-        figures["losses"] = compare_losses(curves, figures["parameters"]["device"])
-    if SYNC in rounds and DEFAULT in rounds:
-        means = {name: statistics.mean(values.values()) for name, values in rounds.items()}
-        above, below = rounds[DEFAULT], rounds[SYNC]
-        figures["goal"] = {
-            "ratio": ALLOWED,
-            "reached": means[DEFAULT] / means[SYNC],
-            "step_ms": means,
-            "round_ms": {name: list(values.values()) for name, values in rounds.items()},
-            "error": _error_of_mean([above[which] / below[which] for which in above if which in below]),
-        }
-    return figures
-
-
-def _error_of_mean(values: Sequence[float]) -> float | None:
-    """Standard error; none from a single value."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-
-
 # ---- as text -----------------------------------------------------------------------------------------------------------------
 def describe(figures: Figures) -> str:
     """The figures as tables."""
@@ -245,10 +216,6 @@ def _verdicts(figures: Figures) -> list[str]:
     if "gone" in goal:
         met = "reached" if goal["reached"] >= goal["gone"] else "missed"
         lines.append(f"goal, {goal['gone']:.1%} of TorchRec's bubble gone with all on: {met}, {goal['reached']:.1%}")
-    if "ratio" in goal:
-        met = "reached" if goal["reached"] <= goal["ratio"] else "missed"
-        error = f" +- {goal['error']:.3f}" if goal.get("error") is not None else ""
-        lines.append(f"goal, at most {goal['ratio']:.2f} of freescale_sync's time: {met}, {goal['reached']:.3f}{error}")
     return lines
 
 

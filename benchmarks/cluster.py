@@ -52,6 +52,7 @@ def run(
     gpu: bool | None = None,
     share: int | None = None,
     own_cores: bool = False,
+    clusters: int = 1,
     env: Mapping[str, str] | None = None,
     echo: bool = False,
 ) -> list[str]:
@@ -63,6 +64,7 @@ def run(
         gpu: share the GPU through MPS; by default if there is one.
         share: percent of its cores for each rank; by default all are dealt out.
         own_cores: instead of a share, cores that no other rank has, for every stream but the default one.
+        clusters: that many at the same time, each of ``ranks``, on the same cores; ``CLUSTER`` tells them apart.
         env: more variables for the ranks.
         echo: also print rank 0's stdout, and the stderr of all, as they come.
 
@@ -74,7 +76,6 @@ def run(
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
@@ -87,8 +88,10 @@ def run(
         shared |= env or {}
         started: list[_Rank] = []
         stack.callback(_end, started)
-        for rank in range(ranks):
-            started.append(_Rank(rank, argv, shared, same_host, echo))
+        for number in range(clusters):
+            own = {"MASTER_PORT": str(free_port()), "CLUSTER": str(number)}
+            for rank in range(ranks):
+                started.append(_Rank(rank, argv, shared | own, same_host, echo))
         _await(started, timeout)
         return [rank.output() for rank in started]
 
@@ -117,6 +120,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def settle(arguments: argparse.Namespace) -> None:
     arguments.device = arguments.device or ("cuda" if has_gpu() else "cpu")
     arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
+
+
+def threads(arguments: argparse.Namespace) -> str:
+    """Of a rank, for ``OMP_NUM_THREADS``. Lightning takes every rank for a machine of its own, and would give each all cores."""
+    return str(max(1, (os.cpu_count() or 1) // arguments.ranks)) if arguments.device == "cuda" else "1"
 
 
 def has_gpu() -> bool:
@@ -175,10 +183,12 @@ def _await(ranks: list[_Rank], timeout: float) -> None:
     while None in [rank.process.poll() for rank in ranks]:
         _raise_failure(ranks)
         if time.monotonic() > deadline:
-            running = [rank.rank for rank in ranks if rank.process.returncode is None]
+            running = [rank for rank in ranks if rank.process.returncode is None]
             _end(ranks)
-            last = "\n".join(f"rank {rank}: ...{ranks[rank].output()[-2000:]}" for rank in running)
-            raise ClusterFailed(f"timeout after {timeout:g} s; still running: {running}\n{last}", 124)
+            last = "\n".join(f"rank {rank.rank}: ...{rank.output()[-2000:]}" for rank in running)
+            raise ClusterFailed(
+                f"timeout after {timeout:g} s; still running: {[rank.rank for rank in running]}\n{last}", 124
+            )
         time.sleep(0.02)
     _raise_failure(ranks)
 
@@ -219,7 +229,7 @@ def _mps(share: int) -> Iterator[dict[str, str]]:
             subprocess.run([tool], env=env, input="quit\n", text=True, check=False, timeout=60, capture_output=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

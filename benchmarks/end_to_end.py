@@ -1,7 +1,6 @@
 """End to end: an HSTU trained by TorchRec, by freescale_sync, with each technique alone and with all of them.
 
     python -m benchmarks.end_to_end [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--longest 8192|21000]
-    python -m benchmarks.end_to_end --cannot-help
 
 All sides train the same model on the same global batches: log-normal histories drawn freely, so that ranks have unequal work; one
 large table, row-wise over the ranks; 12 % of a batch's rows collide with those of the batch before. The FreeScale sides are
@@ -11,9 +10,6 @@ compute time of the ranks, which is measured alone in the same run; ``bubble.py`
 The ranks share a GPU, each on cores of its own (``own_cores.py``). With ``--share`` MPS alone keeps them apart, which it does not
 quite: the same batch takes longer in one step than in another, whoever trains. How much of that there is, is in the result: how
 much the compute of one and the same batch differs from side to side.
-
-``--cannot-help``: equal short histories and a tiny table of which every row collides. The strategy's default settings against
-freescale_sync, in turns, each time in new processes.
 
 The script starts one GPU as a cluster of nodes (``cluster.py``). If a side fails, the others are run without it. Under another
 launcher it takes its place there, and what was measured before a failure is in ``--output``. On CPU all sides run and their
@@ -57,7 +53,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--options", type=json.loads, default={}, help="more of the strategy's, for the side 'all', as JSON"
     )
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="also trace three steps of each side, on rank 0")
-    parser.add_argument("--cannot-help", action="store_true", help="where FreeScale has nothing to win")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where the launcher looks for the ranks' figures
     arguments = parser.parse_args(argv)
     cluster.settle(arguments)
@@ -70,11 +65,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
-    """Start this script once more on every rank, again without a side that failed, and again for sides that are left."""
+    """Start this script once more on every rank, and again without a side that failed."""
     root = str(Path(__file__).resolve().parents[1])
     env = {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": _threads(arguments),
+        "OMP_NUM_THREADS": cluster.threads(arguments),
     }
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
         # Beside the output, if there is one: should everything be killed, what was measured by then is there.
@@ -86,8 +81,7 @@ def launch(arguments: argparse.Namespace) -> int:
                 gpu, share = arguments.device == "cuda", arguments.share
                 own = gpu and share is None
                 cluster.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, own_cores=own, env=env, echo=True)
-                if not json.loads(part.read_text())["left"]:
-                    break
+                break
             except cluster.ClusterFailed as failure:
                 if not _note_failure(part, failure):
                     print(failure, file=sys.stderr)
@@ -96,11 +90,6 @@ def launch(arguments: argparse.Namespace) -> int:
         part.unlink()
     tell(figures, arguments)
     return _status(figures)
-
-
-def _threads(arguments: argparse.Namespace) -> str:
-    """Of a rank. Lightning takes every rank for a machine of its own, and would give each all cores."""
-    return str(max(1, (os.cpu_count() or 1) // arguments.ranks)) if arguments.device == "cuda" else "1"
 
 
 def _note_failure(part: Path, failure: cluster.ClusterFailed) -> bool:
@@ -121,7 +110,7 @@ def take_part(arguments: argparse.Namespace) -> int:
     """Be one of the ranks; rank 0 keeps the figures of the sides that are done."""
     # The streams of all sides share the hardware's queues; four ranks with 32 each are more than MPS has.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
-    os.environ.setdefault("OMP_NUM_THREADS", _threads(arguments))
+    os.environ.setdefault("OMP_NUM_THREADS", cluster.threads(arguments))
     rank = int(os.environ["RANK"])  # Lightning takes the variables away
     part = arguments.part or arguments.output
     from benchmarks import all_sides  # heavy, and of no use to the launcher
@@ -137,10 +126,7 @@ def take_part(arguments: argparse.Namespace) -> int:
 
 def finish(figures: dict[str, Any]) -> dict[str, Any]:
     """What was measured, with what follows from it."""
-    for name in ("under_way", "left"):
-        figures.pop(name, None)
-    if figures["parameters"]["cannot_help"]:
-        return bubble.ratio(figures)
+    figures.pop("under_way", None)
     return bubble.summarise(figures)
 
 

@@ -119,8 +119,7 @@ def measured_batches(setting: dict[str, str]) -> list[NDArray[np.int64]]:
         sigma=1.2,
         max_length=longest + 1,
     ).generate()
-    order = np.random.default_rng((0, 0)).permutation(users)  # of the first epoch
-    batches = np.minimum(lengths.lengths - 1, longest)[order].reshape(steps, size, ranks)
+    batches = np.minimum(lengths.lengths - 1, longest).reshape(steps, size, ranks)
     return [batch.T.ravel() for batch in batches[warm:]]  # dealt like cards
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.straggler [--quick] [--json] [--output FILE]  # two ranks on this machine's CPU, short histories
     python -m benchmarks.straggler --ranks 4 --accelerator gpu --precision bf16-mixed --embedding-dim 256 --layers 4 --heads 4 \
-        --max-history 8192 --batch-size 16  # one GPU as a cluster; under another launcher it takes its place there
+        --max-history 8192 --batch-size 32  # one GPU as a cluster; under another launcher it takes its place there
 
 An HSTU trains on the same global batches in several ways. On each rank and step the time of its own compute is taken, from the
 arrival of the rows of its histories to their gradient: no communication is in between, neither forward nor backward. A rank is

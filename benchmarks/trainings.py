@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,12 @@ class ScaledBatch(SeqBatch):
         return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
-def train(name: str, job: Job, batches: Batches) -> Trained:
-    """Train one side and free it. A collective."""
+def train(name: str, job: Job, batches: Batches, callbacks: Sequence[pl.Callback] = ()) -> Trained:
+    """Train one side and free it. A collective.
+
+    Args:
+        callbacks: of the Trainer, where there is one; they come before the marks.
+    """
     gc.collect()
     job.settle()
     before = 0
@@ -143,7 +147,7 @@ def train(name: str, job: Job, batches: Batches) -> Trained:
         trained = torchrec_pipeline(PIPELINES[name], job, batches, job.marks(name))
     else:
         options = STRATEGIES[name] | (job.options if name == ALL else {})
-        trained = freescale(options, job, batches, job.marks(name))
+        trained = freescale(options, job, batches, job.marks(name), callbacks)
     job.settle()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before
@@ -224,7 +228,9 @@ def torchrec_pipeline(kind: Any, job: Job, batches: Batches, marks: Marks) -> Tr
     return Trained(marks)
 
 
-def freescale(options: dict[str, Any], job: Job, batches: Batches, marks: Marks) -> Trained:
+def freescale(
+    options: dict[str, Any], job: Job, batches: Batches, marks: Marks, callbacks: Sequence[pl.Callback] = ()
+) -> Trained:
     """A Lightning Trainer with the strategy: all that a user runs, without a logger."""
     model, marker = job.hstu(marks), Marker(marks)
     strategy = fs.FreeScaleStrategy(timeout=job.timeout, **options)
@@ -235,7 +241,7 @@ def freescale(options: dict[str, Any], job: Job, batches: Batches, marks: Marks)
         job.ranks,
         job.device.type == "cuda",
         max_steps=job.steps,
-        callbacks=[marker],
+        callbacks=[*callbacks, marker],
     )
     trainer.fit(model, train_dataloaders=batches)
     notes = {"strategy": options, "prioritized": marker.prioritized}

@@ -40,6 +40,17 @@ def test_same_host_leaves_nccl_alone() -> None:
         assert eval(output)[6] is None
 
 
+def test_two_clusters_at_once(mps_notes: Path) -> None:
+    show = "import os; print(*(os.environ[name] for name in ('CLUSTER', 'RANK', 'WORLD_SIZE', 'OWN_CORES', 'MASTER_PORT')))"
+    outputs = [output.split() for output in run(2, code(show), timeout=30, gpu=True, own_cores=True, clusters=2)]
+    assert [words[:4] for words in outputs] == [
+        [str(number), str(rank), "2", f"{rank}/2"] for number in range(2) for rank in range(2)
+    ]
+    first, same, second, too = (words[4] for words in outputs)
+    assert first == same != second == too  # each meets by itself
+    assert len(mps_notes.read_text().splitlines()) == 2  # one daemon, which is stopped
+
+
 def test_ranks_meet() -> None:
     gather = """
         import os, torch, torch.distributed as dist

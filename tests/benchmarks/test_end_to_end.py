@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import all_sides, bubble, end_to_end, products, trainings
-from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PARTS, PRIORITIZE, SIDES, SM_FREE, SPARSE_DIST, SYNC
+from benchmarks.bubble import ALL, BALANCE, BASE, DENSE, PARTS, PRIORITIZE, SIDES, SM_FREE, SPARSE_DIST, SYNC
 from benchmarks.cluster import ClusterFailed
 from benchmarks.workload import LongTail, collision_rate
 from tests.ranks import run_ranks
@@ -107,35 +107,6 @@ def test_unequal_training_is_noticed_and_known_sides_are_not_trained_again() -> 
     text = bubble.describe(result)
     assert "DIFFERENT" in text
     assert f"{SPARSE_DIST}: FAILED, made up" in text
-
-
-def test_where_freescale_cannot_help() -> None:
-    figures = run_ranks(figures_of, args=([*QUICK, "--cannot-help", "--steps", "2", "--batch-size", "4"],))[0]
-    assert figures["collisions"] == 1.0
-    assert figures["losses"]["equal"]
-    assert list(figures["sides"]) == [f"{SYNC}, round 1", f"{DEFAULT}, round 1"]
-    assert "exchange" in figures["sides"][f"{DEFAULT}, round 1"]["notes"]["verdict"]
-    goal = figures["goal"]
-    assert goal["reached"] == goal["step_ms"][DEFAULT] / goal["step_ms"][SYNC]
-    assert "of freescale_sync's time" in bubble.describe(figures)
-
-
-def test_ratio_of_rounds_and_its_error() -> None:
-    times = {
-        f"{SYNC}, round 1": 10.0,
-        f"{DEFAULT}, round 1": 9.0,
-        f"{DEFAULT}, round 2": 11.0,
-        f"{SYNC}, round 2": 10.0,
-    }
-    goal = bubble.ratio(made_up(**{name: side(step) for name, step in times.items()}))["goal"]
-    assert goal["reached"] == 1.0
-    assert goal["error"] == pytest.approx(0.1)  # of the mean of 0.9 and 1.1
-    halved = {name: step / 2 if "round 1" in name else step for name, step in times.items()}
-    assert (
-        bubble.ratio(made_up(**{name: side(step) for name, step in halved.items()}))["goal"]["error"] == goal["error"]
-    )
-    single = {name: side(step) for name, step in times.items() if "round 1" in name}
-    assert bubble.ratio(made_up(**single))["goal"]["error"] is None
 
 
 def test_wrong_products_are_noticed() -> None:
@@ -271,16 +242,6 @@ def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     assert list(printed["sides"]) == [DENSE, BASE, SYNC]
     assert printed["losses"]["apart"] == {BASE: 0.0, SYNC: 0.0}
     assert {"machine", "versions", "date", "parameters", "workload", "model", "dense_ms"} <= printed.keys()
-
-
-def test_each_side_has_processes_of_its_own_where_freescale_cannot_help(tmp_path: Path) -> None:
-    output = tmp_path / "cannot_help.json"
-    printed = command(*QUICK, "--cannot-help", "--steps", "2", "--batch-size", "4", "--output", str(output))
-    assert printed == json.loads(output.read_text())
-    assert list(tmp_path.iterdir()) == [output]
-    assert list(printed["sides"]) == [f"{SYNC}, round 1", f"{DEFAULT}, round 1"]
-    assert printed["losses"]["equal"]
-    assert not {"left", "under_way"} & printed.keys()
 
 
 @pytest.mark.gpu

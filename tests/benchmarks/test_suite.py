@@ -14,6 +14,7 @@ from benchmarks.__main__ import TOOLS, scripts
 from benchmarks.claims import ALL, BASE, claims, command, kept
 
 ROOT = Path(__file__).resolve().parents[2]
+SYNC = "freescale_sync"
 # The listing, then a look at what it has imported.
 LIST = """
 import runpy, sys
@@ -88,7 +89,7 @@ def end_to_end(**sides: float) -> dict:
         "date": "2026-01-02T03:04:05+00:00",
         "command": "python -m benchmarks.end_to_end --output x.json",
         "machine": {"device": "a GPU"},
-        "parameters": {"ranks": 4, "cannot_help": False},
+        "parameters": {"ranks": 4},
         "workload": {"longest": 8192},
         "same_batch_apart": 0.017,
         "sides": {
@@ -120,14 +121,23 @@ def test_end_to_end_has_its_row_and_its_table() -> None:
     assert list(claims({"end_to_end_h200": end_to_end(**{BASE: 50.0})})) == []  # a side failed
 
 
-def test_where_nothing_is_to_be_won() -> None:
-    found = end_to_end() | {"parameters": {"ranks": 4, "cannot_help": True}}
-    found["goal"] = {"reached": 0.995, "error": 0.004, "step_ms": {"freescale_sync": 20.0, "freescale": 19.9}}
+@pytest.mark.parametrize(
+    ("side", "after"), [("freescale", "`freescale`, all on `auto`"), (SYNC, f"`{SYNC}` once more")]
+)
+def test_where_nothing_is_to_be_won(side: str, after: str) -> None:
+    found = {
+        "benchmark": "cannot_help",
+        "date": "2026-01-02T03:04:05+00:00",
+        "command": "python -m benchmarks.cannot_help",
+        "machine": "a GPU",
+        "parameters": {"ranks": 4, "control": side == SYNC},
+        "sides": [{"side": SYNC, "ms a step": 20.0}, {"side": side, "ms a step": 19.9}],
+        "goal": {"reached": 0.995, "error": 0.004},
+    }
     (claim,) = claims({"cannot_help": found})
-    assert (claim.before, claim.after) == (
-        "`freescale_sync`: 20.0 ms a step",
-        "`freescale`, all on `auto`: 19.9 ms, 0.995 ± 0.004 of it",
-    )
+    assert claim.claim.endswith("4 ranks, a GPU" + (": control" if side == SYNC else ""))
+    assert claim.before == "`freescale_sync`: 20.0 ms a step"
+    assert claim.after == f"{after}: 19.9 ms, 0.995 ± 0.004 of it"
 
 
 def test_the_marks_must_be_there() -> None:

@@ -111,7 +111,7 @@ def figures(rank: int, steps: list[Profiled], wall: list[float], bubble: list[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-history", type=int, default=8192)
     parser.add_argument("--mean-length", type=float, default=2000.0)
     parser.add_argument("--first", type=int, default=8, help="profiled step")
