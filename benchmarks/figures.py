@@ -25,7 +25,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import bubble, plots, report
-from benchmarks.claims import kept, where
+from benchmarks.claims import exposed_results, kept, where
 from lightning_freescale.balance.plan import RANDOM, evaluate
 from lightning_freescale.balance.planner import rule_of_thumb
 from lightning_freescale.data.histories import Histories
@@ -208,7 +208,7 @@ def draw_kernels(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_exposed(results: Mapping[str, Row], path: Path) -> None:
-    found = {name: result for name, result in results.items() if result["benchmark"] == "exposed"}
+    found = exposed_results(results)
     figure = plots.figure(5 * len(found), 3.8)
     for axes, result in zip(figure.subplots(1, len(found), squeeze=False)[0], found.values(), strict=True):
         rates = [100 * row["collisions_measured"] for row in result["results"]]
@@ -218,7 +218,8 @@ def draw_exposed(results: Mapping[str, Row], path: Path) -> None:
         ):
             values = [row["exposed_ms"][side] for row in result["results"]]
             axes.plot(rates, values, color=colour, linestyle=line, marker="o", markersize=3, label=side)
-        axes.set(title=f"Exposed exchange, ms a step\n{where(result)}", xlabel="collisions, %", ylim=(0, None))
+        axes.set(title=f"Exposed exchange, ms a step\n{where(result)}", xlabel="collisions, %")
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         plots.tidy(axes)
         axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=plots.DPI)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.claims import BASE, GOAL_RATE, command, left_exposed, where
+from benchmarks.claims import BASE, GOAL_RATE, command, exposed_results, left_exposed, where
 from benchmarks.claims import end_to_end as claim_of_end_to_end
 from benchmarks.claims import quality as claim_of_quality
 
@@ -132,7 +132,7 @@ def kernels(results: Results) -> Section:
 
 
 def exposed(results: Results) -> Iterator[Section]:
-    found = {name: result for name, result in results.items() if result["benchmark"] == "exposed"}
+    found = exposed_results(results)
     if not found:
         return
     said = []
@@ -196,8 +196,7 @@ def many_ranks(results: Results) -> Section:
     rows = {(row["ranks"], row["side"]): row for row in found["scaling"]}
     least, most = min(ranks for ranks, _ in rows), max(ranks for ranks, _ in rows)
     errors = "; ".join(
-        f"{row['measured in'].removesuffix('.json')} {row['mean error %']:.1f}% in the mean, "
-        f"{row['largest error %']:.1f}% at most"
+        f"{row['measured in']} {row['mean error %']:.1f}% in the mean, {row['largest error %']:.1f}% at most"
         for row in found["errors"]
     )
     return Section(

@@ -3,8 +3,7 @@
     python -m benchmarks.simulate [--quick] [--json] [--output FILE] [--plot FILE] [--ranks N ...] [--link-gbps X]
 
 Against measurements (``benchmarks/results``): step and exposed time of every side at every collision rate; idle time of the
-ranks by balancing, on the very batches that were measured. Nothing is fitted to what is compared: compute, link and workload
-are those of the measurement.
+ranks by balancing, and the end-to-end steps of every side, on the very batches that were measured (``validation.py``).
 
 The scaling study takes what a sample costs from the straggler measurement of the H200, where a rank had a quarter of the GPU:
 four times as fast here. A rank's compute varies around its cost as it did there, less by the root of the samples it has more.
@@ -14,10 +13,9 @@ The other parameters are options. Collisions are the same on any number of ranks
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,155 +25,15 @@ from numpy.typing import NDArray
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import plots, report
+from benchmarks import plots, report, validation
+from benchmarks.claims import kept
 from lightning_freescale.balance import CostModel
-from lightning_freescale.data.synthetic import Synthetic
-from lightning_freescale.simulate import SIDES, SPARSE_DIST, TORCHREC, Cluster, Model, Result, Side, simulate
+from lightning_freescale.simulate import SIDES, Cluster, Model, Result, simulate
 
 Row = dict[str, Any]
 
-# By the names of benchmarks/sides.py, which is too heavy to import.
-MEASURED = {
-    "TrainPipelineBase": TORCHREC,
-    "TrainPipelineSparseDist": SPARSE_DIST,
-    "freescale_sync": TORCHREC,
-    "prioritized": Side("prioritized", "prioritized", sm_free=True),
-}
-ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
-MEDIAN_OF_NORMAL = 0.6745  # of absolute values, in standard deviations
-SPARE = 3  # steps that a simulation does not count
+SPARE = validation.BEFORE + validation.AFTER  # steps that a simulation does not count
 GPU_SHARE = 4  # ranks on the GPU of the straggler measurement
-
-
-def kept(name: str) -> dict[str, Any]:
-    """A result in ``benchmarks/results``."""
-    return json.loads((report.RESULTS / name).read_text())
-
-
-# ---- against measurements ---------------------------------------------------------------------------------------------
-def against_exposed(name: str, steps: int) -> list[Row]:
-    """Steps of every side at every collision rate, from a file of ``benchmarks.exposed``."""
-    found = kept(name)
-    ids, dim = found["workload"]["ids_per_rank"], found["workload"]["dim"]
-    ranks = found["parameters"]["ranks"]
-    batches = [np.full(ranks, ids)] * (steps + SPARE)  # what counts is the rows of a rank: one history holds them all
-    rows = []
-    for result in found["results"]:
-        alone = next(result["step_ms"][name] for name in ALONE if name in result["step_ms"])
-        for side, measured in result["step_ms"].items():
-            if side not in MEASURED:
-                continue
-            cluster, optimizer = machine_of(found, side)
-            cost = CostModel(0.0, constant=alone / 1e3 - optimizer)
-            model = Model(cost, 4.0 * dim, result["collisions_measured"], optimizer=optimizer)
-            simulated = 1e3 * simulate(MEASURED[side], cluster, model, batches).step
-            rows.append(
-                {
-                    "measured in": name,
-                    "collisions": result["collisions"],
-                    "side": side,
-                    "step ms": measured,
-                    "simulated ms": simulated,
-                    "error %": 100 * (simulated / measured - 1),
-                    "exposed ms": measured - alone,
-                    "simulated exposed ms": simulated - alone,
-                }
-            )
-    return rows
-
-
-def machine_of(found: dict[str, Any], side: str) -> tuple[Cluster, float]:
-    """The cluster of a measurement, and the seconds of compute after backward."""
-    machine, ranks = found["machine"], found["parameters"]["ranks"]
-    if "bandwidth_mb_per_s" in machine:  # emulated
-        bandwidth, latency = 1e6 * machine["bandwidth_mb_per_s"], machine["latency_ms"] / 1e3
-        return Cluster(ranks, bandwidth, latency, host_waits=True), machine["after_backward_ms"] / 1e3
-    # A GPU as a cluster: what its transports carry with nothing beside them, and how they slow matrix products.
-    mode = machine["exchange"] if side == "prioritized" else "nccl"
-    rates = {row["mode"]: row for row in kept("sm_free_h200.json")["rows"] if row["compute"] == "gemm"}
-    slowdown = max(1.0, rates[mode]["slowdown"])
-    return Cluster(ranks, 1e9 * rates[mode]["bare_gb_per_s_per_rank"], nccl_slowdown=slowdown), 0.0
-
-
-def measured_cost(found: dict[str, Any]) -> tuple[CostModel, float]:
-    """Seconds of a sample on a rank, as fitted to measured steps; and its relative standard deviation."""
-    fitted = next(row for row in found["cost model"] if row["cost"] == "fitted online")  # the one from most steps
-    # All but one of a history's positions are scored against the negatives: as good as linear in its length.
-    linear = fitted["linear"] + int(found["setting"]["negatives"]) * fitted["candidate"]
-    return CostModel(linear, fitted["quadratic"], constant=fitted["constant"]), fitted[
-        "error %"
-    ] / 100 / MEDIAN_OF_NORMAL
-
-
-def measured_batches(setting: dict[str, str]) -> list[NDArray[np.int64]]:
-    """Lengths of the measured global batches, in the order of the ranks: the data and order of ``benchmarks.straggler``."""
-    ranks, size, longest = (int(setting[name]) for name in ("ranks", "batch_size", "max_history"))
-    warm, steps = int(setting["warmup"]), int(setting["warmup"]) + int(setting["steps"])
-    users = ranks * size * steps
-    lengths = Synthetic(
-        users=users,
-        items=int(setting["items"]),
-        mean_length=float(np.exp(7.3 + 1.2**2 / 2) * min(1.0, longest / 21_000)),
-        sigma=1.2,
-        max_length=longest + 1,
-    ).generate()
-    batches = np.minimum(lengths.lengths - 1, longest).reshape(steps, size, ranks)
-    return [batch.T.ravel() for batch in batches[warm:]]  # dealt like cards
-
-
-def against_straggler(name: str, seeds: int) -> list[Row]:
-    """Idle time of the ranks by balancing, from a file of ``benchmarks.straggler``."""
-    found = kept(name)
-    cost, noise = measured_cost(found)
-    batches = measured_batches(found["setting"])
-    batches = [*batches[:2], *batches, batches[-1]]  # the simulation leaves two out at the start and one at the end
-    cluster = Cluster(int(found["setting"]["ranks"]), np.inf)
-    rows = []
-    for measured in found["straggler"]:
-        mode = measured["balance"]
-        if mode not in ("off", "zigzag", "fixed", "variable"):
-            continue
-        side = Side(mode, "base", mode)
-        runs = [simulate(side, cluster, Model(cost, 0.0, noise=noise), batches, seed) for seed in range(seeds)]
-        rows.append(
-            {
-                "measured in": name,
-                "balance": mode,
-                "compute ms": measured["compute ms"],
-                "simulated compute ms": 1e3 * float(np.mean([run.compute for run in runs])),
-                "slowest ms": measured["slowest ms"],
-                "simulated slowest ms": 1e3 * float(np.mean([run.step for run in runs])),
-                "idle ms": measured["idle ms"],
-                "simulated idle ms": 1e3 * float(np.mean([run.parts["straggler"] for run in runs])),
-            }
-        )
-    return rows
-
-
-def errors(exposed: Sequence[Row], straggler: Sequence[Row]) -> list[Row]:
-    """Of each file: largest and mean error of steps, and error of what the bubble is made of."""
-    summary = []
-    for name in dict.fromkeys(row["measured in"] for row in exposed):
-        rows = [row for row in exposed if row["measured in"] == name]
-        relative = [abs(row["error %"]) for row in rows]
-        off = [abs(row["simulated exposed ms"] - row["exposed ms"]) for row in rows]
-        summary.append(_error(name, "step", relative, max(off)))
-    for name in dict.fromkeys(row["measured in"] for row in straggler):
-        rows = [row for row in straggler if row["measured in"] == name]
-        relative = [100 * abs(row["simulated slowest ms"] / row["slowest ms"] - 1) for row in rows]
-        off = [abs(row["simulated idle ms"] - row["idle ms"]) for row in rows]
-        summary.append(_error(name, "slowest rank", relative, max(off)))
-    return summary
-
-
-def _error(name: str, what: str, relative: Sequence[float], bubble_off: float) -> Row:
-    return {
-        "measured in": name,
-        "of": what,
-        "mean error %": float(np.mean(relative)),
-        "largest error %": max(relative),
-        "bubble off by at most ms": bubble_off,
-    }
 
 
 # ---- many ranks -------------------------------------------------------------------------------------------------------
@@ -192,8 +50,8 @@ def root_of_samples(found: dict[str, Any], arguments: argparse.Namespace) -> flo
 
 def study(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     """Its setting, and one row per number of ranks and side."""
-    found = kept("straggler_h200.json")
-    cost, noise = measured_cost(found)
+    found = kept()["straggler_h200"]
+    cost, noise = validation.measured_cost(found)
     cost = CostModel(*(value / GPU_SHARE for value in cost.state_dict().values()))
     noise = arguments.noise / 100 if arguments.noise is not None else noise * root_of_samples(found, arguments)
     dim, layers = (int(found["setting"][name]) for name in ("embedding_dim", "layers"))
@@ -287,29 +145,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def present(patterns: Iterable[str]) -> list[str]:
-    """Names of the kept results that fit."""
-    return [path.name for pattern in patterns for path in sorted(report.RESULTS.glob(pattern))]
-
-
 def main() -> None:
     arguments = parse()
-    steps = 10 if arguments.quick else 200
-    exposed = [row for name in present(["exposed_*.json"]) for row in against_exposed(name, steps)]
-    straggler = [
-        row for name in present(["straggler_*.json"]) for row in against_straggler(name, 3 if arguments.quick else 50)
-    ]
+    compared = validation.compare(arguments.quick)
     setting, rows = study(arguments)
     if arguments.plot:
         draw(arguments.plot, rows)
-    figures = {"errors": errors(exposed, straggler), "exposed": exposed, "straggler": straggler}
     report.publish(
         arguments,
-        report.head("simulate") | figures | {"setting": setting, "scaling": rows},
+        report.head("simulate") | compared | {"setting": setting, "scaling": rows},
         {
-            "Simulated against measured": figures["errors"],
-            "Steps by side and collision rate": exposed,
-            "Idle time by balancing": straggler,
+            "Simulated against measured": compared["errors"],
+            "Steps by side and collision rate": compared["exposed"],
+            "Slowest rank and idle time by balancing": compared["straggler"],
+            "Steps end to end": compared["end_to_end"],
             f"Simulated, {arguments.batch_size} samples a rank, {arguments.link_gbps:g} Gb/s": rows,
         },
     )

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {
         "setting": {key: str(value) for key, value in vars(options).items() if key not in ("json", "output")},
         "straggler": [row(name, found, runs["off"]) for name, found in runs.items()],
-        "cost model": [*fit_errors(prior, sums, seconds), runs["fixed, fitted online"].learnt],
+        "cost model": [*fit_errors(prior, sums, seconds), *filter(None, [runs["fixed, fitted online"].learnt])],
         "exchange": exchange_row(runs["fixed, by exchange"]),
     }
     device = torch.cuda.get_device_name() if options.accelerator == "gpu" else None
@@ -117,7 +117,7 @@ class Run:
         iteration: seconds of a step, everything included.
         cost_model: what the model says of itself.
         stats: of the exchange on rank 0, in the measured steps.
-        learnt: the cost model fitted online.
+        learnt: the cost model fitted online; one rank has no use for it.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ def row(name: str, run: Run, off: Run) -> Row:
         "idle ms": 1e3 * run.idle,
         "straggler %": 100 * run.idle / run.iteration,
         "of slowest %": 100 * run.idle / slowest,
-        "times less": off.idle / run.idle,
+        "times less": off.idle / run.idle if run.idle else 1.0,  # one rank waits for nobody
     }
 
 

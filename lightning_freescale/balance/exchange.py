@@ -92,7 +92,8 @@ class ExchangeLoader:
     told apart, all ranks train that batch and those after it where they were loaded, and say why.
 
     Args:
-        loader: any iterable of local batches on the host, of the same length on every rank; its attributes stay visible.
+        loader: any iterable of local batches on the host, of the same length on every rank; its attributes stay visible. Two
+            threads ask it for batches, this one's and the training's, never at the same time.
         group: a gloo process group that nobody else uses.
         planner: how to balance. A new one may be set at any time; it counts as soon as all ranks have it.
         check: raises if a local batch cannot be trained on; called where it was loaded, before its samples may move. Batches

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks import simulate
+from benchmarks import simulate, validation
+from benchmarks.claims import kept
 from lightning_freescale.balance import CostModel
 from lightning_freescale.simulate import SIDES
 
@@ -24,9 +25,12 @@ def test_it_is_close_to_what_was_measured(
     assert found == json.loads(output.read_text())
     assert plot.read_bytes()[:4] == b"\x89PNG"
     errors = {row["measured in"]: row for row in found["errors"]}
-    for name in ("exposed_cpu.json", "exposed_cpu_no_tail.json"):
+    for name in ("exposed_cpu", "exposed_cpu_2ranks", "exposed_cpu_no_tail"):
         assert errors[name]["largest error %"] < 1.5
-    assert errors["straggler_h200.json"]["largest error %"] < 5
+    assert errors["straggler_h200"]["largest error %"] < 5
+    for name in ("end_to_end_h200", "end_to_end_h200_21k"):
+        assert errors[name]["largest error %"] < 10
+    assert {row["ranks"] for row in errors.values()} == {1, 2, 4}
     assert [(row["ranks"], row["side"]) for row in found["scaling"]] == [
         (ranks, side.name) for ranks in (8, 64) for side in SIDES
     ]
@@ -34,7 +38,7 @@ def test_it_is_close_to_what_was_measured(
 
 
 def test_exposed_times_follow_the_collisions() -> None:
-    rows = [row for row in simulate.against_exposed("exposed_cpu.json", steps=40) if row["side"] == "prioritized"]
+    rows = [row for row in validation.exposed(kept()["exposed_cpu"], steps=40) if row["side"] == "prioritized"]
     measured, simulated = ([row[name] for row in rows] for name in ("exposed ms", "simulated exposed ms"))
     assert len(rows) == 6
     np.testing.assert_allclose(simulated, measured, rtol=0.07, atol=0.3)
@@ -42,11 +46,11 @@ def test_exposed_times_follow_the_collisions() -> None:
 
 def test_the_measured_batches_are_made_again() -> None:
     """By the cost fitted to them, ranks take what was measured, in the mean and the slowest; in another order they do not."""
-    found = simulate.kept("straggler_h200.json")
+    found = kept()["straggler_h200"]
     fitted = next(row for row in found["cost model"] if row["cost"] == "fitted")  # without balancing
     candidates = int(found["setting"]["negatives"])
     cost = CostModel(fitted["linear"] + candidates * fitted["candidate"], fitted["quadratic"], 0.0, fitted["constant"])
-    batches = simulate.measured_batches(found["setting"])
+    batches = validation.measured_batches(found["setting"])
     world, size, steps = (int(found["setting"][name]) for name in ("ranks", "batch_size", "steps"))
     assert [len(batch) for batch in batches] == [world * size] * steps
 
@@ -62,11 +66,20 @@ def test_the_measured_batches_are_made_again() -> None:
     assert (np.abs(shuffled / off["slowest ms"] - 1) > 0.01).mean() > 0.7
 
 
+def test_end_to_end_the_sides_are_told_apart() -> None:
+    """What was measured with a technique is not what is simulated without it."""
+    rows = {row["side"]: row for row in validation.end_to_end(kept()["end_to_end_h200"], seeds=1)}
+    assert rows.keys() == validation.END_TO_END.keys()
+    for side in ("+ balance", "+ prioritize", "+ SM-free", "all"):
+        assert abs(rows[side]["error %"]) < 10
+        assert abs(rows["TrainPipelineBase"]["simulated ms"] / rows[side]["step ms"] - 1) > 0.1
+
+
 def test_a_gpu_has_the_links_that_were_measured_on_it() -> None:
     found = {"machine": {"device": "NVIDIA H200", "exchange": "freescale"}, "parameters": {"ranks": 4}}
-    rates = {row["mode"]: row for row in simulate.kept("sm_free_h200.json")["rows"] if row["compute"] == "gemm"}
-    for side, mode in (("TrainPipelineBase", "nccl"), ("prioritized", "freescale")):
-        cluster, optimizer = simulate.machine_of(found, side)
+    rates = {row["mode"]: row for row in kept()["sm_free_h200"]["rows"] if row["compute"] == "gemm"}
+    for sm_free, mode in ((False, "nccl"), (True, "freescale")):
+        cluster, optimizer = validation.machine_of(found, sm_free)
         assert cluster.bandwidth == 1e9 * rates[mode]["bare_gb_per_s_per_rank"]
         assert cluster.nccl_slowdown == max(1.0, rates[mode]["slowdown"])
         assert not cluster.host_waits

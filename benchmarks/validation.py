@@ -1,0 +1,236 @@
+"""The simulator against what was measured. Nothing is fitted to what is compared: compute, link and workload are those of the
+measurements.
+
+The link of the H200 as a cluster is that of its SM-free measurement: what NCCL and the SM-free transport carry with nothing
+beside them, and how much they slow the compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.claims import kept
+from lightning_freescale.balance import CostModel
+from lightning_freescale.data.synthetic import Synthetic
+from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, Model, Side, simulate
+
+Row = dict[str, Any]
+Found = Mapping[str, Any]  # a kept result
+
+# By the names of benchmarks/sides.py and benchmarks/bubble.py. TorchRec's own sides travel over NCCL.
+EXPOSED = {
+    "TrainPipelineBase": TORCHREC,
+    "TrainPipelineSparseDist": SPARSE_DIST,
+    "freescale_sync": TORCHREC,
+    "prioritized": Side("prioritized", "prioritized", sm_free=True),
+}
+END_TO_END = {
+    "TrainPipelineBase": TORCHREC,
+    "TrainPipelineSparseDist": SPARSE_DIST,
+    "freescale_sync": TORCHREC,
+    "+ balance": Side("+ balance", "base", "fixed"),
+    "+ prioritize": Side("+ prioritize", "prioritized"),
+    "+ SM-free": Side("+ SM-free", "base", sm_free=True),
+    "all": Side("all", "prioritized", "fixed", sm_free=True),
+}
+ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
+MEDIAN_OF_NORMAL = 0.6745  # of absolute values, in standard deviations
+BEFORE, AFTER = 2, 1  # steps that a simulation does not count
+COOL = 4  # last steps that ``benchmarks.end_to_end`` does not count
+
+
+def compare(quick: bool) -> dict[str, list[Row]]:
+    """Tables by name: the errors by file, and what was compared."""
+    results = kept()
+    made = {
+        "exposed": lambda found: exposed(found, 10 if quick else 200),
+        "straggler": lambda found: straggler(found, 3 if quick else 50),
+        "end_to_end": lambda found: end_to_end(found, 1 if quick else 20),
+    }
+    tables = {
+        benchmark: [
+            {"measured in": name} | row
+            for name, found in results.items()
+            if found["benchmark"] == benchmark
+            for row in make(found)
+        ]
+        for benchmark, make in made.items()
+    }
+    return {"errors": [row for rows in tables.values() for row in errors(rows)], **tables}
+
+
+def errors(rows: Sequence[Row]) -> list[Row]:
+    """Of each file: mean and largest error of its steps, and the largest of what is idle or exposed in them."""
+    summary = []
+    for name in dict.fromkeys(row["measured in"] for row in rows):
+        own = [row for row in rows if row["measured in"] == name]
+        relative = [abs(row["error %"]) for row in own]
+        waits = [
+            (row[what], row[f"simulated {what}"]) for row in own for what in ("exposed ms", "idle ms") if what in row
+        ]
+        summary.append(
+            {
+                "measured in": name,
+                "ranks": own[0]["ranks"],
+                "mean error %": float(np.mean(relative)),
+                "largest error %": max(relative),
+                "waits off by at most ms": max(abs(measured - simulated) for measured, simulated in waits),
+            }
+        )
+    return summary
+
+
+# ---- exposed ----------------------------------------------------------------------------------------------------------
+def exposed(found: Found, steps: int) -> list[Row]:
+    """Steps of every side at every collision rate, of ``benchmarks.exposed``."""
+    ids, dim = found["workload"]["ids_per_rank"], found["workload"]["dim"]
+    ranks = found["parameters"]["ranks"]
+    batches = [np.full(ranks, ids)] * (BEFORE + steps + AFTER)  # what counts is the rows of a rank: in one history
+    rows = []
+    for result in found["results"]:
+        alone = next(result["step_ms"][name] for name in ALONE if name in result["step_ms"])
+        for side, measured in result["step_ms"].items():
+            if side not in EXPOSED:
+                continue
+            cluster, optimizer = machine_of(found, EXPOSED[side].sm_free)
+            cost = CostModel(0.0, constant=alone / 1e3 - optimizer)
+            model = Model(cost, 4.0 * dim, result["collisions_measured"], optimizer=optimizer)
+            simulated = 1e3 * simulate(EXPOSED[side], cluster, model, batches).step
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "collisions": result["collisions"],
+                    "side": side,
+                    **_step(measured, simulated),
+                    "exposed ms": measured - alone,
+                    "simulated exposed ms": simulated - alone,
+                }
+            )
+    return rows
+
+
+def machine_of(found: Found, sm_free: bool) -> tuple[Cluster, float]:
+    """The cluster of a measurement, and the seconds of compute after backward."""
+    machine, ranks = found["machine"], found["parameters"]["ranks"]
+    if "bandwidth_mb_per_s" in machine:  # emulated
+        bandwidth, latency = 1e6 * machine["bandwidth_mb_per_s"], machine["latency_ms"] / 1e3
+        return Cluster(ranks, bandwidth, latency, host_waits=True), machine["after_backward_ms"] / 1e3
+    return one_gpu(ranks, machine["exchange"] if sm_free else "nccl", "gemm"), 0.0
+
+
+def one_gpu(ranks: int, mode: str, compute: str) -> Cluster:
+    """A GPU as a cluster: what a transport carries with nothing beside it, and how it slows that kind of compute."""
+    rates = {(row["mode"], row["compute"]): row for row in kept()["sm_free_h200"]["rows"]}
+    rate = rates[mode, compute]
+    return Cluster(ranks, 1e9 * rate["bare_gb_per_s_per_rank"], nccl_slowdown=max(1.0, rate["slowdown"]))
+
+
+# ---- straggler --------------------------------------------------------------------------------------------------------
+def straggler(found: Found, seeds: int) -> list[Row]:
+    """Compute of the slowest rank, and idle time of the ranks, by balancing, of ``benchmarks.straggler``."""
+    cost, noise = measured_cost(found)
+    batches = measured_batches(found["setting"])
+    batches = [*batches[:BEFORE], *batches, *batches[-AFTER:]]
+    cluster = Cluster(int(found["setting"]["ranks"]), np.inf)
+    rows = []
+    for measured in found["straggler"]:
+        mode = measured["balance"]
+        if mode not in ("off", "zigzag", "fixed", "variable"):
+            continue
+        side = Side(mode, "base", mode)
+        runs = [simulate(side, cluster, Model(cost, 0.0, noise=noise), batches, seed) for seed in range(seeds)]
+        rows.append(
+            {
+                "ranks": cluster.ranks,
+                "balance": mode,
+                "compute ms": measured["compute ms"],
+                "simulated compute ms": 1e3 * float(np.mean([run.compute for run in runs])),
+                **_step(measured["slowest ms"], 1e3 * float(np.mean([run.step for run in runs]))),
+                "idle ms": measured["idle ms"],
+                "simulated idle ms": 1e3 * float(np.mean([run.parts["straggler"] for run in runs])),
+            }
+        )
+    return rows
+
+
+def measured_cost(found: Found) -> tuple[CostModel, float]:
+    """Seconds of a sample on a rank, as fitted to measured steps; and its relative standard deviation."""
+    fitted = found["cost model"][-1]  # online, if there are ranks to deal to: from most steps
+    # All but one of a history's positions are scored against the negatives: as good as linear in its length.
+    linear = fitted["linear"] + int(found["setting"]["negatives"]) * fitted["candidate"]
+    cost = CostModel(linear, fitted["quadratic"], constant=fitted["constant"])
+    return cost, fitted["error %"] / 100 / MEDIAN_OF_NORMAL
+
+
+def measured_batches(setting: Mapping[str, str]) -> list[NDArray[np.int64]]:
+    """Lengths of the measured global batches, in the order of the ranks: the data and order of ``benchmarks.straggler``."""
+    ranks, size, longest = (int(setting[name]) for name in ("ranks", "batch_size", "max_history"))
+    warm, steps = int(setting["warmup"]), int(setting["warmup"]) + int(setting["steps"])
+    users = ranks * size * steps
+    lengths = Synthetic(
+        users=users,
+        items=int(setting["items"]),
+        mean_length=float(np.exp(7.3 + 1.2**2 / 2) * min(1.0, longest / 21_000)),
+        sigma=1.2,
+        max_length=longest + 1,
+    ).generate()
+    batches = np.minimum(lengths.lengths - 1, longest).reshape(steps, size, ranks)
+    return [batch.T.ravel() for batch in batches[warm:]]  # dealt like cards
+
+
+# ---- end to end -------------------------------------------------------------------------------------------------------
+def end_to_end(found: Found, seeds: int) -> list[Row]:
+    """Steps of every side of ``benchmarks.end_to_end`` on the H200 as a cluster.
+
+    Costs are fitted to the dense compute alone. Look-ups and updates of the tables are no part of it, nor of the simulator.
+    """
+    from benchmarks.workload import LongTail  # heavy
+
+    workload, ranks = LongTail(**found["workload"]), found["parameters"]["ranks"]
+    first = found["steps"] - found["counted"] - COOL
+    counted = range(first, first + found["counted"])
+    lengths = {
+        step: [workload.lengths(rank, step).numpy() for rank in range(ranks)]
+        for step in range(counted.start - BEFORE, counted.stop + AFTER)
+    }
+    alone, shape = found["sides"]["dense alone"], found["model"]
+    seconds = np.array(alone["compute_rank_ms"]).T / 1e3  # [steps, ranks]
+    sums = np.array([CostModel.sums(own) for step in counted for own in lengths[step]])
+    cost = CostModel.from_hstu(**shape).fit(sums, seconds.ravel())
+    # A sample's negatives are rows, too: as if each event asked for that many more.
+    ids = 1 + workload.negatives * workload.samples * ranks * len(counted) / sums[:, 0].sum()
+    model = Model(
+        cost,
+        row_bytes=4.0 * shape["embedding_dim"] * ids,
+        collisions=found["collisions"],
+        dense_bytes=4.0 * 5 * shape["num_layers"] * shape["embedding_dim"] ** 2,
+        optimizer=(found["dense_ms"] - alone["compute_ms"]) / 1e3,
+        noise=cost.error(sums, seconds.ravel()) / MEDIAN_OF_NORMAL,
+        id_bytes=8.0 * ids,
+    )
+    batches = [np.concatenate(own) for own in lengths.values()]
+    rows = []
+    for name, side in END_TO_END.items():
+        if name not in found["sides"]:
+            continue
+        cluster = one_gpu(ranks, "freescale" if side.sm_free else "nccl", "hstu")
+        runs = [simulate(side, cluster, model, batches, seed) for seed in range(seeds)]
+        measured = found["sides"][name]
+        row = {"ranks": ranks, "longest": workload.longest, "side": name}
+        row |= _step(measured["step_ms"]["mean"], 1e3 * float(np.mean([run.step for run in runs])))
+        for what, part, simulated in (
+            ("idle", "straggler", "straggler"),
+            ("exposed", "exposed embedding", "exposed_embedding"),
+        ):
+            row[f"{what} ms"] = measured["parts_ms"][part]
+            row[f"simulated {what} ms"] = 1e3 * float(np.mean([run.parts[simulated] for run in runs]))
+        rows.append(row)
+    return rows
+
+
+def _step(measured: float, simulated: float) -> Row:
+    return {"step ms": measured, "simulated ms": simulated, "error %": 100 * (simulated / measured - 1)}
