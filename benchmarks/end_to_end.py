@@ -7,6 +7,9 @@ large table, row-wise over the ranks; 12 % of a batch's rows collide with those 
 Lightning Trainers with the strategy, Lightning's own overhead included. The bubble of a side is its step time less the mean dense
 compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
 
+Between nodes of this cluster NCCL has TCP, the SM-free transport has the memory of the one host, which is faster: "+ SM-free" is
+the synchronous exchange over the same link as "all", and "all over NCCL" has TorchRec's.
+
 The ranks share a GPU, each on cores of its own (``own_cores.py``). With ``--share`` MPS alone keeps them apart, which it does not
 quite: the same batch takes longer in one step than in another, whoever trains. How much of that there is, is in the result: how
 much the compute of one and the same batch differs from side to side.

@@ -21,7 +21,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 import lightning_freescale as fs
-from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, PRIORITIZE, SM_FREE, SPARSE_DIST, SYNC
+from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, OVER_NCCL, PRIORITIZE, SM_FREE, SPARSE_DIST, SYNC
 from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
 from benchmarks.trainer import plain_trainer
 from benchmarks.workload import LongTail
@@ -36,6 +36,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     BALANCE: _OFF | {"balance": "fixed"},
     PRIORITIZE: _OFF | {"prioritize": True},
     SM_FREE: _OFF | {"transport": "host"},
+    OVER_NCCL: {"balance": "fixed", "prioritize": True},
     ALL: {"balance": "fixed", "prioritize": True, "transport": "host"},
     DEFAULT: {},
 }

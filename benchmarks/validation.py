@@ -35,6 +35,7 @@ END_TO_END = {
     "+ balance": Side("+ balance", "base", "fixed"),
     "+ prioritize": Side("+ prioritize", "prioritized"),
     "+ SM-free": Side("+ SM-free", "base", sm_free=True),
+    "all over NCCL": Side("all over NCCL", "prioritized", "fixed"),
     "all": Side("all", "prioritized", "fixed", sm_free=True),
 }
 ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
