@@ -43,7 +43,7 @@ ALLOWED = 1.01  # of freescale_sync's step time
 WARM = Trial.steps + 5  # steps of the first turn; both sides alike, though only one has something to try
 COOL = 4  # steps after the last turn, for which there is less and less to work ahead on
 WAIT = 60.0  # seconds that a rank waits for another
-FOLDER = "SIDES_FOLDER"  # where they leave their figures
+FOLDER = "SIDES_FOLDER"  # in the environment of the ranks: where they leave their figures
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,14 +67,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
     """Start this script once more on every rank of both sides, and compare what they found."""
-    root, gpu = str(Path(__file__).resolve().parents[1]), arguments.device == "cuda"
+    gpu = arguments.device == "cuda"
     with tempfile.TemporaryDirectory(prefix="cannot-help-") as folder:
-        env = {
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": cluster.threads(arguments),
-            turns.PORT: str(cluster.free_port()),
-            FOLDER: folder,
-        }
+        env = {"OMP_NUM_THREADS": cluster.threads(arguments), turns.PORT: str(cluster.free_port()), FOLDER: folder}
         argv = ["-m", "benchmarks.cannot_help", *sys.argv[1:]]
         try:
             cluster.run(arguments.ranks, argv, gpu=gpu, own_cores=gpu, clusters=2, env=env, echo=True)
@@ -82,12 +77,9 @@ def launch(arguments: argparse.Namespace) -> int:
             print(failure, file=sys.stderr)
             return failure.status if failure.status > 0 else 1
         first, second = (json.loads((Path(folder) / str(number)).read_text()) for number in range(2))
-    setting = {name: first.pop(name) for name in ("machine", "workload", "model")}
-    for name in setting.keys() - {"machine"}:
-        del second[name]
-    parameters = {key: value for key, value in vars(arguments).items() if key not in ("json", "output")}
-    figures = report.head("cannot_help", setting.pop("machine")) | {"parameters": parameters} | setting
-    figures |= compare(first, second, arguments.device)
+    figures = report.head("cannot_help", first["machine"])
+    figures["parameters"] = {key: value for key, value in vars(arguments).items() if key not in ("json", "output")}
+    figures |= {name: first[name] for name in ("workload", "model")} | compare(first, second, arguments.device)
     title = f"Where nothing is to be won, {arguments.ranks} ranks, {figures['machine']}"
     report.publish(arguments, figures, {title: figures["sides"]}, *describe(figures))
     return int(not figures["losses"]["equal"])
@@ -172,7 +164,7 @@ def gather(trained: Trained, **shape: int) -> Figures:
 
 def main() -> int:
     arguments = parse()
-    return take_part(arguments) if "CLUSTER" in os.environ else launch(arguments)
+    return take_part(arguments) if FOLDER in os.environ else launch(arguments)
 
 
 if __name__ == "__main__":

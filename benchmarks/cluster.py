@@ -31,6 +31,7 @@ from typing import IO
 
 from benchmarks.own_cores import PART, library
 
+ROOT = Path(__file__).resolve().parents[1]  # ranks find what is imported from there
 MPS_CONTROL = "nvidia-cuda-mps-control"
 GRACE = 5.0  # seconds between the request to end and the kill
 
@@ -72,6 +73,7 @@ def run(
         ClusterFailed: with the output of the rank that failed first.
     """
     shared = dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
@@ -100,10 +102,9 @@ def launch(
     module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0, own_cores: bool = False
 ) -> int:
     """Run ``python -m module *argv`` on every rank, show what rank 0 prints, and return the exit status."""
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         # Lightning takes every rank for a machine of its own, and would give each all cores.
-        env = {"PYTHONPATH": path} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
+        env = {} if gpu else {"OMP_NUM_THREADS": "1"}
         run(ranks, ["-m", module, *argv], timeout, gpu=gpu, own_cores=own_cores, env=env, echo=True)
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)

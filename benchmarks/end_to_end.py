@@ -69,11 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
     """Start this script once more on every rank, and again without a side that failed."""
-    root = str(Path(__file__).resolve().parents[1])
-    env = {
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": cluster.threads(arguments),
-    }
+    env = {"OMP_NUM_THREADS": cluster.threads(arguments)}
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
         # Beside the output, if there is one: should everything be killed, what was measured by then is there.
         part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"

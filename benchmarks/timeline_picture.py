@@ -211,8 +211,6 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         words = {
@@ -222,9 +220,10 @@ def launch(arguments: argparse.Namespace) -> int:
             "--folder": folder,
         }
         argv = ["-m", "benchmarks.timeline_picture", *(str(word) for pair in words.items() for word in pair)]
-        env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         try:
-            cluster.run(arguments.ranks, argv, timeout=300, gpu=arguments.device == "cuda", env=env)
+            cluster.run(
+                arguments.ranks, argv, timeout=300, gpu=arguments.device == "cuda", env={"OMP_NUM_THREADS": "1"}
+            )
         except cluster.ClusterFailed as failure:
             print(failure, file=sys.stderr)
             return failure.status if failure.status > 0 else 1

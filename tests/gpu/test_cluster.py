@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 def result_of(script: str, *arguments: str, folder: Path | None = None, ranks: int = 4, own_cores: bool = False) -> Any:
     """The JSON that rank 0 of ``script`` prints."""
-    env = {"PYTHONPATH": str(HERE.parents[1])} | ({} if folder is None else {"FOLDER": str(folder)})
+    env = {} if folder is None else {"FOLDER": str(folder)}
     argv = [str(HERE / script), *arguments]
     output = cluster.run(ranks, argv, timeout=300, own_cores=own_cores, env=env)[0]
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
