@@ -35,8 +35,9 @@ BALANCE = "+ balance"
 PRIORITIZE = "+ prioritize"
 SM_FREE = "+ SM-free"
 OVER_NCCL = "all over NCCL"
+OVER_TCP = "all over TCP"
 ALL = "all"
-SIDES = (DENSE, BASE, SPARSE_DIST, SYNC, BALANCE, PRIORITIZE, SM_FREE, OVER_NCCL, ALL)
+SIDES = (DENSE, BASE, SPARSE_DIST, SYNC, BALANCE, PRIORITIZE, SM_FREE, OVER_NCCL, OVER_TCP, ALL)
 DEFAULT = "freescale"  # with the settings it has by itself; see cannot_help.py
 
 GOAL = 0.903  # of TorchRec's bubble gone

@@ -12,7 +12,8 @@ from benchmarks.report import RESULTS
 
 GOAL_RATE = 0.12  # of collisions, where exposed times are quoted
 BASE, SPARSE_DIST = "TrainPipelineBase", "TrainPipelineSparseDist"  # sides of end_to_end
-SM_FREE, OVER_NCCL, ALL = "+ SM-free", "all over NCCL", "all"
+SM_FREE, ALL = "+ SM-free", "all"
+OVER = ("all over NCCL", "all over TCP")  # with TorchRec's link
 FEWEST = 4  # ranks; results of fewer are there for the simulator to be compared with
 NOT_PART = ("--output", "--plot")  # of a command: they change where its figures go, not the figures
 
@@ -96,8 +97,9 @@ def same_link(sides: Mapping[str, Any]) -> str:
     if SM_FREE in sides:
         gone = 1 - sides[ALL]["bubble_ms"] / sides[SM_FREE]["bubble_ms"]
         said += f", {gone:.1%} of the {sides[SM_FREE]['bubble_ms']:.1f} ms of a synchronous exchange over the SM-free transport"
-    if OVER_NCCL in sides:
-        said += f"; all over NCCL {sides[OVER_NCCL]['gone'][BASE]:.1%} gone"
+    for name in OVER:
+        if name in sides:
+            said += f"; {name} {sides[name]['gone'][BASE]:.1%} gone"
     return said
 
 

@@ -8,7 +8,8 @@ Lightning Trainers with the strategy, Lightning's own overhead included. The bub
 compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
 
 Between nodes of this cluster NCCL has TCP, the SM-free transport has the memory of the one host, which is faster: "+ SM-free" is
-the synchronous exchange over the same link as "all", and "all over NCCL" has TorchRec's.
+the synchronous exchange over the same link as "all". "all over NCCL" has TorchRec's link, and so has "all over TCP", where the
+SM-free transport takes the ranks for hosts, too.
 
 The ranks share a GPU, each on cores of its own (``own_cores.py``). With ``--share`` MPS alone keeps them apart, which it does not
 quite: the same batch takes longer in one step than in another, whoever trains. How much of that there is, is in the result: how

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,19 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 import lightning_freescale as fs
-from benchmarks.bubble import ALL, BALANCE, BASE, DEFAULT, DENSE, OVER_NCCL, PRIORITIZE, SM_FREE, SPARSE_DIST, SYNC
+from benchmarks.bubble import (
+    ALL,
+    BALANCE,
+    BASE,
+    DEFAULT,
+    DENSE,
+    OVER_NCCL,
+    OVER_TCP,
+    PRIORITIZE,
+    SM_FREE,
+    SPARSE_DIST,
+    SYNC,
+)
 from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
 from benchmarks.trainer import plain_trainer
 from benchmarks.workload import LongTail
@@ -37,6 +50,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     PRIORITIZE: _OFF | {"prioritize": True},
     SM_FREE: _OFF | {"transport": "host"},
     OVER_NCCL: {"balance": "fixed", "prioritize": True},
+    OVER_TCP: {"balance": "fixed", "prioritize": True, "transport": "host"},
     ALL: {"balance": "fixed", "prioritize": True, "transport": "host"},
     DEFAULT: {},
 }
@@ -148,11 +162,22 @@ def train(name: str, job: Job, batches: Batches, callbacks: Sequence[pl.Callback
         trained = torchrec_pipeline(PIPELINES[name], job, batches, job.marks(name))
     else:
         options = STRATEGIES[name] | (job.options if name == ALL else {})
-        trained = freescale(options, job, batches, job.marks(name), callbacks)
+        with _hosts_of_their_own(job.rank) if name == OVER_TCP else nullcontext():
+            trained = freescale(options, job, batches, job.marks(name), callbacks)
     job.settle()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before
     return trained
+
+
+@contextmanager
+def _hosts_of_their_own(rank: int) -> Iterator[None]:
+    """Let the SM-free transport take every rank for a machine of its own, as ``NCCL_HOSTID`` does with NCCL."""
+    os.environ["FREESCALE_HOST_ID"] = f"node{rank}"
+    try:
+        yield
+    finally:
+        del os.environ["FREESCALE_HOST_ID"]
 
 
 # ---- the sides ---------------------------------------------------------------------------------------------------------------

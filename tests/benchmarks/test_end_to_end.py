@@ -15,7 +15,20 @@ import pytest
 import torch
 
 from benchmarks import all_sides, bubble, end_to_end, products, trainings
-from benchmarks.bubble import ALL, BALANCE, BASE, DENSE, OVER_NCCL, PARTS, PRIORITIZE, SIDES, SM_FREE, SPARSE_DIST, SYNC
+from benchmarks.bubble import (
+    ALL,
+    BALANCE,
+    BASE,
+    DENSE,
+    OVER_NCCL,
+    OVER_TCP,
+    PARTS,
+    PRIORITIZE,
+    SIDES,
+    SM_FREE,
+    SPARSE_DIST,
+    SYNC,
+)
 from benchmarks.cluster import ClusterFailed
 from benchmarks.workload import LongTail, collision_rate
 from tests.ranks import run_ranks
@@ -57,7 +70,7 @@ def test_all_sides_train_alike(figures: dict[str, Any]) -> None:
     assert losses["apart"].keys() == set(SIDES) - {DENSE}
     for name in (BASE, SPARSE_DIST, SYNC, PRIORITIZE, SM_FREE):
         assert losses["apart"][name] == 0.0  # bit for bit
-    for name in (BALANCE, OVER_NCCL):
+    for name in (BALANCE, OVER_NCCL, OVER_TCP):
         assert losses["apart"][name] == losses["apart"][ALL] < 1e-6  # the same sums in another order
     assert losses["last"] < losses["first"] - 1  # something was trained
 
@@ -66,7 +79,7 @@ def test_every_technique_was_on_where_it_should_be(figures: dict[str, Any]) -> N
     notes = {name: side["notes"] for name, side in figures["sides"].items()}
     for name in (SYNC, BALANCE, SM_FREE):
         assert notes[name]["prioritized"] == []
-    for name in (PRIORITIZE, OVER_NCCL, ALL):
+    for name in (PRIORITIZE, OVER_NCCL, OVER_TCP, ALL):
         assert notes[name]["prioritized"] == ["embedding"]
     assert notes[ALL]["strategy"] == {"balance": "fixed", "prioritize": True, "transport": "host"}
     assert figures["collisions"] == pytest.approx(0.12, abs=0.02)
