@@ -198,16 +198,18 @@ def straggler(found: dict[str, Any]) -> Claim | None:
 
 def sm_free(found: dict[str, Any]) -> Claim:
     rows = {(row["compute"], row["mode"]): row for row in found["rows"]}
-    shown = {}
-    for mode in ("nccl", "freescale"):
-        rate = rows["gemm", mode]["gb_per_s_per_rank"]
-        slow = [rows[compute, mode]["slowdown"] for compute in ("gemm", "hstu")]
-        shown[mode] = f"matrix products {slow[0]:.2f}x, HSTU layers {slow[1]:.2f}x ({{}}, {rate:.1f} GB/s a rank)"
+
+    def slowed(mode: str) -> str:
+        products, layers = (rows[compute, mode] for compute in ("gemm", "hstu"))
+        rate = products["gb_per_s_per_rank"]
+        return f"matrix products {products['slowdown']:.2f}x, HSTU layers {layers['slowdown']:.2f}x ({rate:.1f} GB/s a rank)"
+
+    over_tcp = "freescale over TCP"
     return Claim(
         f"compute beside an AllToAll over its time alone, {rows['gemm', 'alone']['world']} ranks on one "
         f"{found['device']['device']}",
-        shown["nccl"].format("NCCL"),
-        shown["freescale"].format("SM-free"),
+        f"NCCL: {slowed('nccl')}",
+        f"SM-free: {slowed('freescale')}" + (f"; over TCP: {slowed(over_tcp)}" if ("gemm", over_tcp) in rows else ""),
         command(found),
     )
 

@@ -225,19 +225,27 @@ def draw_exposed(results: Mapping[str, Row], path: Path) -> None:
     figure.savefig(path, dpi=plots.DPI)
 
 
+TRANSPORTS = {  # by their names in benchmarks/sm_free.py
+    "nccl": ("NCCL", plots.COLOURS[0]),
+    "freescale": ("SM-free", plots.COLOURS[4]),
+    "freescale, NCCL's bytes": ("SM-free, NCCL's bytes", plots.COLOURS[3]),
+    "freescale over TCP": ("SM-free over TCP", plots.COLOURS[2]),
+}
+
+
 def draw_sm_free(results: Mapping[str, Row], path: Path) -> None:
     found = {name: result for name, result in results.items() if result["benchmark"] == "sm_free"}
     figure = plots.figure(5 * len(found), 3.8)
-    colours = {"nccl": plots.COLOURS[0], "freescale": plots.COLOURS[4], "freescale, NCCL's bytes": plots.COLOURS[3]}
     for axes, result in zip(figure.subplots(1, len(found), squeeze=False)[0], found.values(), strict=True):
+        drawn = {
+            mode: style for mode, style in TRANSPORTS.items() if any(row["mode"] == mode for row in result["rows"])
+        }
+        width = 0.81 / len(drawn)
         for place, rows in enumerate(by_name(result["rows"], "compute").values()):
-            for number, (mode, colour) in enumerate(colours.items()):
-                row = next((row for row in rows if row["mode"] == mode), None)
-                if row is None:
-                    continue
-                at = place + 0.27 * (number - 1)
-                label = {"nccl": "NCCL", "freescale": "SM-free"}.get(mode, "SM-free, NCCL's bytes")
-                axes.bar(at, row["slowdown"], 0.25, color=colour, label=label if not place else None)
+            for number, (mode, (label, colour)) in enumerate(drawn.items()):
+                row = next(row for row in rows if row["mode"] == mode)
+                at = place + width * (number - (len(drawn) - 1) / 2)
+                axes.bar(at, row["slowdown"], 0.93 * width, color=colour, label=None if place else label)
                 text = f"{row['slowdown']:.2f}x\n{row['gb_per_s_per_rank']:.1f} GB/s"
                 axes.text(at, row["slowdown"] + 0.03, text, ha="center", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.6)

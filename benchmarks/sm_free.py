@@ -1,13 +1,14 @@
 """Does communication slow the compute it hides behind? NCCL's kernels against copy engines.
 
-    python -m benchmarks.cluster 4 -- -m benchmarks.sm_free [--quick] [--json] [--output FILE] [--explain] [--seconds 0.3]
+    python -m benchmarks.cluster 4 --own-cores -- -m benchmarks.sm_free [--quick] [--json] [--output FILE] [--explain]
 
 Every rank is one process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set (torchrun does that). A chain of bf16
 matrix products, and of HSTU layers on histories of uneven lengths, is timed
 
 * alone,
 * with NCCL AllToAll under way for the whole time,
-* with the freescale backend's AllToAll under way for the whole time,
+* with the freescale backend's AllToAll under way for the whole time, between ranks that share a host, and between ranks that take
+  each other for hosts and speak TCP,
 * with the freescale backend moving as many bytes as NCCL did.
 
 Slowdown is the time over the time alone. Bytes are those that leave a rank; as in the prioritized exchange, a rank has no
@@ -37,10 +38,11 @@ import torch.distributed as dist
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks import own_cores, report
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
+OVER_TCP = "freescale over TCP"
 SHOWN = ("compute", "mode", "ms", "slowdown", "gb_per_s_per_rank")
 
 
@@ -100,6 +102,7 @@ class Cluster:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
+        own_cores.use(self.device)
         dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=timedelta(seconds=60))
 
     def meet(self) -> None:
@@ -263,6 +266,17 @@ def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: di
     return rows
 
 
+def hosts_of_their_own(cluster: Cluster, options: Any) -> Any:
+    """A group whose ranks take each other for hosts."""
+    os.environ["FREESCALE_HOST_ID"] = f"node{cluster.rank}"
+    group = dist.new_group(backend="freescale", pg_options=options, timeout=timedelta(seconds=60))
+    dist.all_gather_into_tensor(  # which connects them
+        torch.empty(cluster.world, device=cluster.device), torch.ones(1, device=cluster.device), group=group
+    )
+    del os.environ["FREESCALE_HOST_ID"]
+    return group
+
+
 def show(cluster: Cluster, row: Row) -> None:
     if cluster.rank == 0:
         print(
@@ -309,6 +323,8 @@ def main() -> None:
         for label, option in options.items():
             group = dist.new_group(backend="freescale", pg_options=option, timeout=timedelta(seconds=60))
             groups[f"freescale{label}"] = group
+        if cluster.world > 1:
+            groups[OVER_TCP] = hosts_of_their_own(cluster, options[""])
         rows: list[Row] = []
         for name in args.compute:
             make = {"gemm": gemm_chain, "hstu": hstu_layers}[name]
@@ -326,7 +342,7 @@ def main() -> None:
                 "report": groups["freescale"].report(),
             }
             shown = [{name: row[name] for name in SHOWN} for row in rows]
-            machine = f"{facts['device']} as {cluster.world} ranks"
+            machine = f"{facts['device']} as {cluster.world} ranks: {own_cores.describe()}"
             figures = report.head("sm_free", machine) | {"device": facts, "rows": rows}
             report.publish(args, figures, {"Compute beside an exchange": shown})
         cluster.meet()

@@ -21,7 +21,7 @@ from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, Model, 
 Row = dict[str, Any]
 Found = Mapping[str, Any]  # a kept result
 
-# By the names of benchmarks/sides.py and benchmarks/bubble.py. TorchRec's own sides travel over NCCL.
+# By the names of benchmarks/sides.py and benchmarks/bubble.py.
 EXPOSED = {
     "TrainPipelineBase": TORCHREC,
     "TrainPipelineSparseDist": SPARSE_DIST,
@@ -36,6 +36,7 @@ END_TO_END = {
     "+ prioritize": Side("+ prioritize", "prioritized"),
     "+ SM-free": Side("+ SM-free", "base", sm_free=True),
     "all over NCCL": Side("all over NCCL", "prioritized", "fixed"),
+    "all over TCP": Side("all over TCP", "prioritized", "fixed", sm_free=True),
     "all": Side("all", "prioritized", "fixed", sm_free=True),
 }
 ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
@@ -218,7 +219,8 @@ def end_to_end(found: Found, seeds: int) -> list[Row]:
     for name, side in END_TO_END.items():
         if name not in found["sides"]:
             continue
-        cluster = one_gpu(ranks, "freescale" if side.sm_free else "nccl", "hstu")
+        transport = "nccl" if not side.sm_free else "freescale over TCP" if name == "all over TCP" else "freescale"
+        cluster = one_gpu(ranks, transport, "hstu")
         runs = [simulate(side, cluster, model, batches, seed) for seed in range(seeds)]
         measured = found["sides"][name]
         row = {"ranks": ranks, "longest": workload.longest, "side": name}
