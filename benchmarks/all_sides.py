@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import own_cores
-from benchmarks.bubble import SIDES, Figures, account, global_losses
+from benchmarks.bubble import COOL, SIDES, Figures, account, global_losses
 from benchmarks.products import check_products
 from benchmarks.report import versions
 from benchmarks.trainings import Batches, Job, Trained, train
 from benchmarks.workload import LongTail, collision_rate
 
 WARM = 6  # steps before the clock counts
-COOL = 4  # steps at the end, for which there is less and less to work ahead on
 
 
 def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None, wait: float) -> Figures:

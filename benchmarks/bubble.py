@@ -40,6 +40,7 @@ ALL = "all"
 SIDES = (DENSE, BASE, SPARSE_DIST, SYNC, BALANCE, PRIORITIZE, SM_FREE, OVER_NCCL, OVER_TCP, ALL)
 DEFAULT = "freescale"  # with the settings it has by itself; see cannot_help.py
 
+COOL = 4  # last steps of a side, for which there is less and less to work ahead on: not counted
 GOAL = 0.903  # of TorchRec's bubble gone
 PARTS = ("straggler", "exposed embedding", "exposed dense", "input", "slower compute", "other")
 # Without balancing all losses are equal bit for bit on CPU. Balancing adds up the same terms in another order; on CUDA atomics

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import all_sides, cluster, report, turns
-from benchmarks.bubble import DEFAULT, MARKS, SYNC, compare_losses, global_losses
+from benchmarks.bubble import COOL, DEFAULT, MARKS, SYNC, compare_losses, global_losses
 from benchmarks.products import check_products
 from benchmarks.trainings import Batches, Job, Trained, train
 from benchmarks.workload import LongTail
@@ -41,7 +41,6 @@ Figures = dict[str, Any]
 
 ALLOWED = 1.01  # of freescale_sync's step time
 WARM = Trial.steps + 5  # steps of the first turn; both sides alike, though only one has something to try
-COOL = 4  # steps after the last turn, for which there is less and less to work ahead on
 WAIT = 60.0  # seconds that a rank waits for another
 FOLDER = "SIDES_FOLDER"  # in the environment of the ranks: where they leave their figures
 
@@ -75,7 +74,7 @@ def launch(arguments: argparse.Namespace) -> int:
             cluster.run(arguments.ranks, argv, gpu=gpu, own_cores=gpu, clusters=2, env=env, echo=True)
         except cluster.ClusterFailed as failure:
             print(failure, file=sys.stderr)
-            return failure.status if failure.status > 0 else 1
+            return failure.status
         first, second = (json.loads((Path(folder) / str(number)).read_text()) for number in range(2))
     figures = report.head("cannot_help", first["machine"])
     figures["parameters"] = {key: value for key, value in vars(arguments).items() if key not in ("json", "output")}

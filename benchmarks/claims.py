@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.bubble import ALL, BASE, OVER_NCCL, OVER_TCP, SM_FREE, SPARSE_DIST
 from benchmarks.report import RESULTS
 
 GOAL_RATE = 0.12  # of collisions, where exposed times are quoted
-BASE, SPARSE_DIST = "TrainPipelineBase", "TrainPipelineSparseDist"  # sides of end_to_end
-SM_FREE, ALL = "+ SM-free", "all"
-OVER = ("all over NCCL", "all over TCP")  # with TorchRec's link
 FEWEST = 4  # ranks; results of fewer are there for the simulator to be compared with
 NOT_PART = ("--output", "--plot")  # of a command: they change where its figures go, not the figures
 
@@ -97,7 +95,7 @@ def same_link(sides: Mapping[str, Any]) -> str:
     if SM_FREE in sides:
         gone = 1 - sides[ALL]["bubble_ms"] / sides[SM_FREE]["bubble_ms"]
         said += f", {gone:.1%} of the {sides[SM_FREE]['bubble_ms']:.1f} ms of a synchronous exchange over the SM-free transport"
-    for name in OVER:
+    for name in (OVER_NCCL, OVER_TCP):  # TorchRec's link
         if name in sides:
             said += f"; {name} {sides[name]['gone'][BASE]:.1%} gone"
     return said

@@ -37,10 +37,14 @@ GRACE = 5.0  # seconds between the request to end and the kill
 
 
 class ClusterFailed(RuntimeError):
-    """A rank failed, or all took too long. ``status`` is the exit status of the first to fail, 124 for a timeout."""
+    """A rank failed, or all took too long.
+
+    Attributes:
+        status: to exit with: that of the first to fail, 1 if a signal ended it, 124 for a timeout.
+    """
 
     def __init__(self, message: str, status: int):
-        self.status = status
+        self.status = status if status > 0 else 1
         super().__init__(message)
 
 
@@ -108,8 +112,18 @@ def launch(
         run(ranks, ["-m", module, *argv], timeout, gpu=gpu, own_cores=own_cores, env=env, echo=True)
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
-        return failure.status if failure.status > 0 else 1
+        return failure.status
     return 0
+
+
+@contextmanager
+def own_host(rank: int) -> Iterator[None]:
+    """Let the SM-free transport of groups that are connected meanwhile take ``rank`` for a host, as ``NCCL_HOSTID`` does."""
+    os.environ["FREESCALE_HOST_ID"] = f"node{rank}"
+    try:
+        yield
+    finally:
+        del os.environ["FREESCALE_HOST_ID"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +272,7 @@ def main() -> int:
         )
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
-        return failure.status if failure.status > 0 else 1
+        return failure.status
     return 0
 
 

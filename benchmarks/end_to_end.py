@@ -85,7 +85,7 @@ def launch(arguments: argparse.Namespace) -> int:
             except cluster.ClusterFailed as failure:
                 if not _note_failure(part, failure):
                     print(failure, file=sys.stderr)
-                    return failure.status if failure.status > 0 else 1
+                    return failure.status
         figures = finish(json.loads(part.read_text()))
         part.unlink()
     tell(figures, arguments)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.claims import BASE, GOAL_RATE, command, exposed_results, left_exposed, where
+from benchmarks.bubble import BASE
+from benchmarks.claims import GOAL_RATE, command, exposed_results, left_exposed, where
 from benchmarks.claims import end_to_end as claim_of_end_to_end
 from benchmarks.claims import quality as claim_of_quality
 

@@ -39,6 +39,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import own_cores, report
+from benchmarks.cluster import own_host
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -268,12 +269,10 @@ def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: di
 
 def hosts_of_their_own(cluster: Cluster, options: Any) -> Any:
     """A group whose ranks take each other for hosts."""
-    os.environ["FREESCALE_HOST_ID"] = f"node{cluster.rank}"
-    group = dist.new_group(backend="freescale", pg_options=options, timeout=timedelta(seconds=60))
-    dist.all_gather_into_tensor(  # which connects them
-        torch.empty(cluster.world, device=cluster.device), torch.ones(1, device=cluster.device), group=group
-    )
-    del os.environ["FREESCALE_HOST_ID"]
+    with own_host(cluster.rank):
+        group = dist.new_group(backend="freescale", pg_options=options, timeout=timedelta(seconds=60))
+        everyone = torch.empty(cluster.world, device=cluster.device)
+        dist.all_gather_into_tensor(everyone, everyone[:1].clone(), group=group)  # connects them
     return group
 
 

@@ -226,7 +226,7 @@ def launch(arguments: argparse.Namespace) -> int:
             )
         except cluster.ClusterFailed as failure:
             print(failure, file=sys.stderr)
-            return failure.status if failure.status > 0 else 1
+            return failure.status
         show(arguments)
     return 0
 

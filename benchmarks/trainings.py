@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from benchmarks.bubble import (
     SPARSE_DIST,
     SYNC,
 )
+from benchmarks.cluster import own_host
 from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
 from benchmarks.trainer import plain_trainer
 from benchmarks.workload import LongTail
@@ -43,15 +44,16 @@ from lightning_freescale.embedding.sharded import shard
 
 PIPELINES = {BASE: TrainPipelineBase, SPARSE_DIST: TrainPipelineSparseDist}
 _OFF: dict[str, Any] = {"balance": "off", "prioritize": False}
+_ON: dict[str, Any] = {"balance": "fixed", "prioritize": True}
 # NCCL is what "auto" takes between nodes; what moves by copy engines must be asked for there.
 STRATEGIES: dict[str, dict[str, Any]] = {
     SYNC: _OFF,
     BALANCE: _OFF | {"balance": "fixed"},
     PRIORITIZE: _OFF | {"prioritize": True},
     SM_FREE: _OFF | {"transport": "host"},
-    OVER_NCCL: {"balance": "fixed", "prioritize": True},
-    OVER_TCP: {"balance": "fixed", "prioritize": True, "transport": "host"},
-    ALL: {"balance": "fixed", "prioritize": True, "transport": "host"},
+    OVER_NCCL: _ON,
+    OVER_TCP: _ON | {"transport": "host"},
+    ALL: _ON | {"transport": "host"},
     DEFAULT: {},
 }
 
@@ -162,22 +164,12 @@ def train(name: str, job: Job, batches: Batches, callbacks: Sequence[pl.Callback
         trained = torchrec_pipeline(PIPELINES[name], job, batches, job.marks(name))
     else:
         options = STRATEGIES[name] | (job.options if name == ALL else {})
-        with _hosts_of_their_own(job.rank) if name == OVER_TCP else nullcontext():
+        with own_host(job.rank) if name == OVER_TCP else nullcontext():
             trained = freescale(options, job, batches, job.marks(name), callbacks)
     job.settle()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before
     return trained
-
-
-@contextmanager
-def _hosts_of_their_own(rank: int) -> Iterator[None]:
-    """Let the SM-free transport take every rank for a machine of its own, as ``NCCL_HOSTID`` does with NCCL."""
-    os.environ["FREESCALE_HOST_ID"] = f"node{rank}"
-    try:
-        yield
-    finally:
-        del os.environ["FREESCALE_HOST_ID"]
 
 
 # ---- the sides ---------------------------------------------------------------------------------------------------------------

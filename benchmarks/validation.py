@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import bubble
 from benchmarks.claims import kept
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data.synthetic import Synthetic
@@ -21,28 +22,21 @@ from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, Model, 
 Row = dict[str, Any]
 Found = Mapping[str, Any]  # a kept result
 
-# By the names of benchmarks/sides.py and benchmarks/bubble.py.
-EXPOSED = {
-    "TrainPipelineBase": TORCHREC,
-    "TrainPipelineSparseDist": SPARSE_DIST,
-    "freescale_sync": TORCHREC,
-    "prioritized": Side("prioritized", "prioritized", sm_free=True),
-}
-END_TO_END = {
-    "TrainPipelineBase": TORCHREC,
-    "TrainPipelineSparseDist": SPARSE_DIST,
-    "freescale_sync": TORCHREC,
-    "+ balance": Side("+ balance", "base", "fixed"),
-    "+ prioritize": Side("+ prioritize", "prioritized"),
-    "+ SM-free": Side("+ SM-free", "base", sm_free=True),
-    "all over NCCL": Side("all over NCCL", "prioritized", "fixed"),
-    "all over TCP": Side("all over TCP", "prioritized", "fixed", sm_free=True),
-    "all": Side("all", "prioritized", "fixed", sm_free=True),
+SYNCHRONOUS = {bubble.BASE: TORCHREC, bubble.SPARSE_DIST: SPARSE_DIST, bubble.SYNC: TORCHREC}
+EXPOSED = SYNCHRONOUS | {"prioritized": Side("prioritized", "prioritized", sm_free=True)}
+_ALL = Side("all", "prioritized", "fixed", sm_free=True)
+# With the transport, by its name in benchmarks/sm_free.py.
+END_TO_END = {name: (side, "nccl") for name, side in SYNCHRONOUS.items()} | {
+    bubble.BALANCE: (Side("+ balance", "base", "fixed"), "nccl"),
+    bubble.PRIORITIZE: (Side("+ prioritize", "prioritized"), "nccl"),
+    bubble.SM_FREE: (Side("+ SM-free", "base", sm_free=True), "freescale"),
+    bubble.OVER_NCCL: (Side("all over NCCL", "prioritized", "fixed"), "nccl"),
+    bubble.OVER_TCP: (_ALL, "freescale over TCP"),
+    bubble.ALL: (_ALL, "freescale"),
 }
 ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
 MEDIAN_OF_NORMAL = 0.6745  # of absolute values, in standard deviations
 BEFORE, AFTER = 2, 1  # steps that a simulation does not count
-COOL = 4  # last steps that ``benchmarks.end_to_end`` does not count
 
 
 def compare(quick: bool) -> dict[str, list[Row]]:
@@ -159,9 +153,13 @@ def straggler(found: Found, seeds: int) -> list[Row]:
     return rows
 
 
-def measured_cost(found: Found) -> tuple[CostModel, float]:
-    """Seconds of a sample on a rank, as fitted to measured steps; and its relative standard deviation."""
-    fitted = found["cost model"][-1]  # online, if there are ranks to deal to: from most steps
+def measured_cost(found: Found, row: int = -1) -> tuple[CostModel, float]:
+    """Seconds of a sample on a rank, as fitted to measured steps; and its relative standard deviation.
+
+    Args:
+        row: of the fits; the last one is online, if there are ranks to deal to, and from most steps.
+    """
+    fitted = found["cost model"][row]
     # All but one of a history's positions are scored against the negatives: as good as linear in its length.
     linear = fitted["linear"] + int(found["setting"]["negatives"]) * fitted["candidate"]
     cost = CostModel(linear, fitted["quadratic"], constant=fitted["constant"])
@@ -193,13 +191,13 @@ def end_to_end(found: Found, seeds: int) -> list[Row]:
     from benchmarks.workload import LongTail  # heavy
 
     workload, ranks = LongTail(**found["workload"]), found["parameters"]["ranks"]
-    first = found["steps"] - found["counted"] - COOL
+    first = found["steps"] - found["counted"] - bubble.COOL
     counted = range(first, first + found["counted"])
     lengths = {
         step: [workload.lengths(rank, step).numpy() for rank in range(ranks)]
         for step in range(counted.start - BEFORE, counted.stop + AFTER)
     }
-    alone, shape = found["sides"]["dense alone"], found["model"]
+    alone, shape = found["sides"][bubble.DENSE], found["model"]
     seconds = np.array(alone["compute_rank_ms"]).T / 1e3  # [steps, ranks]
     sums = np.array([CostModel.sums(own) for step in counted for own in lengths[step]])
     cost = CostModel.from_hstu(**shape).fit(sums, seconds.ravel())
@@ -216,10 +214,9 @@ def end_to_end(found: Found, seeds: int) -> list[Row]:
     )
     batches = [np.concatenate(own) for own in lengths.values()]
     rows = []
-    for name, side in END_TO_END.items():
+    for name, (side, transport) in END_TO_END.items():
         if name not in found["sides"]:
             continue
-        transport = "nccl" if not side.sm_free else "freescale over TCP" if name == "all over TCP" else "freescale"
         cluster = one_gpu(ranks, transport, "hstu")
         runs = [simulate(side, cluster, model, batches, seed) for seed in range(seeds)]
         measured = found["sides"][name]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -19,8 +16,8 @@ import torch.distributed as dist
 from benchmarks import cannot_help
 from benchmarks.bubble import DEFAULT, SYNC
 from benchmarks.turns import SETTLE, Turns, turn_times
+from tests.benchmarks.command import run_benchmark
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"warm": 3, "steps": 2, "count": 2}
 LAST = 3 + 2 * 2  # the step after the last turn
 
@@ -129,17 +126,8 @@ def test_what_cannot_be_measured(words: list[str], text: str, capsys: pytest.Cap
 def test_the_command(tmp_path: Path) -> None:
     """Both sides, two ranks each: the ``auto`` settings have decided before the turns, and the losses are equal bit for bit."""
     output = tmp_path / "cannot_help.json"
-    words = ["--device", "cpu", "--quick", "--batch-size", "4", "--json", "--output", str(output)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "cannot_help.py"), *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
+    words = ["--device", "cpu", "--quick", "--batch-size", "4", "--output", str(output)]
+    figures, errors = run_benchmark("cannot_help", *words)
     assert figures == json.loads(output.read_text())
     assert figures["command"].startswith("python -m benchmarks.cannot_help --device cpu")
     assert [row["side"] for row in figures["sides"]] == [SYNC, DEFAULT]
@@ -148,4 +136,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert figures["losses"]["last"] < figures["losses"]["first"] - 1  # something was trained
     assert np.array(figures["turn_ms"]).shape == (2, 2)
     assert figures["goal"]["reached"] == pytest.approx(np.divide(*np.mean(figures["turn_ms"], axis=1)[::-1]))
-    assert "turn 2 of 2 is over" in done.stderr
+    assert "turn 2 of 2 is over" in errors

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ from benchmarks.bubble import (
 )
 from benchmarks.cluster import ClusterFailed
 from benchmarks.workload import LongTail, collision_rate
+from tests.benchmarks.command import run_benchmark
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--device", "cpu", "--quick"]
 
 
@@ -228,25 +226,12 @@ def test_unknown_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no side 'magic'" in capsys.readouterr().err
 
 
-def command(*arguments: str) -> dict[str, Any]:
-    """What the script prints as JSON."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "end_to_end.py"), *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     output = tmp_path / "end_to_end.json"
     traces = tmp_path / "traces"
     sides = DENSE, BASE, SYNC
-    printed = command(*QUICK, "--steps", "1", "--sides", *sides, "--output", str(output), "--traces", str(traces))
+    words = ["--steps", "1", "--sides", *sides, "--output", str(output), "--traces", str(traces)]
+    printed = run_benchmark("end_to_end", *QUICK, *words).json
     assert printed == json.loads(output.read_text())
     assert set(tmp_path.iterdir()) == {output, traces}
     for side in sides:
@@ -262,7 +247,7 @@ def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_all_sides_on_one_gpu_as_four_nodes() -> None:
     small = ["--longest", "512", "--rows", "100000", "--batch-size", "16", "--steps", "4"]
-    printed = command("--device", "cuda", *small)
+    printed = run_benchmark("end_to_end", "--device", "cuda", *small).json
     assert list(printed["sides"]) == list(SIDES)
     assert printed["losses"]["equal"]
     assert printed["sides"][ALL]["notes"]["prioritized"] == ["embedding"]

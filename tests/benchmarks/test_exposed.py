@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,9 @@ from benchmarks.measure import Options, describe, line_through, measure, summari
 from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SPARSE_DIST, SYNC
 from benchmarks.workload import Workload
 from lightning_freescale.embedding import prioritized
+from tests.benchmarks.command import run_benchmark
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 0.05  # of one exchange of all rows, see make_machine
 
 
@@ -161,18 +158,9 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--rates", "12", "--steps", "1", "--rounds", "2", "--json", "--output"]
     output = tmp_path / "exposed.json"
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "exposed.py"), *arguments, str(output)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    words = ["--device", "cpu", "--rates", "12", "--steps", "1", "--rounds", "2", "--output", str(output)]
+    printed = run_benchmark("exposed", *words).json
     assert printed == json.loads(output.read_text())
     assert printed["results"][0]["exposed_ms"].keys() == {BASE, SPARSE_DIST, SYNC, PRIORITIZED}
     first, second = printed["goal"]["reached_by_round"]

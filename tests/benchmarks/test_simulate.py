@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from benchmarks import simulate, validation
 from benchmarks.claims import kept
-from lightning_freescale.balance import CostModel
 from lightning_freescale.simulate import SIDES
 
 
@@ -47,9 +46,8 @@ def test_exposed_times_follow_the_collisions() -> None:
 def test_the_measured_batches_are_made_again() -> None:
     """By the cost fitted to them, ranks take what was measured, in the mean and the slowest; in another order they do not."""
     found = kept()["straggler_h200"]
-    fitted = next(row for row in found["cost model"] if row["cost"] == "fitted")  # without balancing
-    candidates = int(found["setting"]["negatives"])
-    cost = CostModel(fitted["linear"] + candidates * fitted["candidate"], fitted["quadratic"], 0.0, fitted["constant"])
+    assert found["cost model"][1]["cost"] == "fitted"  # without balancing
+    cost, _ = validation.measured_cost(found, row=1)
     batches = validation.measured_batches(found["setting"])
     world, size, steps = (int(found["setting"][name]) for name in ("ranks", "batch_size", "steps"))
     assert [len(batch) for batch in batches] == [world * size] * steps

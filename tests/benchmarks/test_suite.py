@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import report, tables
 from benchmarks.__main__ import TOOLS, scripts
-from benchmarks.claims import ALL, BASE, OVER, SM_FREE, claims, command, kept
+from benchmarks.bubble import ALL, BASE, OVER_NCCL, SM_FREE, SYNC
+from benchmarks.claims import claims, command, kept
 
 ROOT = Path(__file__).resolve().parents[2]
-SYNC = "freescale_sync"
 # The listing, then a look at what it has imported.
 LIST = """
 import runpy, sys
@@ -119,7 +119,7 @@ def test_end_to_end_has_its_row_and_its_table() -> None:
         (ALL, 4, "92.0%"),
     ]
     assert list(claims({"end_to_end_h200": end_to_end(**{BASE: 50.0})})) == []  # a side failed
-    (same,) = claims({"end_to_end_h200": end_to_end(**{BASE: 50.0, SM_FREE: 20.0, OVER[0]: 10.0, ALL: 4.0})})
+    (same,) = claims({"end_to_end_h200": end_to_end(**{BASE: 50.0, SM_FREE: 20.0, OVER_NCCL: 10.0, ALL: 4.0})})
     assert (
         "80.0% of the 20.0 ms of a synchronous exchange over the SM-free transport; all over NCCL 80.0% gone"
         in same.after

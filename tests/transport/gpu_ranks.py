@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.cluster import own_host
 from benchmarks.sm_free import Cluster, bare_package, limited
 
 bare_package()
@@ -120,11 +121,10 @@ def exact(cluster: Cluster, args: Any) -> str:
 
 def hosts(cluster: Cluster, args: Any) -> str:
     """The same between ranks that take each other for other hosts."""
-    os.environ["FREESCALE_HOST_ID"] = f"node{cluster.rank}"
-    group = new_group()
     count = min(300, args.exchanges)
-    wrong, wrong_by_gloo = run_random(cluster, group, count)
-    del os.environ["FREESCALE_HOST_ID"]
+    with own_host(cluster.rank):
+        group = new_group()
+        wrong, wrong_by_gloo = run_random(cluster, group, count)
     assert wrong == wrong_by_gloo == 0, f"{wrong} and {wrong_by_gloo} wrong bytes"
     dist.destroy_process_group(group)
     return f"{count} exchanges over the network, 0 wrong bytes"
