@@ -16,8 +16,8 @@ using Ungil = py::call_guard<py::gil_scoped_release>;
 // A forked child inherits the object but none of its threads: there it must never be destroyed.
 std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts, bool high,
                                   std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
-                                  std::string bind_to, bool early_flag) {
-  Settings settings{high, chunk_bytes, buffer_bytes, timeout, std::move(bind_to), early_flag};
+                                  std::string bind_to, std::size_t network_threads, bool early_flag) {
+  Settings settings{high, chunk_bytes, buffer_bytes, timeout, std::move(bind_to), network_threads, early_flag};
   auto* queue = new Queue(std::move(device), rank, std::move(hosts), std::move(settings));
   return std::shared_ptr<Queue>(queue, [process = getpid()](Queue* pointer) {
     if (process != getpid()) return;
@@ -65,7 +65,7 @@ void bind_transport(py::module_& module) {
   py::class_<Queue, std::shared_ptr<Queue>>(module, "TransportQueue")
       .def(py::init(&make_queue), py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("hosts"),
            py::arg("high"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"), py::arg("bind_to"),
-           py::arg("early_flag") = false)
+           py::arg("network_threads"), py::arg("early_flag") = false)
       .def("address", &Queue::address)
       .def("connect", &Queue::connect, py::arg("addresses"), Ungil())
       .def("seal", &Queue::seal)

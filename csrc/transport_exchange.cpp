@@ -175,7 +175,7 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
     outstanding_.push_back(exchange);
   }
   watch_wakes_.notify_one();
-  if (wire_) wire_->wake();
+  wake_senders();
   return exchange;
 }
 

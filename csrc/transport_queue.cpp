@@ -97,15 +97,18 @@ void Queue::connect(const std::vector<std::string>& addresses) {
   lanes_.resize(world());
   peers_.resize(world());
   std::map<int, std::string> others;
+  std::vector<int> remote;
   for (int peer = 0; peer < world(); ++peer) {
     const auto fields = parse(addresses[peer]);
     open_lane(peer, fields.at("segment"));
-    if (lanes_[peer].remote) others[peer] = fields.at("wire");
+    if (!lanes_[peer].remote) continue;
+    others[peer] = fields.at("wire");
+    remote.push_back(peer);
   }
   report_.ring_bound_bytes = world() * region;
   if (wire_) wire_->connect(others, after_seconds(settings_.timeout));
   connected_ = true;
-  if (wire_) pump_ = std::make_unique<std::thread>([this] { pump(); });
+  if (wire_) start_pumps(remote);
   watch_ = std::make_unique<std::thread>([this] { watch(); });
 }
 
@@ -189,11 +192,7 @@ void Queue::close(double seconds) {
     }
     watch_wakes_.notify_one();
     watch_->join();
-    if (pump_) {
-      stop_pump_ = true;
-      wire_->wake();
-      pump_->join();
-    }
+    stop_pumps();
     outstanding_.clear();
     finished_.clear();
     if (!verdict_->given()) store(&layout_.header().state, State::closed);

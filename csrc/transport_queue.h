@@ -4,7 +4,7 @@
 //   receiver's stream    wait for sent | copy from host | received += 1
 //
 // Between ranks of one host the words and the ring lie in shared memory and no thread takes part. Between hosts, each
-// rank's pump thread carries chunks and counters over a wire; the streams see no difference.
+// rank's pumps carry chunks and counters over a wire; the streams see no difference.
 //
 // No deadlock. Number the operations of an exchange by (exchange, round, distance, out before in), where in a round
 // each rank sends one chunk to, and takes one chunk from, every peer, nearest first. Each operation waits only for
@@ -46,6 +46,7 @@ struct Settings {
   std::size_t buffer_bytes = 256 << 20;    // bound of the rings a rank sends from
   double timeout = 1800;                   // seconds an exchange may take
   std::string bind_to = "127.0.0.1";       // address peers on other hosts connect to
+  std::size_t network_threads = 2;         // for either direction, at most; no more than there are peers on other hosts
   bool early_flag = false;                 // a fault, for tests: chunks are announced before they are copied
   Word first_chunk = 0;                    // for tests: where the counters start, say shortly before they wrap
 };
@@ -134,11 +135,20 @@ class Queue {
     Word *freed = nullptr, *arrived = nullptr;       // awaited by our streams
     Ledger *ours = nullptr, *theirs = nullptr;
     Word freed_release = 0, arrived_release = 0;     // after a failure: values that let every wait pass
-    // Of a remote peer, used by the pump:
+    // Of a remote peer:
     std::unique_ptr<Ledger> told;
-    std::deque<Chunk> pending;  // guarded by pending_mutex_
-    Word posted = 0, credited = 0, landed = 0;
+    std::deque<Chunk> pending;        // guarded by pending_mutex_
     std::optional<std::string> lost;  // guarded by pending_mutex_
+    Word posted = 0, credited = 0;    // of the thread that sends to it
+    Word landed = 0;                  // of the thread that receives from it
+    std::size_t committed = 0;        // bytes from the start of its ring, likewise
+  };
+  struct Pump {  // two threads, and the remote peers they serve
+    std::vector<int> peers;
+    std::unique_ptr<Sender> sender;
+    std::unique_ptr<WireEnd> receiver;
+    bool urgent = false;  // of the thread that sends: counted in the device's `urgent`
+    std::thread sends, receives;
   };
   using Pieces = std::vector<std::vector<Ring::Slot>>;  // per rank
   class Events;
@@ -167,8 +177,12 @@ class Queue {
   void release_waits();
 
   // transport_pump.cpp: between hosts
-  void pump();
-  bool pump_once();
+  void start_pumps(const std::vector<int>& peers);
+  void stop_pumps();
+  void wake_senders();
+  bool put_ready(Pump& pump);
+  void send_chunks(Pump& pump);
+  void receive_chunks(WireEnd& receiver);
 
   const int rank_;
   const std::vector<std::string> hosts_;
@@ -198,9 +212,9 @@ class Queue {
   bool stop_ = false;
   std::condition_variable watch_wakes_;
   mutable std::mutex pending_mutex_;
-  std::atomic<bool> stop_pump_{false};
-  bool urgent_ = false;  // of the pump: counted in the device's `urgent`
-  std::unique_ptr<std::thread> watch_, pump_;
+  std::atomic<bool> stop_sending_{false}, stop_receiving_{false};
+  std::vector<std::unique_ptr<Pump>> pumps_;
+  std::unique_ptr<std::thread> watch_;
   bool connected_ = false, closed_ = false;
 };
 

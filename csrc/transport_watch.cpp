@@ -120,7 +120,7 @@ void Queue::fail(const std::string& why) {
     store(&header.state, State::failed);
   }
   verdict_->give(why);       // last: the watch thread now lets the streams run out
-  if (wire_) wire_->wake();  // and the pump tells the other hosts
+  wake_senders();            // and the senders tell the other hosts
 }
 
 // Lets every wait of our streams pass. Only our streams wait for these words; a peer that still runs may set one back,

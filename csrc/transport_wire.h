@@ -1,7 +1,8 @@
 // Between hosts. A wire is one-sided: a chunk that is put on it appears in the peer's ring and then in its `arrived`
 // counter. TCP is the wire of today; an RDMA engine implements the same calls with writes into the peer's memory.
 //
-// A wire is used by one thread, the queue's pump.
+// Both directions of a link move at the same time, and several links: each sender and each receiver serves some of the
+// peers, and is used by one thread.
 #pragma once
 
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "transport_device.h"
 
@@ -27,7 +29,7 @@ struct Chunk {
   std::uint64_t bytes;
 };
 
-// What a wire reports to its queue, from within progress().
+// What senders and receivers report to their queue, from within progress().
 class WireEvents {
  public:
   virtual ~WireEvents() = default;
@@ -38,17 +40,30 @@ class WireEvents {
   virtual void lost(int peer, const std::string& why) = 0;       // nothing will come from it any more
 };
 
+// What one thread does for some of a wire's peers.
+class WireEnd {
+ public:
+  virtual ~WireEnd() = default;
+  virtual void progress(WireEvents& events, std::chrono::microseconds patience) = 0;
+  virtual void wake() = 0;  // ends the patience of progress(); callable from any thread
+};
+
+class Sender : public WireEnd {
+ public:
+  virtual bool idle(int peer) const = 0;  // everything given to it for this peer is on its way
+  virtual void put(int peer, const Chunk& chunk, const std::byte* data) = 0;  // data stays valid until it is credited
+  virtual void credit(int peer, Word received) = 0;
+  virtual void abort(const std::string& why) = 0;  // tells every peer
+};
+
 class Wire {
  public:
   virtual ~Wire() = default;
   virtual std::string address() const = 0;  // what peers connect to
   virtual void connect(const std::map<int, std::string>& peers, Clock::time_point deadline) = 0;
-  virtual bool idle(int peer) const = 0;  // everything given to it for this peer is on its way
-  virtual void put(int peer, const Chunk& chunk, const std::byte* data) = 0;  // data stays valid until it is credited
-  virtual void credit(int peer, Word received) = 0;
-  virtual void abort(const std::string& why) = 0;  // tells every peer
-  virtual void progress(WireEvents& events, std::chrono::microseconds patience) = 0;
-  virtual void wake() = 0;  // ends the patience of progress(); callable from any thread
+  // Of peers that are connected, each with one sender and one receiver.
+  virtual std::unique_ptr<Sender> sender(const std::vector<int>& peers) = 0;
+  virtual std::unique_ptr<WireEnd> receiver(const std::vector<int>& peers) = 0;
 };
 
 std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to);

@@ -42,6 +42,7 @@ class TransportQueue:
         buffer_bytes: int,
         timeout: float,
         bind_to: str,
+        network_threads: int,
         early_flag: bool = False,
     ) -> None: ...
     def address(self) -> str: ...

@@ -157,6 +157,7 @@ class HostStaged:
                 buffer_bytes=options.buffer_bytes,
                 timeout=self._timeout,
                 bind_to=local_address() if len(set(self.hosts)) > 1 else "127.0.0.1",
+                network_threads=options.network_threads,
                 early_flag=early_flag,
             )
             addresses = meeting.tell(step, self._queue.address())

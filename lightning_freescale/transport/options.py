@@ -16,7 +16,7 @@ def _environment(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"{name}={text!r} is not a whole number of bytes") from None
+        raise ConfigurationError(f"{name}={text!r} is not a whole number") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Options:
             best on an H200.
         buffer_bytes: bound of the pinned host memory that a rank sends from (``FREESCALE_BUFFER_BYTES``); it starts
             small and grows with the transfers. Ranks on other hosts need as much again to receive into.
+        network_threads: that send to other hosts, and as many that receive (``FREESCALE_NETWORK_THREADS``); no more
+            than there are ranks there.
         reductions: the inner backend for CUDA tensors of everything the transport does not do itself. ``"auto"``:
             NCCL where it is built in, else gloo. CPU tensors always use gloo.
         cpu: how CPU tensors move: ``"gloo"``, or ``"queue"``, the same queue that moves CUDA tensors with threads in
@@ -39,6 +41,7 @@ class Options:
     priority: Literal["high", "low"] = "low"
     chunk_bytes: int = field(default_factory=lambda: _environment("FREESCALE_CHUNK_BYTES", 8 << 20))
     buffer_bytes: int = field(default_factory=lambda: _environment("FREESCALE_BUFFER_BYTES", 256 << 20))
+    network_threads: int = field(default_factory=lambda: _environment("FREESCALE_NETWORK_THREADS", 2))
     reductions: Literal["auto", "nccl", "gloo"] = "auto"
     cpu: Literal["gloo", "queue"] = "gloo"
 
@@ -46,6 +49,8 @@ class Options:
         for name in ("chunk_bytes", "buffer_bytes"):
             if getattr(self, name) < 4096:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: must be at least 4096 bytes")
+        if self.network_threads < 1:
+            raise ConfigurationError(f"network_threads={self.network_threads}: must be at least 1")
         choices = {"priority": ("high", "low"), "reductions": ("auto", "nccl", "gloo"), "cpu": ("gloo", "queue")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

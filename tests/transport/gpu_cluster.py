@@ -1,6 +1,6 @@
 """Run the GPU checks on one GPU that stands for several ranks, each in a fresh process.
 
-    python3 tests/transport/gpu_cluster.py 2 [SCENARIO ...] [--exchanges 10000]
+    python3 tests/transport/gpu_cluster.py 2 [SCENARIO ...] [--exchanges 10000] [--output FILE]
 
 MPS, where it is installed, gives each rank its share of the SMs; one rank runs without it. After a failure the scenarios
 that are left run in new processes. Needs what gpu_ranks.py needs, and the standard library.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +21,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import report
 
 # All of gpu_ranks.SCENARIOS, in an order in which the quick and the basic ones come first.
 SCENARIOS = [
@@ -89,20 +94,32 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
     return not any(status), "".join(output)
 
 
-def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> list[str]:
-    """Run the scenarios and print what the ranks print; returns the names of those that failed."""
+def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> tuple[list[str], str]:
+    """Run the scenarios and print what the ranks print; returns the names of those that failed, and all that was printed."""
     script = str(Path(__file__).with_name("gpu_ranks.py"))
-    failed, left = [], list(scenarios)
+    failed, left, printed = [], list(scenarios), ""
     with shared_gpu(world) as environment:
         while left:
             command = [script, *left, "--exchanges", str(exchanges)]
             good, output = run_ranks(world, command, environment, 60 + 60 * len(left))
+            printed += output
             if good:
                 break
             done = [name for name in left if output.count(f" {name}: ok") == world]
             failed.append(next(name for name in left if name not in done))
             left = left[left.index(failed[-1]) + 1 :]
-    return failed
+    return failed, printed
+
+
+def results(world: int, printed: str) -> dict[str, object]:
+    """What rank 0 said of each scenario, to be kept."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    machine = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    if world > 1:
+        machine += f" as {world} ranks, MPS shares its cores out"
+    said = re.findall(r"^rank 0 (\w+): (.*)$", printed, re.MULTILINE)
+    rows = [{"ranks": world, "check": check, "result": result} for check, result in said]
+    return report.head("transport checks", machine, "tests/transport/gpu_cluster.py") | {"results": rows}
 
 
 def main() -> None:
@@ -110,8 +127,11 @@ def main() -> None:
     parser.add_argument("world", type=int)
     parser.add_argument("scenarios", nargs="*", default=SCENARIOS)
     parser.add_argument("--exchanges", type=int, default=10_000)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also keep what rank 0 said, as JSON")
     args = parser.parse_args()
-    failed = run(args.world, args.scenarios, args.exchanges)
+    failed, printed = run(args.world, args.scenarios, args.exchanges)
+    if args.output:
+        args.output.write_text(json.dumps(results(args.world, printed), indent=1) + "\n")
     print(f"{args.world} ranks: {'FAILED: ' + ' '.join(failed) if failed else 'all ok'}", flush=True)
     sys.exit(bool(failed))
 

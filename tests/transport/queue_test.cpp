@@ -43,9 +43,10 @@ long run_random(Group& group, int exchanges, std::size_t largest) {
   return wrong;
 }
 
-void random_exchanges(int world, int hosts, bool high, Word first = 0) {
+void random_exchanges(int world, int hosts, bool high, Word first = 0, std::size_t network_threads = 2) {
   Settings settings = small(high);
   settings.first_chunk = first;
+  settings.network_threads = network_threads;
   Group group(world, hosts, settings);
   require(run_random(group, 40, 60'000) == 0, "every byte is right");
 }
@@ -272,6 +273,44 @@ void disagreement(int hosts) {
   }
 }
 
+// A chunk that has no place is not read, nor anything after it; what comes from another peer still is.
+void bad_chunk() {
+  struct : WireEvents {
+    std::byte memory[64];
+    int landed = 0, came = 0;
+    std::byte* landing(int peer, const Chunk&) override {
+      ++landed;
+      if (peer == 1) throw std::runtime_error("no such place");
+      return memory;
+    }
+    void arrived(int, const Chunk&) override { ++came; }
+    void credited(int, Word) override { require(false, "a credit"); }
+    void aborted(int, const std::string& why) override { require(false, why); }
+    void lost(int, const std::string& why) override { require(false, why); }
+  } events;
+  std::vector<std::unique_ptr<Wire>> wires;
+  std::map<int, std::string> addresses;
+  for (int rank = 0; rank < 3; ++rank) addresses[rank] = wires.emplace_back(tcp_wire(rank, "127.0.0.1"))->address();
+  on_ranks(3, [&](int rank) {
+    std::map<int, std::string> others = addresses;
+    others.erase(rank);
+    wires[rank]->connect(others, after_seconds(20));
+  });
+  const auto receiver = wires[0]->receiver({1, 2});
+  const auto receive = [&] { receiver->progress(events, std::chrono::milliseconds(20)); };
+  const Bytes data(64, 7);
+  Chunk chunk{};
+  chunk.bytes = data.size();
+  const auto bad = wires[1]->sender({0}), good = wires[2]->sender({0});
+  for (int i = 0; i < 3; ++i) bad->put(0, chunk, reinterpret_cast<const std::byte*>(data.data()));
+  require(has(error_of(receive), "no such place"), "it is refused");
+  for (int i = 0; i < 3; ++i) receive();
+  require(events.landed == 1 && events.came == 0, "no more is read of it");
+  good->put(0, chunk, reinterpret_cast<const std::byte*>(data.data()));
+  for (int i = 0; i < 500 && events.came == 0; ++i) receive();
+  require(events.came == 1 && std::memcmp(events.memory, data.data(), data.size()) == 0, "the other peer is heard");
+}
+
 // Ring: sender and receiver agree on every slot, and no slot is used again before it is free.
 void ring() {
   std::mt19937 random(3);
@@ -322,6 +361,8 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"random_high", [] { random_exchanges(3, 1, true); }},
     {"random_hosts", [] { random_exchanges(4, 2, false); }},
     {"random_hosts_high", [] { random_exchanges(2, 2, true); }},
+    {"random_hosts_apart", [] { random_exchanges(4, 4, false); }},
+    {"random_hosts_one_thread", [] { random_exchanges(4, 4, true, 0, 1); }},
     {"random_wrap", [] { random_exchanges(2, 1, false, 0xFFFFFFF0u); }},
     {"random_hosts_wrap", [] { random_exchanges(2, 2, false, 0xFFFFFFF0u); }},
     {"priority", priority},
@@ -333,6 +374,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"leaver_hosts", [] { leaver(2); }},
     {"disagreement", [] { disagreement(1); }},
     {"disagreement_hosts", [] { disagreement(2); }},
+    {"bad_chunk", bad_chunk},
     {"ring", ring},
     {"segments", segments},
 };

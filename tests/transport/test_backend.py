@@ -172,6 +172,8 @@ def test_bad_options_are_named() -> None:
         Options(priority="urgent")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="chunk_bytes=17"):
         Options(chunk_bytes=17)
+    with pytest.raises(ConfigurationError, match="network_threads=0"):
+        Options(network_threads=0)
     with pytest.raises(ConfigurationError, match="unknown field 'colour'"):
         Options.of({"colour": 1})
 

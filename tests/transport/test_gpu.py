@@ -11,10 +11,10 @@ from tests.transport import gpu_cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_scenarios(world: int) -> None:
-    assert gpu_cluster.run(world, gpu_cluster.SCENARIOS, exchanges=2_000) == []
+    assert gpu_cluster.run(world, gpu_cluster.SCENARIOS, exchanges=2_000)[0] == []
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(200)
 def test_profiler_sees_copies_alone() -> None:
-    assert gpu_cluster.run(1, ["profile"]) == []  # without MPS, under which the profiler may see nothing
+    assert gpu_cluster.run(1, ["profile"])[0] == []  # without MPS, under which the profiler may see nothing

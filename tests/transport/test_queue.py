@@ -33,6 +33,8 @@ SCENARIOS = [
     "random_high",
     "random_hosts",
     "random_hosts_high",
+    "random_hosts_apart",
+    "random_hosts_one_thread",
     "random_wrap",
     "random_hosts_wrap",
     "priority",
@@ -43,6 +45,7 @@ SCENARIOS = [
     "leaver_hosts",
     "disagreement",
     "disagreement_hosts",
+    "bad_chunk",
     "ring",
     "segments",
 ]
@@ -124,7 +127,13 @@ def _queue_of_fake_gpu(rank: int, world: int, driver: str, host: str, **options:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     store = dist.PrefixStore("queue", dist.distributed_c10d._get_default_store())
     meeting = Rendezvous(store, rank, world, timedelta(seconds=20))
-    settings = {"high": False, "chunk_bytes": 4096, "buffer_bytes": 1 << 20, "timeout": 20} | options
+    settings = {
+        "high": False,
+        "chunk_bytes": 4096,
+        "buffer_bytes": 1 << 20,
+        "timeout": 20,
+        "network_threads": 2,
+    } | options
     device = _C.cuda_device(0)
     assert device.name == "Fake GPU (cuda:0)"
     queue = _C.TransportQueue(
