@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import own_cores
+from benchmarks import own_cores, rates
 from benchmarks.bubble import COOL, SIDES, Figures, account, global_losses
 from benchmarks.products import check_products
 from benchmarks.report import versions
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=wait))
     if job.device.type == "cuda":
         check_products(job.device, job.rank, job.model["embedding_dim"])
-    figures = known or _head(arguments, job, counted)
+    figures = known or _head(arguments, job, counted) | {"link_gb_per_s": rates.links(job.device)}
     batches = Batches(job)
     wanted = [name for name in SIDES if not arguments.sides or name in arguments.sides]
     done = {*figures["sides"], *figures["failed"]}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.bubble import ALL, BASE, OVER_NCCL, OVER_TCP, SM_FREE, SPARSE_DIST
+from benchmarks.cluster import HOST, NCCL, TCP
 from benchmarks.report import RESULTS
 
 GOAL_RATE = 0.12  # of collisions, where exposed times are quoted
@@ -202,12 +203,10 @@ def sm_free(found: dict[str, Any]) -> Claim:
         rate = products["gb_per_s_per_rank"]
         return f"matrix products {products['slowdown']:.2f}x, HSTU layers {layers['slowdown']:.2f}x ({rate:.1f} GB/s a rank)"
 
-    over_tcp = "freescale over TCP"
     return Claim(
-        f"compute beside an AllToAll over its time alone, {rows['gemm', 'alone']['world']} ranks on one "
-        f"{found['device']['device']}",
-        f"NCCL: {slowed('nccl')}",
-        f"SM-free: {slowed('freescale')}" + (f"; over TCP: {slowed(over_tcp)}" if ("gemm", over_tcp) in rows else ""),
+        f"compute beside an AllToAll over its time alone, {found['machine']}",
+        f"NCCL: {slowed(NCCL)}",
+        f"SM-free: {slowed(HOST)}" + (f"; over TCP: {slowed(TCP)}" if ("gemm", TCP) in rows else ""),
         command(found),
     )
 

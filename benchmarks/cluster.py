@@ -32,6 +32,8 @@ from typing import IO
 from benchmarks.own_cores import PART, library
 
 ROOT = Path(__file__).resolve().parents[1]  # ranks find what is imported from there
+# Transports: NCCL, and the SM-free one between ranks of a host, and between ranks that take each other for hosts.
+NCCL, HOST, TCP = "nccl", "freescale", "freescale over TCP"
 MPS_CONTROL = "nvidia-cuda-mps-control"
 GRACE = 5.0  # seconds between the request to end and the kill
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bubble, plots, report
+from benchmarks import bubble, cluster, plots, report
 from benchmarks.claims import exposed_results, kept, where
 from lightning_freescale.balance.plan import RANDOM, evaluate
 from lightning_freescale.balance.planner import rule_of_thumb
@@ -225,11 +225,11 @@ def draw_exposed(results: Mapping[str, Row], path: Path) -> None:
     figure.savefig(path, dpi=plots.DPI)
 
 
-TRANSPORTS = {  # by their names in benchmarks/sm_free.py
-    "nccl": ("NCCL", plots.COLOURS[0]),
-    "freescale": ("SM-free", plots.COLOURS[4]),
+TRANSPORTS = {
+    cluster.NCCL: ("NCCL", plots.COLOURS[0]),
+    cluster.HOST: ("SM-free", plots.COLOURS[4]),
     "freescale, NCCL's bytes": ("SM-free, NCCL's bytes", plots.COLOURS[3]),
-    "freescale over TCP": ("SM-free over TCP", plots.COLOURS[2]),
+    cluster.TCP: ("SM-free over TCP", plots.COLOURS[2]),
 }
 
 
@@ -249,8 +249,9 @@ def draw_sm_free(results: Mapping[str, Row], path: Path) -> None:
                 text = f"{row['slowdown']:.2f}x\n{row['gb_per_s_per_rank']:.1f} GB/s"
                 axes.text(at, row["slowdown"] + 0.03, text, ha="center", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.6)
-        world = result["rows"][0]["world"]
-        axes.set(title=f"Compute beside an AllToAll over its time alone, {world} ranks", ylim=(0, 2.2))
+        machine = result["machine"].split(",")[0]
+        axes.set_title(f"Compute beside an AllToAll over its time alone\n{machine}", fontsize=9)
+        axes.set_ylim(0, 2.2)
         axes.set_xticks([0, 1], ["matrix products", "HSTU layers"])
         plots.tidy(axes)
         axes.legend(frameon=False, fontsize=8, loc="upper right")
@@ -277,9 +278,9 @@ def draw_end_to_end(results: Mapping[str, Row], path: Path) -> None:
         style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": max(0.8, 4.5 - 0.6 * number)}
         curves.plot(side["losses"], label=name, **style)
     curves.set(title="Losses, the first side's below the others'", xlabel="step")
-    for axes in (bars, curves):
+    for axes, centre, columns in ((bars, 0.4, 4), (curves, 0.5, 3)):
         plots.tidy(axes)
-        axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+        axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(centre, -0.12), ncols=columns)
     figure.savefig(path, dpi=plots.DPI)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import report
+from benchmarks import rates, report
 from benchmarks.machines import Transport, make_machine
 from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
 
@@ -40,6 +40,7 @@ def measure(options: Options) -> dict[str, Any]:
     """Train all sides at all rates. Returns the same figures on every rank: a step lasts until its slowest rank is through."""
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     machine, workload = make_machine(options.device, options.ranks, options.clock, options.tail, options.transport)
+    links = rates.links(machine.device) if machine.device.type == "cuda" else {}
     blocks = _blocks(options)
     schedule = [block.rate for block in blocks for _ in range(block.warm + options.steps + COOL)]
     batches = [
@@ -81,6 +82,7 @@ def measure(options: Options) -> dict[str, Any]:
         "parameters": asdict(options),
         "versions": report.versions(),
         "machine": machine.describe(),
+        "link_gb_per_s": links,
         "workload": asdict(workload) | {"ids_per_rank": workload.ids_per_rank},
         "results": results,
         "losses": {

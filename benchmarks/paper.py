@@ -9,6 +9,7 @@ from benchmarks.bubble import BASE
 from benchmarks.claims import GOAL_RATE, command, exposed_results, left_exposed, where
 from benchmarks.claims import end_to_end as claim_of_end_to_end
 from benchmarks.claims import quality as claim_of_quality
+from benchmarks.cluster import HOST, NCCL
 
 PICTURES = "../benchmarks/results"
 INTRODUCTION = """<!-- made by `python -m benchmarks.tables` -->
@@ -155,16 +156,20 @@ def exposed(results: Results) -> Iterator[Section]:
 
 
 def contention(results: Results) -> Section:
-    rows = {(row["compute"], row["mode"]): row for row in results["sm_free_h200"]["rows"]}
-    slow = {key: f"{row['slowdown']:.2f}x" for key, row in rows.items()}
+    def said(name: str) -> str:
+        slow = {(row["compute"], row["mode"]): f"{row['slowdown']:.2f}x" for row in results[name]["rows"]}
+        return (
+            f"beside NCCL matrix products take {slow['gemm', NCCL]} and HSTU layers {slow['hstu', NCCL]} of their time alone; "
+            f"beside the SM-free transport {slow['gemm', HOST]} and {slow['hstu', HOST]}"
+        )
+
+    own, shared = "sm_free_h200", "sm_free_h200_share"
     return Section(
         "Compute beside communication (Fig. 10)",
         "NCCL slows the compute it overlaps by about 10%, whatever its channel settings.",
-        f"H200 as {rows['gemm', 'alone']['world']} nodes, each with a share of the SMs: beside NCCL matrix products take "
-        f"{slow['gemm', 'nccl']} and HSTU layers {slow['hstu', 'nccl']} of their time alone; beside the SM-free transport "
-        f"{slow['gemm', 'freescale']} and {slow['hstu', 'freescale']}.",
+        f"{results[own]['machine']}: {said(own)}. Where MPS shares the cores out, and ranks meet on them: {said(shared)}.",
         "figure_sm_free.png",
-        ["sm_free_h200"],
+        [own, shared],
     )
 
 

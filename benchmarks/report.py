@@ -44,19 +44,22 @@ def make_parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
-def head(benchmark: str, machine: str | None = None) -> dict[str, Any]:
+def head(benchmark: str, machine: str | None = None, script: str | None = None) -> dict[str, Any]:
     """What, when, how and on what: every result begins with it.
 
     Args:
         benchmark: the module's name.
         machine: in words; this one's processor by default.
+        script: what was started, if not the module of that name.
     """
     # Where files lay on this machine is of no interest to a reader.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
+        "command": shlex.join(
+            ["python", *(shlex.split(script) if script else ["-m", f"benchmarks.{benchmark}"]), *words]
+        ),
         "machine": machine or f"{os.cpu_count()} cores ({platform.machine()})",
         "versions": versions(),
     }

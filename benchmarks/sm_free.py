@@ -1,9 +1,9 @@
 """Does communication slow the compute it hides behind? NCCL's kernels against copy engines.
 
-    python -m benchmarks.cluster 4 --own-cores -- -m benchmarks.sm_free [--quick] [--json] [--output FILE] [--explain]
+    python -m benchmarks.sm_free [--quick] [--json] [--output FILE] [--ranks 4] [--explain]
+    python -m benchmarks.cluster 4 -- -m benchmarks.sm_free
 
-Every rank is one process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set (torchrun does that). A chain of bf16
-matrix products, and of HSTU layers on histories of uneven lengths, is timed
+A chain of bf16 matrix products, and of HSTU layers on histories of uneven lengths, is timed
 
 * alone,
 * with NCCL AllToAll under way for the whole time,
@@ -12,12 +12,16 @@ matrix products, and of HSTU layers on histories of uneven lengths, is timed
 * with the freescale backend moving as many bytes as NCCL did.
 
 Slowdown is the time over the time alone. Bytes are those that leave a rank; as in the prioritized exchange, a rank has no
-part for itself. ``--explain`` adds what part of a
-slowdown is due to the link alone: plain pinned copies without flags or peers, and copies of the other ranks.
+part for itself. ``--explain`` adds what part of a slowdown is due to the link alone: plain pinned copies without flags or peers,
+and copies of the other ranks.
+
+The script starts one GPU as a cluster of nodes with cores of their own. Under a launcher, which sets RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT, it takes its place there: the second command leaves it to MPS which cores a rank has.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
 import importlib
@@ -38,12 +42,11 @@ import torch.distributed as dist
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import own_cores, report
-from benchmarks.cluster import own_host
+from benchmarks import cluster as nodes
+from benchmarks import own_cores, rates, report
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-OVER_TCP = "freescale over TCP"
 SHOWN = ("compute", "mode", "ms", "slowdown", "gb_per_s_per_rank")
 
 
@@ -179,21 +182,6 @@ def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int)
     return start
 
 
-def bare_rate(cluster: Cluster, group: Any, send: torch.Tensor, receive: torch.Tensor) -> float:
-    """GB/s that leave a rank when nothing else runs."""
-    run = exchanges(group, send, receive, 4)
-    for attempt in range(2):  # the first sets up connections and buffers
-        cluster.meet()
-        began = time.perf_counter()
-        _, finish = run()
-        finish()
-        torch.cuda.synchronize()
-        took = time.perf_counter() - began
-        if attempt:
-            return cluster.mean(4 * send.nbytes / took / 1e9)
-    raise AssertionError
-
-
 def plain_copies(device: torch.device, mebibytes: int, seconds: float) -> Callable[[], Any]:
     """A background of pinned copies out and in on two streams: the link's work without flags, peers or rings."""
     host = torch.empty(2, mebibytes << 20, dtype=torch.uint8, pin_memory=True)
@@ -253,27 +241,18 @@ def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: di
     receive = torch.empty_like(send)
     seconds = rows[0]["ms"] / 1e3
     for mode, group in groups.items():
-        rate = bare_rate(cluster, group, send, receive)
+        rate = rates.gb_per_second(group, cluster.device, args.mebibytes)
         count = max(2, int(1.6 * seconds * rate * 1e9 / send.nbytes) + 1)  # enough to outlast the compute
         found = row(mode, exchanges(group, send, receive, count))
         found["bare_gb_per_s_per_rank"] = rate
-    if "nccl" in groups:
-        count = max(1, round(next(r for r in rows if r["mode"] == "nccl")["bytes_per_rank"] / send.nbytes))
-        row("freescale, NCCL's bytes", exchanges(groups["freescale"], send, receive, count))
+    if nodes.NCCL in groups:
+        count = max(1, round(next(r for r in rows if r["mode"] == nodes.NCCL)["bytes_per_rank"] / send.nbytes))
+        row("freescale, NCCL's bytes", exchanges(groups[nodes.HOST], send, receive, count))
     if args.explain:
         copies = plain_copies(cluster.device, args.mebibytes, 1.5 * seconds)
         row("plain copies, all ranks", copies)
         row("plain copies, not on rank 0", copies if cluster.rank else None, only_rank_0=True)
     return rows
-
-
-def hosts_of_their_own(cluster: Cluster, options: Any) -> Any:
-    """A group whose ranks take each other for hosts."""
-    with own_host(cluster.rank):
-        group = dist.new_group(backend="freescale", pg_options=options, timeout=timedelta(seconds=60))
-        everyone = torch.empty(cluster.world, device=cluster.device)
-        dist.all_gather_into_tensor(everyone, everyone[:1].clone(), group=group)  # connects them
-    return group
 
 
 def show(cluster: Cluster, row: Row) -> None:
@@ -296,8 +275,9 @@ def limited(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def main() -> None:
+def main() -> int:
     parser = report.make_parser(__doc__, quick="a shorter chain")
+    parser.add_argument("--ranks", type=int, default=4, help="of the cluster that is started; default 4")
     parser.add_argument("--seconds", type=float, help="length of the compute chain (default: 0.3, quick: 0.1)")
     parser.add_argument("--mebibytes", type=int, default=64, help="what leaves a rank in one exchange")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="chunk sizes to try as well, in MiB")
@@ -307,6 +287,16 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240, help="seconds after which it gives up")
     args = parser.parse_args()
     args.seconds = args.seconds or (0.1 if args.quick else 0.3)
+    if "RANK" not in os.environ:
+        return nodes.launch(
+            "benchmarks.sm_free", sys.argv[1:], args.ranks, gpu=True, timeout=args.limit + 60, own_cores=True
+        )
+    take_part(args)
+    return 0
+
+
+def take_part(args: argparse.Namespace) -> None:
+    """Be one of the ranks; rank 0 reports."""
     bare_package()
     transport = importlib.import_module("lightning_freescale.transport")
     with limited(args.limit):
@@ -314,16 +304,15 @@ def main() -> None:
         found = transport.capabilities()
         if cluster.rank == 0:
             print(f"torch {torch.__version__}, {cluster.world} ranks, {found}", file=sys.stderr, flush=True)
-        groups = {} if args.no_nccl else {"nccl": dist.new_group(backend="nccl", timeout=timedelta(seconds=60))}
+        groups = {} if args.no_nccl else {nodes.NCCL: dist.new_group(backend="nccl", timeout=timedelta(seconds=60))}
         options = {"": transport.Options(reductions="gloo")}
         options |= {
             f", {size} MiB chunks": transport.Options(reductions="gloo", chunk_bytes=size << 20) for size in args.chunks
         }
         for label, option in options.items():
-            group = dist.new_group(backend="freescale", pg_options=option, timeout=timedelta(seconds=60))
-            groups[f"freescale{label}"] = group
+            groups[nodes.HOST + label] = rates.sm_free_group(option)
         if cluster.world > 1:
-            groups[OVER_TCP] = hosts_of_their_own(cluster, options[""])
+            groups[nodes.TCP] = rates.hosts_of_their_own(cluster.device, options[""])
         rows: list[Row] = []
         for name in args.compute:
             make = {"gemm": gemm_chain, "hstu": hstu_layers}[name]
@@ -338,7 +327,7 @@ def main() -> None:
                 "device": torch.cuda.get_device_name(cluster.device),
                 "sms_per_rank": torch.cuda.get_device_properties(cluster.device).multi_processor_count,
                 "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-                "report": groups["freescale"].report(),
+                "report": groups[nodes.HOST].report(),
             }
             shown = [{name: row[name] for name in SHOWN} for row in rows]
             machine = f"{facts['device']} as {cluster.world} ranks: {own_cores.describe()}"
@@ -349,4 +338,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """The simulator against what was measured. Nothing is fitted to what is compared: compute, link and workload are those of the
 measurements.
 
-The link of the H200 as a cluster is that of its SM-free measurement: what NCCL and the SM-free transport carry with nothing
-beside them, and how much they slow the compute.
+The link of the H200 as a cluster is what NCCL or the SM-free transport carried in the same run with nothing beside them. How
+much each slows the compute is from the measurement of just that (``sm_free.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks import bubble
 from benchmarks.claims import kept
+from benchmarks.cluster import HOST, NCCL, TCP
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, Model, Side, simulate
@@ -25,14 +26,14 @@ Found = Mapping[str, Any]  # a kept result
 SYNCHRONOUS = {bubble.BASE: TORCHREC, bubble.SPARSE_DIST: SPARSE_DIST, bubble.SYNC: TORCHREC}
 EXPOSED = SYNCHRONOUS | {"prioritized": Side("prioritized", "prioritized", sm_free=True)}
 _ALL = Side("all", "prioritized", "fixed", sm_free=True)
-# With the transport, by its name in benchmarks/sm_free.py.
-END_TO_END = {name: (side, "nccl") for name, side in SYNCHRONOUS.items()} | {
-    bubble.BALANCE: (Side("+ balance", "base", "fixed"), "nccl"),
-    bubble.PRIORITIZE: (Side("+ prioritize", "prioritized"), "nccl"),
-    bubble.SM_FREE: (Side("+ SM-free", "base", sm_free=True), "freescale"),
-    bubble.OVER_NCCL: (Side("all over NCCL", "prioritized", "fixed"), "nccl"),
-    bubble.OVER_TCP: (_ALL, "freescale over TCP"),
-    bubble.ALL: (_ALL, "freescale"),
+# With the transport.
+END_TO_END = {name: (side, NCCL) for name, side in SYNCHRONOUS.items()} | {
+    bubble.BALANCE: (Side("+ balance", "base", "fixed"), NCCL),
+    bubble.PRIORITIZE: (Side("+ prioritize", "prioritized"), NCCL),
+    bubble.SM_FREE: (Side("+ SM-free", "base", sm_free=True), HOST),
+    bubble.OVER_NCCL: (Side("all over NCCL", "prioritized", "fixed"), NCCL),
+    bubble.OVER_TCP: (_ALL, TCP),
+    bubble.ALL: (_ALL, HOST),
 }
 ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
 MEDIAN_OF_NORMAL = 0.6745  # of absolute values, in standard deviations
@@ -115,14 +116,14 @@ def machine_of(found: Found, sm_free: bool) -> tuple[Cluster, float]:
     if "bandwidth_mb_per_s" in machine:  # emulated
         bandwidth, latency = 1e6 * machine["bandwidth_mb_per_s"], machine["latency_ms"] / 1e3
         return Cluster(ranks, bandwidth, latency, host_waits=True), machine["after_backward_ms"] / 1e3
-    return one_gpu(ranks, machine["exchange"] if sm_free else "nccl", "gemm"), 0.0
+    return one_gpu(found, machine["exchange"] if sm_free else NCCL, "gemm"), 0.0
 
 
-def one_gpu(ranks: int, mode: str, compute: str) -> Cluster:
+def one_gpu(found: Found, transport: str, compute: str) -> Cluster:
     """A GPU as a cluster: what a transport carries with nothing beside it, and how it slows that kind of compute."""
-    rates = {(row["mode"], row["compute"]): row for row in kept()["sm_free_h200"]["rows"]}
-    rate = rates[mode, compute]
-    return Cluster(ranks, 1e9 * rate["bare_gb_per_s_per_rank"], nccl_slowdown=max(1.0, rate["slowdown"]))
+    slowdown = {(row["mode"], row["compute"]): row["slowdown"] for row in kept()["sm_free_h200"]["rows"]}
+    bandwidth = 1e9 * found["link_gb_per_s"][transport]
+    return Cluster(found["parameters"]["ranks"], bandwidth, nccl_slowdown=max(1.0, slowdown[transport, compute]))
 
 
 # ---- straggler --------------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ def end_to_end(found: Found, seeds: int) -> list[Row]:
     for name, (side, transport) in END_TO_END.items():
         if name not in found["sides"]:
             continue
-        cluster = one_gpu(ranks, transport, "hstu")
+        cluster = one_gpu(found, transport, "hstu")
         runs = [simulate(side, cluster, model, batches, seed) for seed in range(seeds)]
         measured = found["sides"][name]
         row = {"ranks": ranks, "longest": workload.longest, "side": name}

@@ -23,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_freescale as fs
+from benchmarks import own_cores, report
 from benchmarks.trainer import plain_trainer
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--mean-length", type=float, default=2000.0)
     parser.add_argument("--first", type=int, default=8, help="profiled step")
     parser.add_argument("--last", type=int, default=17)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also keep it, as JSON")
     options = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(os.environ.get("FOLDER") or tempfile.gettempdir())
@@ -133,6 +135,10 @@ def main() -> None:
         for one in everybody:
             print({name: round(value, 4) for name, value in one.items() if not isinstance(value, list)}, flush=True)
         print("RESULT " + json.dumps(everybody), flush=True)
+        if options.output:
+            machine = f"{torch.cuda.get_device_name()} as {NODES} ranks: {own_cores.describe()}"
+            head = report.head("profiler", machine, f"-m benchmarks.cluster {NODES} -- tests/gpu/bubbles.py")
+            options.output.write_text(json.dumps(head | {"rows": everybody}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
