@@ -63,14 +63,17 @@ void Queue::start_pumps(const std::vector<int>& peers) {
   }
 }
 
-// First those that send: peers wait for our last counters, or for the reason why we leave.
+// First those that send: peers wait for our last counters, or for the reason why we leave. One that the system had no
+// thread for is not there.
 void Queue::stop_pumps() {
   stop_sending_ = true;
   wake_senders();
-  for (auto& pump : pumps_) pump->sends.join();
+  for (auto& pump : pumps_)
+    if (pump->sends.joinable()) pump->sends.join();
   stop_receiving_ = true;
   for (auto& pump : pumps_) pump->receiver->wake();
-  for (auto& pump : pumps_) pump->receives.join();
+  for (auto& pump : pumps_)
+    if (pump->receives.joinable()) pump->receives.join();
 }
 
 void Queue::wake_senders() {

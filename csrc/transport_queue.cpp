@@ -191,7 +191,7 @@ void Queue::close(double seconds) {
       stop_ = true;
     }
     watch_wakes_.notify_one();
-    watch_->join();
+    if (watch_) watch_->join();
     stop_pumps();
     outstanding_.clear();
     finished_.clear();
