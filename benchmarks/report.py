@@ -53,7 +53,7 @@ def head(benchmark: str, machine: str | None = None, script: str | None = None) 
         script: what was started, if not the module of that name.
     """
     # Where files lay on this machine is of no interest to a reader.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    words = [Path(word).name if word.startswith(("/", "../")) else word for word in sys.argv[1:]]
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
