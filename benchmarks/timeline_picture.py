@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
-from torchrec.distributed.types import ShardingEnv
+from typing_extensions import override
 
 import lightning_freescale as fs
 from benchmarks import cluster, report
@@ -42,6 +43,7 @@ from lightning_freescale.bubbles.analysis import Analysis, analyse
 from lightning_freescale.bubbles.attribution import PARTS
 from lightning_freescale.bubbles.records import Run, read_run
 from lightning_freescale.data.batch import HISTORY, NEGATIVES
+from lightning_freescale.embedding.paths import Paths
 from lightning_freescale.models import HSTU
 
 SIDES = ("freescale_sync", "freescale")
@@ -92,18 +94,20 @@ class Emulated(pl.LightningModule):
         return 1.0, 0.0, 0.0
 
 
-class OverLiveLink(fs.FreeScaleStrategy):
+class OverLiveLink(Paths):
     """Rows, ids and gradients travel over the emulated network."""
 
-    def __init__(self, wire: LiveWire, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self, wire: LiveWire, prioritize: bool):
+        super().__init__(prioritize, "auto", timedelta(seconds=60))
         self._wire = wire
 
+    @override
+    def table_group(self) -> Any:
+        return new_link(self._wire, 0, LiveLinkGroup)
+
+    @override
     def _new_group(self, priority: Any) -> Any:
         return new_link(self._wire, 0 if priority == "high" else 1, LiveLinkGroup)
-
-    def _table_env(self) -> ShardingEnv:
-        return ShardingEnv.from_process_group(new_link(self._wire, 0, LiveLinkGroup))
 
 
 # ---- on a rank -------------------------------------------------------------------------------------------------------------
@@ -126,12 +130,12 @@ def train(side: str, arguments: argparse.Namespace) -> None:
         },
     )
     model: pl.LightningModule
+    strategy = fs.FreeScaleStrategy(**chosen)
     if cuda:
-        strategy = fs.FreeScaleStrategy(**chosen)
         model = HSTU(data.num_items, embedding_dim=256, num_layers=4, num_heads=4, max_history=longest)
     else:
         off_rank = BATCH * MEAN_EVENTS * DIM * 4 * (ranks - 1) / ranks
-        strategy = OverLiveLink(LiveWire(off_rank / EXCHANGE), **chosen)
+        strategy._paths = OverLiveLink(LiveWire(off_rank / EXCHANGE), chosen["prioritize"])
         model = Emulated(data.num_items)
     trainer = pl.Trainer(
         strategy=strategy,
