@@ -167,7 +167,8 @@ def contention(results: Results) -> Section:
     return Section(
         "Compute beside communication (Fig. 10)",
         "NCCL slows the compute it overlaps by about 10%, whatever its channel settings.",
-        f"{results[own]['machine']}: {said(own)}. In an earlier run, where MPS shared the cores out and ranks may meet on them: {said(shared)}.",
+        f"{results[own]['machine']}: {said(own)}. In an earlier run, where MPS shared the cores out and ranks may meet on them: "
+        f"{said(shared)}.",
         "figure_sm_free.png",
         [own, shared],
     )
