@@ -52,14 +52,13 @@ def head(benchmark: str, machine: str | None = None, script: str | None = None) 
         machine: in words; this one's processor by default.
         script: what was started, if not the module of that name.
     """
+    script = script or f"-m benchmarks.{benchmark}"
     # Where files lay on this machine is of no interest to a reader.
     words = [Path(word).name if word.startswith(("/", "../")) else word for word in sys.argv[1:]]
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(
-            ["python", *(shlex.split(script) if script else ["-m", f"benchmarks.{benchmark}"]), *words]
-        ),
+        "command": shlex.join(["python", *shlex.split(script), *words]),
         "machine": machine or f"{os.cpu_count()} cores ({platform.machine()})",
         "versions": versions(),
     }

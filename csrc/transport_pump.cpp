@@ -10,7 +10,6 @@ namespace freescale::transport {
 
 static constexpr std::chrono::microseconds rest = std::chrono::seconds(1);  // of a thread that somebody will wake
 
-
 class Queue::Events : public WireEvents {
  public:
   explicit Events(Queue& queue) : queue_(queue) {}
@@ -48,7 +47,10 @@ class Queue::Events : public WireEvents {
   Queue& queue_;
 };
 
-void Queue::start_pumps(const std::vector<int>& peers) {
+void Queue::start_pumps() {
+  std::vector<int> peers;
+  for (int peer = 0; peer < world(); ++peer)
+    if (lanes_[peer].remote) peers.push_back(peer);
   const std::size_t count = std::min(peers.size(), settings_.network_threads);
   for (std::size_t first = 0; first < count; ++first) {
     auto pump = std::make_unique<Pump>();

@@ -97,18 +97,15 @@ void Queue::connect(const std::vector<std::string>& addresses) {
   lanes_.resize(world());
   peers_.resize(world());
   std::map<int, std::string> others;
-  std::vector<int> remote;
   for (int peer = 0; peer < world(); ++peer) {
     const auto fields = parse(addresses[peer]);
     open_lane(peer, fields.at("segment"));
-    if (!lanes_[peer].remote) continue;
-    others[peer] = fields.at("wire");
-    remote.push_back(peer);
+    if (lanes_[peer].remote) others[peer] = fields.at("wire");
   }
   report_.ring_bound_bytes = world() * region;
   if (wire_) wire_->connect(others, after_seconds(settings_.timeout));
   connected_ = true;
-  if (wire_) start_pumps(remote);
+  start_pumps();
   watch_ = std::make_unique<std::thread>([this] { watch(); });
 }
 

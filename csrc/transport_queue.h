@@ -177,7 +177,7 @@ class Queue {
   void release_waits();
 
   // transport_pump.cpp: between hosts
-  void start_pumps(const std::vector<int>& peers);
+  void start_pumps();
   void stop_pumps();
   void wake_senders();
   bool put_ready(Pump& pump);

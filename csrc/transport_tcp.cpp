@@ -135,8 +135,8 @@ class TcpWire : public Wire {
     while (::connect(socket.file(), resolved.first->ai_addr, resolved.first->ai_addrlen) != 0) {
       if (errno != EINTR && (errno != ECONNREFUSED || Clock::now() > deadline))
         network_error("rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(peer) + " at " +
-                 address.substr(0, last),
-             errno);
+                          address.substr(0, last),
+                      errno);
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     Hello hello{tcp_magic, rank_, {}};

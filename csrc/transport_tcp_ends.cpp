@@ -42,7 +42,8 @@ class Poll {
     const timespec limit{patience.count() / 1000000, patience.count() % 1000000 * 1000};
     if (ppoll(files_.data(), files_.size(), &limit, nullptr) <= 0) return false;
     std::uint64_t count;
-    if (files_[0].revents && read(wake_.file(), &count, sizeof count) < 0 && errno != EAGAIN) network_error("eventfd", errno);
+    if (files_[0].revents && read(wake_.file(), &count, sizeof count) < 0 && errno != EAGAIN)
+      network_error("eventfd", errno);
     return true;
   }
 
