@@ -37,7 +37,7 @@ $(VENV)/.stack: Makefile
 	$(PIP) --no-deps $(TORCHREC)  # its metadata asks for a CUDA build of FBGEMM and an old torchmetrics
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/*)
+$(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 	PYTHONWARNINGS="ignore:Editable installation" \
 	$(PIP) --no-warn-conflicts --no-build-isolation --editable ".[$(STACK),dev]"
 	@touch $@

@@ -6,8 +6,8 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
-sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-headers = sorted(str(path) for path in Path("csrc").glob("*.h"))
+sources = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
+headers = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 
 # Where the compiler has only a static libstdc++, its symbols must stay private: half of them would be bound to torch's copy.
 link_arguments = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []

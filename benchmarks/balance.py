@@ -24,9 +24,9 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from lightning_freescale import jagged
 from lightning_freescale.balance import fixed, loads, lower_bound, straggler, variable, zigzag
 from lightning_freescale.balance.partition import Mode
+from lightning_freescale.runtime import jagged
 
 Row = dict[str, float | int | str]
 WORLDS = (8, 16, 32, 64, 128, 256, 512)  # of the kernels

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import lightning_freescale as fs
 from benchmarks import report
 from benchmarks.trainer import plain_trainer
-from lightning_freescale import demo
+from lightning_freescale.cli import demo
 
 GOAL = 0.01  # of a step
 WAITS = ("waited", "exposed", "exchanging", "bytes_sent")

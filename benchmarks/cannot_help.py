@@ -35,7 +35,7 @@ from benchmarks.bubble import COOL, DEFAULT, MARKS, SYNC, compare_losses, global
 from benchmarks.products import check_products
 from benchmarks.trainings import Batches, Job, Trained, train
 from benchmarks.workload import LongTail
-from lightning_freescale.embedding.trial import Trial
+from lightning_freescale.embedding.mode_trial import Trial
 
 Figures = dict[str, Any]
 

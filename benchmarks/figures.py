@@ -26,8 +26,8 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
 
 from benchmarks import bubble, cluster, plots, report
 from benchmarks.claims import exposed_results, kept, where
-from lightning_freescale.balance.plan import RANDOM, evaluate
 from lightning_freescale.balance.planner import rule_of_thumb
+from lightning_freescale.cli.plan import RANDOM, evaluate
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.preprocess import preprocess
 from lightning_freescale.data.sources import open_source

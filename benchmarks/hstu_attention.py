@@ -25,7 +25,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
 
 from benchmarks import report
 from lightning_freescale.models.attention import dense_attention, hstu_attention, plan_attention
-from lightning_freescale.models.buckets import num_buckets
+from lightning_freescale.models.attention.buckets import num_buckets
 
 Row = dict[str, float | int | str]
 
@@ -144,11 +144,11 @@ def measure(case: Case, device: str, repeats: int) -> Row:
 
 
 def sweep(repeats: int) -> list[Row]:
-    """Other launch parameters than ``attention_cuda.configs`` chose, one kernel at a time. CUDA only."""
-    from lightning_freescale.models import attention_cuda
-    from lightning_freescale.models.attention_cuda import Config
+    """Other launch parameters than ``triton_attention.configs`` chose, one kernel at a time. CUDA only."""
+    from lightning_freescale.models.attention import triton_attention
+    from lightning_freescale.models.attention.triton_attention import Config
 
-    chosen, rows = attention_cuda.configs, []
+    chosen, rows = triton_attention.configs, []
     tried = [
         Config(64, 32, 4, 2),
         Config(64, 32, 4, 3),
@@ -163,7 +163,7 @@ def sweep(repeats: int) -> list[Row]:
         inputs = make_inputs(case, "cuda")
         for kernel in ("forward", "queries", "keys"):
             for config in tried:
-                attention_cuda.configs = lambda *args, k=kernel, c=config: chosen(*args) | {k: c}
+                triton_attention.configs = lambda *args, k=kernel, c=config: chosen(*args) | {k: c}
                 plan = plan_attention(inputs["offsets"], inputs["timestamps"])
                 try:
                     times = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, "cuda", repeats)  # noqa: B023
@@ -174,7 +174,7 @@ def sweep(repeats: int) -> list[Row]:
                 rows.append(
                     {"case": case.name, "kernel": kernel, "own, other, warps, stages": str(tuple(config)), "ms": took}
                 )
-    attention_cuda.configs = chosen
+    triton_attention.configs = chosen
     return rows
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.bubble import MARKS
-from lightning_freescale.data.batch import HISTORY, SeqBatch
+from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
 from lightning_freescale.models import HSTU
 
 

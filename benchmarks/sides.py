@@ -27,11 +27,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 from benchmarks.machines import Machine
 from benchmarks.workload import FEATURE, Batch, Workload
-from lightning_freescale.data import staging
-from lightning_freescale.embedding.pieces import COLLISION, Groups
 from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.sharded import shard
-from lightning_freescale.streams import SideStream
+from lightning_freescale.embedding.shard import shard
+from lightning_freescale.embedding.stages import COLLISION, Groups
+from lightning_freescale.runtime.streams import SideStream
+from lightning_freescale.strategy import staging
 
 DENSE = "dense alone"
 COMPUTE = "compute alone"

@@ -206,7 +206,7 @@ def timed_hstu() -> Any:
     """The class is made late: importing the package takes seconds that the launcher need not spend."""
     from lightning_freescale.balance import CostModel
     from lightning_freescale.balance.pack import sample_sizes
-    from lightning_freescale.data.batch import HISTORY
+    from lightning_freescale.batch.seq_batch import HISTORY
     from lightning_freescale.models import HSTU
 
     class TimedHSTU(HSTU):

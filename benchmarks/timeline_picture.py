@@ -38,12 +38,12 @@ import lightning_freescale as fs
 from benchmarks import cluster, report
 from benchmarks.link import new_link
 from benchmarks.live_link import LiveLinkGroup, LiveWire
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.bubbles import picture
 from lightning_freescale.bubbles.analysis import Analysis, analyse
 from lightning_freescale.bubbles.attribution import PARTS
 from lightning_freescale.bubbles.records import Run, read_run
-from lightning_freescale.data.batch import HISTORY, NEGATIVES
-from lightning_freescale.embedding.paths import Paths
+from lightning_freescale.embedding.exchange_mode import Paths
 from lightning_freescale.models import HSTU
 
 SIDES = ("freescale_sync", "freescale")

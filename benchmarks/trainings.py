@@ -39,8 +39,8 @@ from benchmarks.cluster import own_host
 from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
 from benchmarks.trainer import plain_trainer
 from benchmarks.workload import LongTail
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
-from lightning_freescale.embedding.sharded import shard
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.embedding.shard import shard
 
 PIPELINES = {BASE: TrainPipelineBase, SPARSE_DIST: TrainPipelineSparseDist}
 _OFF: dict[str, Any] = {"balance": "off", "prioritize": False}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 
 FEATURE = "item"
 # How often a global batch asks for each hot row on average. Exp(-8) of the hot rows are missed: 0.03 %.

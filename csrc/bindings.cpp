@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "jagged.h"
-#include "partition.h"
+#include "jagged/jagged.h"
+#include "partition/partition.h"
 
 namespace py = pybind11;
 using namespace freescale;
 
 namespace freescale {
-void bind_transport(py::module_& module);  // transport_bindings.cpp
+void bind_transport(py::module_& module);  // transport/bindings.cpp
 }
 
 namespace {

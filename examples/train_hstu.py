@@ -6,7 +6,7 @@ The code is in ``lightning_freescale/demo.py``, so that ``freescale demo`` runs 
 training script from top to bottom, see ``own_model.py``.
 """
 
-from lightning_freescale.demo import main
+from lightning_freescale.cli.demo import main
 
 if __name__ == "__main__":
     main(strategy="freescale")

@@ -9,13 +9,15 @@ import contextlib
 
 from lightning_utilities.core import rank_zero as _rank_zero
 
-from lightning_freescale import _quiet as _quiet
-from lightning_freescale import _requirements as _requirements  # first: explains a missing dependency
-from lightning_freescale._lightning import FreeScaleStrategy
+from lightning_freescale.runtime import requirements as requirements  # explains a missing dependency, so it comes first
+from lightning_freescale.runtime import third_party_warnings as third_party_warnings
+
+# isort: split
 from lightning_freescale.bubbles.monitor import BubbleMonitor
-from lightning_freescale.checkpoint import export
 from lightning_freescale.data import SeqBatch, SeqRecDataModule
-from lightning_freescale.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
+from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
+from lightning_freescale.strategy import FreeScaleStrategy
+from lightning_freescale.strategy.checkpoint import export
 
 _messages = _rank_zero.log
 with contextlib.suppress(ModuleNotFoundError):  # pytorch_lightning comes with lightning, but users may have removed it

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin
 from lightning_freescale.data.datamodule import SeqRecDataMixin
 from lightning_freescale.models.hstu import HSTUMixin
-from lightning_freescale.strategy import FreeScaleMixin
+from lightning_freescale.strategy.strategy import FreeScaleMixin
 
 __all__ = ["HSTU", "BubbleMonitor", "FreeScaleStrategy", "SeqRecDataModule"]
 

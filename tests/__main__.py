@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ASIDE = ["tests/test_examples.py", "tests/test_packaging.py", "tests/test_cli.py", "tests/transport"]
+ASIDE = ["tests/examples", "tests/test_packaging.py", "tests/cli", "tests/transport"]
 
 
 def main() -> int:

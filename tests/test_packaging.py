@@ -21,7 +21,7 @@ import pytest
 import lightning_freescale
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+SOURCES = sorted((ROOT / "csrc").rglob("*.cpp"))
 LEFT_OUT = (".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "runs", "lightning_logs")
 
 
@@ -64,7 +64,7 @@ def wheel(sdist: Path) -> zipfile.ZipFile:
 def test_the_sdist_has_what_a_build_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*")} <= names
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= names
     assert not [name for name in names if name.startswith("tests/")]
 
@@ -151,7 +151,7 @@ def test_a_second_make_installs_nothing(installed: Path) -> None:
 
 
 def test_a_changed_source_rebuilds_the_package_alone(installed: Path) -> None:
-    (installed / "csrc" / "jagged.h").touch()
+    (installed / "csrc" / "jagged" / "jagged.h").touch()
     assert run(["make", "-q", "venv"], cwd=installed).returncode == 1
     assert "--editable" in planned(installed)
     assert "torch==" not in planned(installed)

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._log import say_once
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.balance.online import OnlineFit
 from lightning_freescale.balance.pack import CannotBalance, sample_sizes
 from lightning_freescale.balance.planner import Planner, rule_of_thumb
+from lightning_freescale.balance.sampler import GlobalBatchSampler
 from lightning_freescale.balance.stopwatch import Stopwatch
-from lightning_freescale.data.sampler import GlobalBatchSampler
-from lightning_freescale.lookahead import DEPTH as LOOKAHEAD
+from lightning_freescale.runtime.log import log_once
 
 WARM_UP = 3  # steps that are not timed: kernels, buffers and connections are made in them
 
@@ -35,10 +34,12 @@ class Balancer:
             by it, but their planner learns, too.
         timeout: after which a wait for another rank is an error.
         every: steps between two updates of the cost model; 0: it stays as it is, and no step is timed.
+        prefetched: batches that the training fetches ahead of the current one.
     """
 
-    def __init__(self, balance: str | Planner, *, timeout: timedelta, every: int = 0):
+    def __init__(self, balance: str | Planner, *, timeout: timedelta, every: int = 0, prefetched: int = 0):
         self._planner, self._timeout, self._every = Planner.of(balance), timeout, every
+        self._prefetched = prefetched
         self._balanced: list[GlobalBatchSampler | ExchangeLoader] = []  # what plans with a planner
         self._free: list[dist.ProcessGroup] = []  # of exchanges that are over
         self._state: Mapping[str, Any] | None = None
@@ -72,13 +73,13 @@ class Balancer:
             self._balanced.append(sampler)
         elif self._planner is not None:
             planner = _know_better(self._planner, cost_model)
-            say_once(f"balance={planner.mode!r}: samples are exchanged between ranks, on the host, ahead of their step")
+            log_once(f"balance={planner.mode!r}: samples are exchanged between ranks, on the host, ahead of their step")
             group = self._free.pop(0) if self._free else self._new_group()
             loader = ExchangeLoader(loader, group=group, planner=planner, check=check, pin_memory=pin_memory)
             self._balanced.append(loader)
         else:
             if self._every:
-                say_once("fit_costs: nothing is balanced, so nothing is fitted")
+                log_once("fit_costs: nothing is balanced, so nothing is fitted")
             return loader
         if self._every and self.online is None:
             self.online = OnlineFit(planner, group=self._new_group(), every=self._every)
@@ -132,7 +133,7 @@ class Balancer:
         planner = online.maybe_update(self._steps)
         if planner is not None:
             if self._learnt is None:
-                say_once(f"fit_costs: samples are dealt by {planner.cost_model}, in seconds; error {online.error:.0%}")
+                log_once(f"fit_costs: samples are dealt by {planner.cost_model}, in seconds; error {online.error:.0%}")
             self._learnt = planner
             for target in self._balanced:
                 _plan_with(target, planner, self._first(batches))
@@ -143,12 +144,14 @@ class Balancer:
         """The batch of the epoch that new costs are for, where samples are dealt at the source."""
         if len(self._balanced) > 1:  # each is in an epoch of its own, and ``batches`` are of one of them
             if len(self.exchanges) < len(self._balanced):
-                say_once(
+                log_once(
                     "fit_costs: with several loaders, those balanced at the source take new costs at their next epoch"
                 )
             return math.inf
         assert self.online is not None
-        return batches + self.online.most_ahead + LOOKAHEAD  # none is planned yet; look-ahead grows as an epoch begins
+        return (
+            batches + self.online.most_ahead + self._prefetched
+        )  # none is planned yet; look-ahead grows as an epoch begins
 
     @property
     def exchanges(self) -> list[ExchangeLoader]:
@@ -163,7 +166,7 @@ class Balancer:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Before or after :meth:`attach`, and before the first batch."""
         if state is not None and not self._every:
-            say_once("fit_costs=False: the costs that the checkpoint has learnt are not used")
+            log_once("fit_costs=False: the costs that the checkpoint has learnt are not used")
             return
         self._state = state
         if state is not None and self.online is not None:

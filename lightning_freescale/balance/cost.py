@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.errors import CheckpointError, ConfigurationError
+from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError
 
 # Step times below this share of a step cannot be told apart; also the weight of the prior against one measurement.
 _RESOLUTION = 0.01

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_freescale._log import say_once
 from lightning_freescale.balance.pack import (
     CannotBalance,
     Layout,
@@ -39,7 +38,8 @@ from lightning_freescale.balance.pack import (
 )
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.balance.rest import Rest
-from lightning_freescale.errors import FreeScaleError, InputError
+from lightning_freescale.runtime.errors import FreeScaleError, InputError
+from lightning_freescale.runtime.log import log_once
 
 Sizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
 DEPTH = 2  # batches made ready beyond the one in use
@@ -298,7 +298,7 @@ class _Run:
             batch, sent = self._exchange(loaded, counts, planner)
         except CannotBalance as reason:  # on all ranks at this batch, of which nothing has moved
             self._plain, self._owner.unbalanced = True, str(reason)
-            say_once(f"balance: batches are trained where they are loaded, for their samples cannot move: {reason}")
+            log_once(f"balance: batches are trained where they are loaded, for their samples cannot move: {reason}")
             batch, sent = loaded.batch, 0
         moved = batch is not loaded.batch
         self._rest.note(moved)

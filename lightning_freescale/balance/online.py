@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale._log import logger
 from lightning_freescale.balance.autotune import retune
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.planner import Planner
-from lightning_freescale.errors import CheckpointError, FreeScaleError
+from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
+from lightning_freescale.runtime.log import logger
 
 WINDOW = 4096  # measurements that a fit looks back on
 LEAST = 0.05  # of the time of a step that samples must account for

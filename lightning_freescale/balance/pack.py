@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
-from lightning_freescale.data.staging import parts as find
-from lightning_freescale.errors import InputError
-from lightning_freescale.jagged import gather, lengths_to_offsets
+from lightning_freescale.batch.contents import parts as find
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.jagged import gather, lengths_to_offsets
 
 # Who owns the rows of a tensor: the column of a batch's lengths for each key it has. The last column is all ones.
 Owner = tuple[int, ...]

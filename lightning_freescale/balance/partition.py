@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale import _C
-from lightning_freescale.errors import ConfigurationError
-from lightning_freescale.jagged import as_indices
+from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.jagged import as_indices
 
 Mode = Literal["zigzag", "fixed", "variable"]
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.partition import PARTITIONS, Mode, variable
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 
 # Samples move only if the slowest rank's work shrinks by more than this share: less is lost in the noise, and moving is not free.
 WORTH = 0.002

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_freescale._log import say_once
+from lightning_freescale.runtime.log import log_once
 
 EVEN = 16  # batches in a row whose samples stay where they are, before ranks rest
 REST = 16  # one in so many is looked at then,
@@ -35,4 +35,4 @@ class Rest:
         self.even = 0 if moved else self.even + 1
         if self.even == EVEN:
             self._interval = REST
-            say_once(f"balance: {EVEN} batches in a row were even already; from here on, few are looked at")
+            log_once(f"balance: {EVEN} batches in a row were even already; from here on, few are looked at")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
 
-from lightning_freescale.data.staging import tensors
+from lightning_freescale.batch.contents import tensors
 
 Moment = float | torch.cuda.Event
 

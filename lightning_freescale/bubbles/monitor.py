@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale._log import say_once
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.batch.contents import parts
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.bubbles import picture
 from lightning_freescale.bubbles.attribution import Bubbles, attribute
 from lightning_freescale.bubbles.clock import clock_offset
@@ -33,9 +34,8 @@ from lightning_freescale.bubbles.probes import AllReduceProbe, ExchangeProbe
 from lightning_freescale.bubbles.records import RecordWriter, rank_file, to_record
 from lightning_freescale.bubbles.summary import Summary
 from lightning_freescale.bubbles.timeline import ENGINE, Kind, Moment, Span, Step, Timeline
-from lightning_freescale.data.batch import HISTORY, NEGATIVES
-from lightning_freescale.data.staging import parts
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.log import log_once
 
 if TYPE_CHECKING:  # the mixin stands on Callback of either Lightning namespace
     _Base = pl.Callback
@@ -131,7 +131,7 @@ class BubbleMonitorMixin(_Base):
             return []
         loggers = [logger for logger in trainer.loggers if hasattr(getattr(logger, "experiment", None), "add_image")]
         if loggers and not picture.available():
-            say_once("no pictures of the timeline in TensorBoard: they need Pillow (pip install pillow)")
+            log_once("no pictures of the timeline in TensorBoard: they need Pillow (pip install pillow)")
             return []
         return loggers
 

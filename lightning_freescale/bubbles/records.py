@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_freescale._log import say_once
 from lightning_freescale.bubbles.timeline import Kind, Span, Step
-from lightning_freescale.errors import InputError
+from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.log import log_once
 
 FOLDER = "freescale"
 FORMAT = 1
@@ -153,7 +153,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
         try:
             record = json.loads(line)
         except ValueError:  # cut off by a crash, or by two runs in one folder
-            say_once(f"{file}: line {number} is damaged and left out")
+            log_once(f"{file}: line {number} is damaged and left out")
             continue
         if "freescale" in record:
             if record["freescale"] != FORMAT:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale._log import say_once
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.log import log_once
 
 FORMAT_VERSION = 1  # of everything in the cache
 _META = "meta.json"
@@ -115,7 +115,7 @@ def _load_or_build(folder: Path, build: Callable[[Path], None], load: Callable[[
         try:
             return load(folder)
         except DamagedCache as error:
-            say_once(f"The preprocessed data are damaged and are built anew: {error}", logging.WARNING)
+            log_once(f"The preprocessed data are damaged and are built anew: {error}", logging.WARNING)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         build(work)

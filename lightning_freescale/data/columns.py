@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lightning_freescale._log import say_once
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.log import log_once
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 TICKS_PER_SECOND = 1_000_000  # times are ordered by the microsecond and stored by the second
@@ -82,7 +82,7 @@ def find_roles(available: Iterable[str], named: Mapping[str, str | None], path: 
     if found["item"] is None or (found["user"] is None and not user_optional):
         raise ConfigurationError(f"columns: {path.name} needs a user and an item column, not {dict(named)}")
     if guessed := [f"{column!r} as the {role}" for role, column in found.items() if column and role not in named]:
-        say_once(f"{path.name}: takes column {', '.join(guessed)}")
+        log_once(f"{path.name}: takes column {', '.join(guessed)}")
     return Roles(found["user"], found["item"], found["time"])
 
 

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from lightning_freescale._log import say_once
 from lightning_freescale.balance.planner import Planner
+from lightning_freescale.balance.sampler import GlobalBatchSampler, SequentialBatchSampler
 from lightning_freescale.data.cache import cached
 from lightning_freescale.data.columns import TimeUnit
 from lightning_freescale.data.dataset import MIN_EVENTS, HistoryDataset
@@ -22,11 +22,11 @@ from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
 from lightning_freescale.data.preprocess import preprocess
 from lightning_freescale.data.rowgroups import StreamIndex
-from lightning_freescale.data.sampler import GlobalBatchSampler, SequentialBatchSampler
 from lightning_freescale.data.sources import Format, ParquetSource, open_source
 from lightning_freescale.data.stream import StreamDataset, StreamLoader
 from lightning_freescale.data.synthetic import Synthetic
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.log import log_once
 
 
 class SeqRecDataMixin:
@@ -170,11 +170,11 @@ class SeqRecDataMixin:
             return
         mode = f"balance={self.planner.mode!r}"
         if self.streaming:
-            say_once(
+            log_once(
                 f"{mode}: the lengths of a stream are not known beforehand; it is balanced if the strategy does so"
             )
         else:
-            say_once(f"{mode}: balanced at the source, every rank reads the samples that make its work equal")
+            log_once(f"{mode}: balanced at the source, every rank reads the samples that make its work equal")
 
     def val_dataloader(self) -> DataLoader:
         return self._loader(None, shuffle=False, drop_last=False)

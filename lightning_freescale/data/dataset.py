@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import NegativeSampler
-from lightning_freescale.errors import ConfigurationError, InputError
-from lightning_freescale.jagged import gather
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.jagged import gather
 
 MIN_EVENTS = 3  # two to learn a transition from, and the held-out target
 

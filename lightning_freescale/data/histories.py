@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.data.cache import map_array, read_meta, save_arrays, whole
-from lightning_freescale.errors import InputError
+from lightning_freescale.runtime.errors import InputError
 
 CHUNK = 1 << 22  # events handled at a time wherever the data may exceed memory
 

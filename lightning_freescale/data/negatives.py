@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 
 Distribution = Literal["uniform", "popularity"]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -19,13 +19,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lightning_freescale._log import say_once
 from lightning_freescale.data.cache import save_arrays
 from lightning_freescale.data.columns import TICKS_PER_SECOND
 from lightning_freescale.data.histories import CHUNK, feature_file, user_chunks
 from lightning_freescale.data.sources import Source
-from lightning_freescale.errors import InputError
-from lightning_freescale.jagged import lengths_to_offsets
+from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.jagged import lengths_to_offsets
+from lightning_freescale.runtime.log import log_once
 
 
 def preprocess(source: Source, folder: Path, min_events: int = 3) -> None:
@@ -43,7 +43,7 @@ def preprocess(source: Source, folder: Path, min_events: int = 3) -> None:
         if not kept.any():
             raise InputError(f"{source.path}: none of {len(kept)} users has {min_events} events or more (min_events)")
         if dropped := int((~kept).sum()):
-            say_once(
+            log_once(
                 f"{source.path.name}: {dropped} of {len(kept)} users have fewer than {min_events} events, left out"
             )
         user_ids, user_of_code = table.user_names.ranks(kept)

@@ -22,8 +22,8 @@ from lightning_freescale.data.columns import Place
 from lightning_freescale.data.histories import CHUNK
 from lightning_freescale.data.preprocess import time_order
 from lightning_freescale.data.sources import Events, ParquetSource, leaf_values, readable
-from lightning_freescale.errors import InputError
-from lightning_freescale.jagged import lengths_to_offsets
+from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.jagged import lengths_to_offsets
 
 _MAX_ID = 1 << 31  # an id beyond is no row of a table but a hash
 

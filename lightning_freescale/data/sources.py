@@ -17,7 +17,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.data.cache import fingerprint
 from lightning_freescale.data.columns import (
     TICKS_PER_SECOND,
@@ -34,7 +34,7 @@ from lightning_freescale.data.columns import (
     ticks,
 )
 from lightning_freescale.data.histories import CHUNK
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 Format = Literal["parquet", "csv", "text"]
 _CSV_BLOCK = 64 << 20  # bytes

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_freescale._log import say_once
-from lightning_freescale.data.batch import SeqBatch
+from lightning_freescale.balance.sampler import check_enough
+from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.data.columns import TICKS_PER_SECOND
 from lightning_freescale.data.dataset import Samples, collate, leave_one_out
 from lightning_freescale.data.negatives import NegativeSampler
 from lightning_freescale.data.preprocess import time_order
 from lightning_freescale.data.rowgroups import Piece, StreamIndex, read_pieces
-from lightning_freescale.data.sampler import check_enough
-from lightning_freescale.errors import CheckpointError, InputError
-from lightning_freescale.jagged import lengths_to_offsets
+from lightning_freescale.runtime.errors import CheckpointError, InputError
+from lightning_freescale.runtime.jagged import lengths_to_offsets
+from lightning_freescale.runtime.log import log_once
 
 MAX_RUNS = 16  # of different shapes, within one epoch
 
@@ -125,7 +125,7 @@ class StreamDataset(IterableDataset):
         if not len(self._kept):
             raise InputError(f"{path}: none of {rows} rows has {least} events or more (min_events)")
         if dropped := rows - len(self._kept):
-            say_once(f"{path.name}: {dropped} of {rows} rows have fewer than {least} events, left out")
+            log_once(f"{path.name}: {dropped} of {rows} rows have fewer than {least} events, left out")
         check_enough(len(self._kept), batch_size, num_replicas, drop_last)
         self._pieces = [Piece(*piece) for piece in index.pieces.tolist()]
         self._first = lengths_to_offsets(index.pieces[:, Piece._fields.index("rows")])  # [P + 1] over all files

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.data.histories import CHUNK, Histories, user_chunks
-from lightning_freescale.errors import ConfigurationError
-from lightning_freescale.jagged import lengths_to_offsets
+from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.jagged import lengths_to_offsets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from lightning_freescale.embedding.collisions import (
     partition,
     place_within,
 )
-from lightning_freescale.embedding.pieces import (
+from lightning_freescale.embedding.stages import (
     COLLISION,
     EXCLUSIVE,
     Asked,
@@ -39,9 +39,9 @@ from lightning_freescale.embedding.pieces import (
     own_last,
     wire_bounds,
 )
-from lightning_freescale.embedding.state import kernels_in, kernels_of
-from lightning_freescale.errors import FreeScaleError
-from lightning_freescale.streams import Readback, SideStream, current_stream, keep_for, on_device
+from lightning_freescale.embedding.table_optimizer import kernels_in, kernels_of
+from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.streams import Readback, SideStream, current_stream, keep_for, on_device
 
 
 class _Join(torch.autograd.Function):

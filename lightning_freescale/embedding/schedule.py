@@ -28,12 +28,12 @@ import torch
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale._log import say_once
 from lightning_freescale.bubbles.timeline import Timeline
-from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE, BatchState, Groups
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
-from lightning_freescale.pace import Pace
-from lightning_freescale.streams import SideStream
+from lightning_freescale.embedding.stages import COLLISION, EXCLUSIVE, BatchState, Groups
+from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.pace import Pace
+from lightning_freescale.runtime.streams import SideStream
 
 MORE_THAN_ONCE = "called more than once a step"
 NOT_IN_BATCH = "called with features that are not part of the batch"
@@ -156,7 +156,7 @@ class Lane:
     def turn_off(self, reason: str) -> None:
         self.off = reason
         self.slot = None
-        say_once(f"prioritize: {self.name} is exchanged synchronously: it is {reason}")
+        log_once(f"prioritize: {self.name} is exchanged synchronously: it is {reason}")
 
 
 class Schedule:

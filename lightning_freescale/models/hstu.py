@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale._log import say_once
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hstu_attention, plan_attention
-from lightning_freescale.models.buckets import num_buckets
+from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.metrics import NDCG, HitRate, target_ranks
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.log import log_once
 
 ITEM_TABLE = "item"
 TIME_BUCKETS = num_buckets(2**31 - 1)
@@ -191,7 +191,7 @@ class HSTUMixin(_Module):
             ids = torch.tensor(
                 random.Random(0).sample(range(count), limit)
             )  # the same on every rank and in every epoch
-            say_once(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
+            log_once(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
         lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
         lengths[0] = len(ids)
         features = KeyedJaggedTensor(keys=self.feature_names, values=ids, lengths=lengths).to(self.device)

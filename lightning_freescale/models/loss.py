@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_freescale.errors import InputError
 from lightning_freescale.models.tiles import cut
+from lightning_freescale.runtime.errors import InputError
 
 TILE = 32  # positions of one history scored together
 CHUNK_TILES = 4096  # the logits of at most 131,072 positions exist at a time

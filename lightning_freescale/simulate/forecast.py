@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.simulate.run import COOL, WARM, Result, simulate
 from lightning_freescale.simulate.setting import FREESCALE, SPARSE_DIST, TORCHREC, Cluster, Model
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.simulate.events import PARTS, Ranks
 from lightning_freescale.simulate.schedules import Program, prioritized, synchronous
 from lightning_freescale.simulate.setting import Cluster, Model, Side, make_load

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.partition import loads
 from lightning_freescale.balance.planner import Planner
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.simulate.events import Array
 
 Schedule = Literal["base", "sparse_dist", "prioritized"]

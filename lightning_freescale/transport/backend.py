@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_freescale.errors import InputError
+from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.transport.gloo import GlooMover
 from lightning_freescale.transport.host_staged import HostStaged
 from lightning_freescale.transport.options import Options

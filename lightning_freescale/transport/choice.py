@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale import _C
-from lightning_freescale._log import say_once
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.log import log_once
 from lightning_freescale.transport.backend import NAME
 from lightning_freescale.transport.host_staged import refuse_single_connection
 from lightning_freescale.transport.rendezvous import host_id
@@ -87,7 +87,7 @@ def choose(
     if transport not in ("auto", "nccl", "gloo", "host"):
         raise ConfigurationError(f"transport={transport!r}: use 'auto', 'nccl', 'gloo' or 'host'")
     choice = _on_cpu(transport) if device.type == "cpu" else _on_cuda(transport, overlapped, one_host, found)
-    say_once(f"transport={transport!r}: {choice.backend}, {choice.reason}")
+    log_once(f"transport={transport!r}: {choice.backend}, {choice.reason}")
     return choice
 
 

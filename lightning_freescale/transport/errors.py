@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_freescale.errors import FreeScaleError
+from lightning_freescale.runtime.errors import FreeScaleError
 
 
 class TransportError(FreeScaleError):

@@ -2,7 +2,7 @@
 
 Every part of a tensor takes the same way, also the one a rank keeps for itself: device to pinned shared memory, a
 counter written by the stream, the peer's stream waits for the counter, host memory to device. A copy within a device
-would be shorter, but the GPU runs it on its cores. The protocol is in csrc/transport_queue.h.
+would be shorter, but the GPU runs it on its cores. The protocol is in csrc/transport/queue.h.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_freescale import _C
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.options import Options
 from lightning_freescale.transport.parts import Parts

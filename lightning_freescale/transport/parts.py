@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_freescale.errors import InputError
+from lightning_freescale.runtime.errors import InputError
 
 
 def as_bytes(tensor: Tensor, name: str) -> Tensor:

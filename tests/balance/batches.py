@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 
 
 class Label(NamedTuple):

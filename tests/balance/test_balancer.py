@@ -13,7 +13,7 @@ from lightning_freescale.balance import CostModel, Planner
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.balance.planner import rule_of_thumb
-from lightning_freescale.data.sampler import GlobalBatchSampler
+from lightning_freescale.balance.sampler import GlobalBatchSampler
 from tests.balance.batches import contents, seq_batch
 from tests.balance.test_online import TRUTH, observe
 from tests.balance.test_sampler import Samples

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_freescale.balance import CostModel, cost
-from lightning_freescale.errors import CheckpointError, ConfigurationError
 from lightning_freescale.models import HSTU
+from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError
 
 TRUTH = CostModel(linear=2e-6, quadratic=1.5e-9, candidate=4e-8, constant=0.02)  # seconds
 PRIOR = CostModel.from_hstu(embedding_dim=64, num_layers=2, num_heads=2)  # FLOPs, and other ratios

@@ -18,9 +18,9 @@ from lightning_freescale.balance import CostModel, Planner, straggler
 from lightning_freescale.balance.exchange import ExchangeLoader, PeerFailed
 from lightning_freescale.balance.pack import sample_sizes
 from lightning_freescale.balance.partition import Mode
-from lightning_freescale.control import Control
-from lightning_freescale.errors import FreeScaleError, InputError
-from lightning_freescale.lookahead import LookaheadLoader
+from lightning_freescale.runtime.errors import FreeScaleError, InputError
+from lightning_freescale.strategy.control import Control
+from lightning_freescale.strategy.prefetch import LookaheadLoader
 from tests.balance.batches import ad_batch, contents, lengths_of, seq_batch
 from tests.ranks import run_ranks
 

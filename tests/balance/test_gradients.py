@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_freescale.balance import Planner
 from lightning_freescale.balance.exchange import ExchangeLoader
+from lightning_freescale.balance.sampler import GlobalBatchSampler
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.data import Histories, HistoryDataset, NegativeSampler, SeqBatch, Synthetic
-from lightning_freescale.data.batch import HISTORY, NEGATIVES
-from lightning_freescale.data.sampler import GlobalBatchSampler
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.loss import sampled_softmax
 from tests.ranks import run_ranks

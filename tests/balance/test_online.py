@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_freescale.balance import CostModel, Planner
 from lightning_freescale.balance.online import OnlineFit, _explains
 from lightning_freescale.balance.partition import Mode
-from lightning_freescale.errors import CheckpointError
+from lightning_freescale.runtime.errors import CheckpointError
 from tests.ranks import run_ranks
 
 TRUTH = CostModel(linear=2e-6, quadratic=1.5e-9, candidate=4e-8, constant=0.02)  # seconds

@@ -21,7 +21,7 @@ from lightning_freescale.balance.pack import (
     sample_sizes,
     take_apart,
 )
-from lightning_freescale.errors import InputError
+from lightning_freescale.runtime.errors import InputError
 from tests.balance.batches import Ad, ad_batch, contents, lengths_of, seq_batch
 from tests.toy import Batch, Samples, collate
 

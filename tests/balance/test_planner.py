@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.balance import CostModel, Planner, fixed, planner, straggler, variable, zigzag
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5, 1.2, 64), 4000).astype(np.int64)
 

@@ -12,8 +12,8 @@ import pytest
 
 from lightning_freescale.balance import Planner, rest
 from lightning_freescale.balance.exchange import ExchangeLoader
-from lightning_freescale.control import Control
-from lightning_freescale.lookahead import LookaheadLoader
+from lightning_freescale.strategy.control import Control
+from lightning_freescale.strategy.prefetch import LookaheadLoader
 from tests.balance.batches import seq_batch
 from tests.balance.test_exchange import connect, local_indices, threads
 from tests.ranks import run_ranks

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_freescale.balance import CostModel, Planner, loads, lower_bound
 from lightning_freescale.balance.partition import Mode
-from lightning_freescale.data.sampler import GlobalBatchSampler
-from lightning_freescale.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.balance.sampler import GlobalBatchSampler
+from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from tests.ranks import run_ranks
 
 MODES: tuple[Mode, ...] = ("fixed", "zigzag", "variable")

@@ -14,7 +14,7 @@ import pytest
 import lightning_freescale.data.cache as cache_module
 from lightning_freescale.data import Histories, SeqRecDataModule, Synthetic
 from lightning_freescale.data.cache import cached, fingerprint
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from tests.ranks import run_ranks
 
 SMALL = Synthetic(users=20, items=30, clusters=3, mean_length=8, feature_sizes={"action/kind": 4})
@@ -121,7 +121,7 @@ def test_damaged_is_rebuilt_and_said(
     tmp_path: Path, builder: Builder, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(cache_module, "say_once", lambda message, level: said.append(message))
+    monkeypatch.setattr(cache_module, "log_once", lambda message, level: said.append(message))
     ask(builder, tmp_path / "cache")
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert not said

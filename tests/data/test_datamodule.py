@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.data import Histories, SeqBatch, SeqRecDataModule
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from tests.data.test_stream import HISTORIES, write
 from tests.ranks import run_ranks
 

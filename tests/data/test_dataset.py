@@ -7,10 +7,10 @@ import pytest
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
+from lightning_freescale.balance.sampler import LocalBatch
 from lightning_freescale.data import Histories, HistoryDataset, NegativeSampler, SeqBatch, Synthetic
 from lightning_freescale.data.negatives import random_bits
-from lightning_freescale.data.sampler import LocalBatch
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 HISTORIES = Synthetic(
     users=40, items=50, clusters=5, mean_length=12, feature_sizes={"action": 3, "place": 5}

@@ -20,7 +20,7 @@ import lightning_freescale.data.preprocess as preprocess_module
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.preprocess import preprocess
 from lightning_freescale.data.sources import open_source
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from tests.data.reference import Event, check, random_events, reference
 
 

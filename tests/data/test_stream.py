@@ -18,7 +18,7 @@ from lightning_freescale.data import Histories, NegativeSampler, SeqBatch, SeqRe
 from lightning_freescale.data.rowgroups import StreamIndex
 from lightning_freescale.data.sources import ParquetSource, open_source
 from lightning_freescale.data.stream import StreamLoader, worker_batches
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 # Start times differ between users, so that a sample's times name its user.
 HISTORIES = Synthetic(users=53, items=97, clusters=5, mean_length=9, feature_sizes={"action": 3}).generate()

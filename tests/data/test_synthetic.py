@@ -7,7 +7,7 @@ import pytest
 
 from lightning_freescale.data import Histories, Synthetic
 from lightning_freescale.data.histories import user_chunks
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 from tests.data.test_cache import equal
 
 

@@ -16,9 +16,9 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lightning_freescale.embedding import sharding
+from lightning_freescale.embedding import plan as sharding
 from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.state import kernels_of
+from lightning_freescale.embedding.table_optimizer import kernels_of
 from tests.embedding.exchange import (
     DIM,
     KEYS,

@@ -15,8 +15,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEm
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
 
-from lightning_freescale.embedding.pieces import Groups
 from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.stages import Groups
 
 KEYS = ["a", "b", "c"]  # b and c share a table
 ROWS = {"one": 40, "two": 24}

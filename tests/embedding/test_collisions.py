@@ -17,7 +17,7 @@ from lightning_freescale.embedding.collisions import (
     partition,
     place_within,
 )
-from lightning_freescale.embedding.pieces import own_last, wire_bounds
+from lightning_freescale.embedding.stages import own_last, wire_bounds
 
 KEYS = st.lists(st.integers(0, 19), max_size=30)
 MASKS = st.lists(st.booleans(), max_size=30)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.embedding.pieces import COLLISION, EXCLUSIVE
 from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.stages import COLLISION, EXCLUSIVE
 from tests.embedding import exchange
 from tests.embedding.exchange import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
 from tests.ranks import run_ranks

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.data.batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import dense_attention
-from lightning_freescale.models.buckets import num_buckets
+from lightning_freescale.models.attention.buckets import num_buckets
 
 NAMES = ("out", "dq", "dk", "dv", "dposition", "dtime")
 MINUTE, YEAR = 60, 365 * 24 * 3600

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.models import attention_cpu
-from lightning_freescale.models.attention import dense_attention, hstu_attention, plan_attention
-from lightning_freescale.models.attention_cpu import FREE_WORK, MIN_CHUNK, PADDED_WORK, chunk_ranges, group_lengths
+from lightning_freescale.models.attention import cpu, dense_attention, hstu_attention, plan_attention
+from lightning_freescale.models.attention.cpu import FREE_WORK, MIN_CHUNK, PADDED_WORK, chunk_ranges, group_lengths
 from tests.models.cases import (
     YEAR,
     assert_close,
@@ -30,9 +29,9 @@ def test_equals_dense_reference(lengths: list[int], heads: int, sorted_times: bo
 @pytest.mark.parametrize("lengths", [[1], [130, 1, 0, 64, 129], [300, 290, 280, 5, 5, 5]])
 @pytest.mark.parametrize("kept", [0, 2**22])
 def test_equals_dense_reference_in_many_chunks(lengths: list[int], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cpu, "CHUNK_SCORES", 32)  # so that every chunk is as short as allowed
-    monkeypatch.setattr(attention_cpu, "FREE_WORK", 500)
-    monkeypatch.setattr(attention_cpu, "KEPT_SCORES", kept)
+    monkeypatch.setattr(cpu, "CHUNK_SCORES", 32)  # so that every chunk is as short as allowed
+    monkeypatch.setattr(cpu, "FREE_WORK", 500)
+    monkeypatch.setattr(cpu, "KEPT_SCORES", kept)
     inputs = attention_inputs(lengths)
     assert_close(run_attention(hstu_attention, inputs), dense_result(inputs), 1e-13)
 

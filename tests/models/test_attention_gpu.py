@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.attention import hstu_attention
-from lightning_freescale.models.buckets import log_bucket, relative_times
+from lightning_freescale.models.attention.buckets import log_bucket, relative_times
 from tests.models.cases import assert_close, attention_inputs, dense_result, make_batch, relative_errors, run_attention
 
 pytestmark = pytest.mark.gpu

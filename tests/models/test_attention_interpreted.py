@@ -6,17 +6,17 @@ from tests.models.interpreter import run_interpreted
 
 SCRIPT = """
 import sys, torch
-from lightning_freescale.models import attention_cuda
-from lightning_freescale.models.buckets import relative_times
+from lightning_freescale.models.attention import triton_attention
+from lightning_freescale.models.attention.buckets import relative_times
 from tests.models.cases import assert_close, attention_inputs, dense_result, relative_errors, run_attention
 
 def interpreted(q, k, v, offsets, timestamps, position_bias, time_bias):
-    plan = attention_cuda.plan(offsets, relative_times(timestamps, offsets))
-    return attention_cuda.attention(q, k, v, position_bias, time_bias, q.shape[-1] ** -0.5, plan)
+    plan = triton_attention.plan(offsets, relative_times(timestamps, offsets))
+    return triton_attention.attention(q, k, v, position_bias, time_bias, q.shape[-1] ** -0.5, plan)
 
 # Small tiles: the interpreter is slow, and far tiles, which take another path than near ones, come early.
-for config in (attention_cuda.Config(32, 16, 4, 1), attention_cuda.Config(16, 32, 4, 1)):
-    attention_cuda.configs = lambda *_: dict.fromkeys(("forward", "queries", "keys"), config)
+for config in (triton_attention.Config(32, 16, 4, 1), triton_attention.Config(16, 32, 4, 1)):
+    triton_attention.configs = lambda *_: dict.fromkeys(("forward", "queries", "keys"), config)
     for dtype, lengths, sorted_times in (
         (torch.float32, [1, 0, 90, 2, 0], True),
         (torch.float32, [33], False),

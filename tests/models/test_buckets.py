@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.models.buckets import log_bucket, num_buckets, relative_times
+from lightning_freescale.models.attention.buckets import log_bucket, num_buckets, relative_times
 
 
 def naive_bucket(distance: int) -> int:

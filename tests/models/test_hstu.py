@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_freescale.data.batch import SeqBatch
-from lightning_freescale.errors import ConfigurationError, InputError
+from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.metrics import popularity_hit_rate
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from tests.models.cases import make_batch
 
 ITEMS = 30

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_freescale.errors import InputError
 from lightning_freescale.models import loss as loss_module
 from lightning_freescale.models.loss import sampled_softmax
+from lightning_freescale.runtime.errors import InputError
 
 
 def make_inputs(lengths: list[int], negatives: int, items: int = 7, dim: int = 3, seed: int = 0) -> list[Tensor]:

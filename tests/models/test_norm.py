@@ -70,26 +70,26 @@ def test_on_cpu_it_is_torchs() -> None:
 
 SCRIPT = """
 import torch
-from lightning_freescale.models import norm_cuda
+from lightning_freescale.models import norm_triton
 from tests.models.cases import assert_close, relative_errors
 from tests.models.test_norm import EPS, exact, exact_unit_rows, norm_inputs, run_norm, short_and_empty_rows
 
 def interpreted(x, weight, bias, gate=None):
-    return norm_cuda.layer_norm(x, gate, weight, bias, EPS, x.dtype)
+    return norm_triton.layer_norm(x, gate, weight, bias, EPS, x.dtype)
 
 for rows, width, elements, programs in ((1, 8, 64, 4), (37, 12, 64, 3), (50, 16, 4096, 512)):
-    norm_cuda.ELEMENTS, norm_cuda.PROGRAMS = elements, programs  # several tiles for a program, and a last one not full
+    norm_triton.ELEMENTS, norm_triton.PROGRAMS = elements, programs  # several tiles for a program, and a last one not full
     for gated in (False, True):
         inputs = norm_inputs(rows, width, gated=gated)
         assert_close(run_norm(interpreted, inputs), exact(inputs), 1e-6)
     lone = short_and_empty_rows(inputs)
-    assert_close(run_norm(norm_cuda.unit_rows, lone), exact_unit_rows(lone), 1e-6)
+    assert_close(run_norm(norm_triton.unit_rows, lone), exact_unit_rows(lone), 1e-6)
     inner = {"x": inputs["x"]}
-    assert_close(run_norm(norm_cuda.unit_rows, inner), exact_unit_rows(inner), 1e-6)
+    assert_close(run_norm(norm_triton.unit_rows, inner), exact_unit_rows(inner), 1e-6)
 wrong = inputs | {"bias": inputs["bias"] + 1e-3}
 assert relative_errors(run_norm(interpreted, wrong), exact(inputs))["out"] > 1e-4
-assert relative_errors(run_norm(norm_cuda.unit_rows, inner), exact_unit_rows({"x": inner["x"] + 1e-3}))["out"] > 1e-4
-assert interpreted(**norm_inputs(0, 8)).shape == norm_cuda.unit_rows(norm_inputs(0, 8)["x"]).shape == (0, 8)
+assert relative_errors(run_norm(norm_triton.unit_rows, inner), exact_unit_rows({"x": inner["x"] + 1e-3}))["out"] > 1e-4
+assert interpreted(**norm_inputs(0, 8)).shape == norm_triton.unit_rows(norm_inputs(0, 8)["x"]).shape == (0, 8)
 """
 
 
@@ -99,9 +99,9 @@ def test_interpreted_kernels_equal_float64() -> None:
 
 def compiled(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor | None = None) -> Tensor:
     """The kernels' own function: a module takes no other tensors than parameters."""
-    from lightning_freescale.models import norm_cuda
+    from lightning_freescale.models import norm_triton
 
-    return norm_cuda.layer_norm(x, gate, weight, bias, EPS, x.dtype)
+    return norm_triton.layer_norm(x, gate, weight, bias, EPS, x.dtype)
 
 
 @pytest.mark.gpu
@@ -117,13 +117,13 @@ def test_compiled_kernels_equal_float64(rows: int, width: int, gated: bool, dtyp
 @TYPES
 @pytest.mark.parametrize(("rows", "width"), [(2, 8), (3001, 96), (40_000, 128)])
 def test_compiled_unit_rows_equal_float64(rows: int, width: int, dtype: torch.dtype) -> None:
-    from lightning_freescale.models import norm_cuda
+    from lightning_freescale.models import norm_triton
 
     inputs = {"x": norm_inputs(rows, width, dtype=dtype, device="cuda")["x"]}
-    assert_close(run_norm(norm_cuda.unit_rows, inputs), exact_unit_rows(inputs), TOLERANCE[dtype])
+    assert_close(run_norm(norm_triton.unit_rows, inputs), exact_unit_rows(inputs), TOLERANCE[dtype])
     if dtype == torch.float32:
         inputs = short_and_empty_rows(inputs)
-        assert_close(run_norm(norm_cuda.unit_rows, inputs), exact_unit_rows(inputs), TOLERANCE[dtype])
+        assert_close(run_norm(norm_triton.unit_rows, inputs), exact_unit_rows(inputs), TOLERANCE[dtype])
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_freescale import cli
+from lightning_freescale.cli.main import main as cli
 
 DATA = ["plan", "synthetic", "--synthetic", "users=400", "--ranks", "2", "--batch-size", "8", "--max-history", "500"]
 LINK = ["--link-gbps", "200", "--gpus", "4,16"]

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_freescale import simulate as package
 from lightning_freescale.balance import CostModel
-from lightning_freescale.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.simulate import FREESCALE, SIDES, SPARSE_DIST, TORCHREC, Cluster, Model, Result, Side, simulate
 from lightning_freescale.simulate.events import Ranks
 from lightning_freescale.simulate.schedules import Program, prioritized, synchronous

@@ -14,7 +14,10 @@ PY
 )
 cd "$root/csrc"
 # shellcheck disable=SC2086
-printf '%s\n' *.cpp | xargs -P "$(nproc)" -I{} g++ -O2 -std=c++17 -fPIC -fvisibility=hidden $includes -c {} -o "$objects/{}.o"
+compile() { g++ -O2 -std=c++17 -fPIC -fvisibility=hidden $includes -c "$1" -o "$objects/${1//\//_}.o"; }
+export -f compile
+export includes objects
+find . -name '*.cpp' -print0 | xargs -0 -P "$(nproc)" -I{} bash -c 'compile {}'
 g++ -shared -Wl,--exclude-libs,ALL "$objects"/*.o -o "$objects/core.so" -ldl -lpthread
 mv "$objects/core.so" "$root/lightning_freescale/_C$suffix"
 echo "built lightning_freescale/_C$suffix"

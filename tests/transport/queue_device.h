@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "../../csrc/transport_queue.h"
+#include "../../csrc/transport/queue.h"
 
 using namespace freescale::transport;
 

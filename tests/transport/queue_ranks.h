@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "../../csrc/transport_queue.h"
+#include "../../csrc/transport/queue.h"
 
 using namespace freescale::transport;
 

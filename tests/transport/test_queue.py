@@ -56,7 +56,7 @@ SCENARIOS = [
 
 def _build(folder: Path, flags: list[str]) -> Path:
     """The scenarios as one program, built in one go, which is the quickest."""
-    sources = sorted(path for path in (ROOT / "csrc").glob("transport_*.cpp") if "bindings" not in path.name)
+    sources = sorted(path for path in (ROOT / "csrc" / "transport").glob("*.cpp") if "bindings" not in path.name)
     whole = folder / "whole.cpp"
     whole.write_text("".join(f'#include "{path}"\n' for path in [*sources, ROOT / "tests/transport/queue_test.cpp"]))
     command = ["g++", "-std=c++17", "-g1", *flags, str(whole), "-o", str(folder / "queue_test"), "-ldl", "-lpthread"]

@@ -1,0 +1,87 @@
+// The Python face of the transport, wrapped by lightning_freescale/transport/host_staged.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include "queue.h"
+
+namespace py = pybind11;
+
+namespace freescale {
+namespace {
+
+using namespace transport;
+using Ungil = py::call_guard<py::gil_scoped_release>;
+
+// A forked child inherits the object but none of its threads: there it must never be destroyed.
+std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts, bool high,
+                                  std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
+                                  std::string bind_to, std::size_t network_threads, bool early_flag) {
+  Settings settings{high, chunk_bytes, buffer_bytes, timeout, std::move(bind_to), network_threads, early_flag};
+  auto* queue = new Queue(std::move(device), rank, std::move(hosts), std::move(settings));
+  return std::shared_ptr<Queue>(queue, [process = getpid()](Queue* pointer) {
+    if (process != getpid()) return;
+    py::gil_scoped_release release;
+    delete pointer;
+  });
+}
+
+std::vector<Part> parts(const std::vector<Address>& addresses, const std::vector<std::size_t>& bytes) {
+  if (addresses.size() != bytes.size()) throw std::invalid_argument("as many addresses as sizes are needed");
+  std::vector<Part> list;
+  for (std::size_t i = 0; i < addresses.size(); ++i) list.push_back({addresses[i], bytes[i]});
+  return list;
+}
+
+py::dict as_dict(const Report& report) {
+  py::dict dict;
+  dict["pinned_bytes"] = report.pinned_bytes;
+  dict["ring_bytes"] = report.ring_bytes;
+  dict["ring_bound_bytes"] = report.ring_bound_bytes;
+  dict["exchanges"] = report.exchanges;
+  dict["sent_bytes"] = report.sent_bytes;
+  dict["received_bytes"] = report.received_bytes;
+  return dict;
+}
+
+}  // namespace
+
+void bind_transport(py::module_& module) {
+  py::class_<Device, std::shared_ptr<Device>>(module, "TransportDevice").def_property_readonly("name", &Device::name);
+  module.def("cuda_device", &cuda_device, py::arg("ordinal"), Ungil());
+  module.def("host_device", &host_device);
+  module.def("cuda_facts", [] {
+    const CudaFacts facts = cuda_facts();
+    return py::make_tuple(facts.problem, facts.driver_version, facts.devices);
+  });
+  module.def("shared_memory_free", &Segment::free_bytes);
+
+  py::class_<Exchange, std::shared_ptr<Exchange>>(module, "TransportExchange")
+      .def("done", &Exchange::done)
+      .def("hold", &Exchange::hold, py::arg("stream"))
+      .def("block", &Exchange::block, py::arg("seconds"), Ungil())
+      .def_property_readonly("name", &Exchange::name);
+
+  py::class_<Queue, std::shared_ptr<Queue>>(module, "TransportQueue")
+      .def(py::init(&make_queue), py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("hosts"),
+           py::arg("high"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"), py::arg("bind_to"),
+           py::arg("network_threads"), py::arg("early_flag") = false)
+      .def("address", &Queue::address)
+      .def("connect", &Queue::connect, py::arg("addresses"), Ungil())
+      .def("seal", &Queue::seal)
+      .def(
+          "exchange",
+          [](Queue& queue, const std::string& kind, const std::vector<Address>& out,
+             const std::vector<std::size_t>& out_bytes, const std::vector<Address>& in,
+             const std::vector<std::size_t>& in_bytes, Handle caller) {
+            return queue.exchange(kind, parts(out, out_bytes), parts(in, in_bytes), caller);
+          },
+          py::arg("kind"), py::arg("out"), py::arg("out_bytes"), py::arg("into"), py::arg("into_bytes"),
+          py::arg("stream"), Ungil())
+      .def("failure", &Queue::failure)
+      .def("report", [](const Queue& queue) { return as_dict(queue.report()); })
+      .def("streams", &Queue::streams)
+      .def("close", &Queue::close, py::arg("seconds"), Ungil());
+}
+
+}  // namespace freescale

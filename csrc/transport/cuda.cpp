@@ -1,0 +1,335 @@
+// CUDA through its driver, loaded at run time: this builds with a C++ compiler alone and works where a driver is.
+//
+// Copies between device and pinned host memory run on copy engines; words are written and awaited by the stream itself.
+// Nothing here launches a kernel. Types are declared by hand, from the driver's documented ABI.
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <chrono>
+#include <map>
+#include <stdexcept>
+#include <thread>
+
+#include "device.h"
+
+namespace freescale::transport {
+namespace {
+
+using Result = int;                        // CUresult
+using Ordinal = int;                       // CUdevice
+using Context = void*;                     // CUcontext
+using DriverStream = void*;                // CUstream
+using DriverEvent = void*;                 // CUevent
+using DevicePointer = unsigned long long;  // CUdeviceptr
+
+constexpr Result success = 0, not_ready = 600;
+constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2, wait_geq = 0, write_default = 0;
+constexpr unsigned host_portable = 1, host_device_map = 2;
+
+struct Driver {
+  std::string problem;
+  Result (*cuInit)(unsigned);
+  Result (*cuDriverGetVersion)(int*);
+  Result (*cuDeviceGetCount)(int*);
+  Result (*cuDeviceGet)(Ordinal*, int);
+  Result (*cuDeviceGetName)(char*, int, Ordinal);
+  Result (*cuDevicePrimaryCtxRetain)(Context*, Ordinal);
+  Result (*cuCtxPushCurrent)(Context);
+  Result (*cuCtxPopCurrent)(Context*);
+  Result (*cuCtxGetStreamPriorityRange)(int*, int*);
+  Result (*cuStreamCreateWithPriority)(DriverStream*, unsigned, int);
+  Result (*cuStreamWaitEvent)(DriverStream, DriverEvent, unsigned);
+  Result (*cuStreamWriteValue32)(DriverStream, DevicePointer, Word, unsigned);
+  Result (*cuStreamWaitValue32)(DriverStream, DevicePointer, Word, unsigned);
+  Result (*cuEventCreate)(DriverEvent*, unsigned);
+  Result (*cuEventDestroy)(DriverEvent);
+  Result (*cuEventRecord)(DriverEvent, DriverStream);
+  Result (*cuEventQuery)(DriverEvent);
+  Result (*cuMemcpyDtoHAsync)(void*, DevicePointer, std::size_t, DriverStream);
+  Result (*cuMemcpyHtoDAsync)(DevicePointer, const void*, std::size_t, DriverStream);
+  Result (*cuMemHostRegister)(void*, std::size_t, unsigned);
+  Result (*cuMemHostUnregister)(void*);
+  Result (*cuMemHostGetDevicePointer)(DevicePointer*, void*, unsigned);
+  Result (*cuGetErrorName)(Result, const char**);
+  Result (*cuGetErrorString)(Result, const char**);
+
+  Driver() {
+    library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (!library_) {
+      problem = "no CUDA driver: libcuda.so.1 cannot be loaded";
+      return;
+    }
+    // The suffixes are the versions that today's headers select.
+    find(cuInit, "cuInit");
+    find(cuDriverGetVersion, "cuDriverGetVersion");
+    find(cuDeviceGetCount, "cuDeviceGetCount");
+    find(cuDeviceGet, "cuDeviceGet");
+    find(cuDeviceGetName, "cuDeviceGetName");
+    find(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+    find(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
+    find(cuCtxPopCurrent, "cuCtxPopCurrent_v2");
+    find(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange");
+    find(cuStreamCreateWithPriority, "cuStreamCreateWithPriority");
+    find(cuStreamWaitEvent, "cuStreamWaitEvent");
+    find(cuStreamWriteValue32, "cuStreamWriteValue32_v2");
+    find(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
+    find(cuEventCreate, "cuEventCreate");
+    find(cuEventDestroy, "cuEventDestroy_v2");
+    find(cuEventRecord, "cuEventRecord");
+    find(cuEventQuery, "cuEventQuery");
+    find(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
+    find(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
+    find(cuMemHostRegister, "cuMemHostRegister_v2");
+    find(cuMemHostUnregister, "cuMemHostUnregister");
+    find(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2");
+    find(cuGetErrorName, "cuGetErrorName");
+    find(cuGetErrorString, "cuGetErrorString");
+    if (!problem.empty()) return;
+    if (const Result result = cuInit(0); result != success) problem = "cuInit failed: " + describe(result);
+  }
+
+  std::string describe(Result result) const {
+    const char *name = nullptr, *text = nullptr;
+    if (cuGetErrorName(result, &name) != success || !name) name = "unknown error";
+    if (cuGetErrorString(result, &text) != success || !text) text = "";
+    return std::string(name) + " (" + std::to_string(result) + "): " + text;
+  }
+
+  void check(Result result, const char* call) const {
+    if (result != success) throw std::runtime_error(std::string(call) + " failed: " + describe(result));
+  }
+
+ private:
+  template <typename Function>
+  void find(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library_, name));
+    if (!function && problem.empty()) problem = std::string("the CUDA driver is too old: it has no ") + name;
+  }
+
+  void* library_ = nullptr;
+};
+
+const Driver& driver() {
+  static const Driver loaded;
+  return loaded;
+}
+
+#define FREESCALE_CUDA(call, ...) driver().check(driver().call(__VA_ARGS__), #call)
+
+// Makes a context current for one scope; the thread may be in another library's.
+class Entered {
+ public:
+  explicit Entered(Context context) { FREESCALE_CUDA(cuCtxPushCurrent, context); }
+  ~Entered() {
+    Context ignored;
+    driver().cuCtxPopCurrent(&ignored);
+  }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+};
+
+class CudaMark : public Mark {
+ public:
+  CudaMark(Context context, DriverStream stream) : context_(context) {
+    Entered entered(context_);
+    FREESCALE_CUDA(cuEventCreate, &event_, event_disable_timing);
+    FREESCALE_CUDA(cuEventRecord, event_, stream);
+  }
+  ~CudaMark() override {
+    // After the driver has shut down at exit this fails, which harms nothing.
+    if (driver().cuCtxPushCurrent(context_) != success) return;
+    driver().cuEventDestroy(event_);
+    Context ignored;
+    driver().cuCtxPopCurrent(&ignored);
+  }
+  bool passed() override {
+    Entered entered(context_);
+    const Result result = driver().cuEventQuery(event_);
+    if (result == not_ready) return false;
+    driver().check(result, "cuEventQuery");
+    return true;
+  }
+  void hold(Handle caller) override { wait_in(reinterpret_cast<DriverStream>(caller)); }
+  void wait_in(DriverStream stream) {
+    Entered entered(context_);
+    FREESCALE_CUDA(cuStreamWaitEvent, stream, event_, 0u);
+  }
+
+ private:
+  Context context_;
+  DriverEvent event_ = nullptr;
+};
+
+class CudaDevice;
+
+class CudaStream : public Stream {
+ public:
+  explicit CudaStream(CudaDevice& device);
+  ~CudaStream() override;
+  void to_host(std::byte* host, Address source, std::size_t bytes) override;
+  void from_host(Address target, const std::byte* host, std::size_t bytes) override;
+  void write(Word* word, Word value) override;
+  void await(const Word* word, Word value) override;
+  void after(std::shared_ptr<Mark> mark) override;
+  std::shared_ptr<Mark> mark() override;
+  Handle handle() const override { return reinterpret_cast<Handle>(stream_); }
+
+ private:
+  CudaDevice& device_;
+  const DriverStream stream_;
+};
+
+class CudaDevice : public Device {
+ public:
+  explicit CudaDevice(int ordinal) {
+    if (!driver().problem.empty()) throw std::runtime_error(driver().problem);
+    Ordinal device;
+    FREESCALE_CUDA(cuDeviceGet, &device, ordinal);
+    char text[256] = "";
+    FREESCALE_CUDA(cuDeviceGetName, text, static_cast<int>(sizeof text), device);
+    name_ = std::string(text) + " (cuda:" + std::to_string(ordinal) + ")";
+    FREESCALE_CUDA(cuDevicePrimaryCtxRetain, &context_, device);  // the context torch uses
+    // Never freed, never unpinned: streams of this process may read a gate until it ends.
+    void* page = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) throw std::runtime_error("no memory for the priority gates");
+    static_assert(sizeof(GateWords) * max_gates + sizeof(Word) <= page_bytes);
+    pin(static_cast<std::byte*>(page), page_bytes);
+    set_gate_memory(static_cast<GateWords*>(page));
+    prove_stream_words(reinterpret_cast<Word*>(static_cast<std::byte*>(page) + sizeof(GateWords) * max_gates));
+  }
+
+  std::string name() const override { return name_; }
+  Context context() const { return context_; }
+  std::unique_ptr<Stream> stream() override { return std::make_unique<CudaStream>(*this); }
+  std::shared_ptr<Mark> mark(Handle caller) override {
+    return std::make_shared<CudaMark>(context_, reinterpret_cast<DriverStream>(caller));
+  }
+
+  void pin(std::byte* memory, std::size_t bytes) override {
+    Entered entered(context_);
+    FREESCALE_CUDA(cuMemHostRegister, memory, bytes, host_portable | host_device_map);
+    DevicePointer seen;
+    FREESCALE_CUDA(cuMemHostGetDevicePointer, &seen, memory, 0u);
+    std::lock_guard lock(mutex_);
+    pinned_[memory] = {bytes, seen};
+  }
+
+  void unpin(std::byte* memory) override {
+    {
+      std::lock_guard lock(mutex_);
+      pinned_.erase(memory);
+    }
+    Entered entered(context_);
+    FREESCALE_CUDA(cuMemHostUnregister, memory);
+  }
+
+  // Streams are kept and used again, never destroyed: torch's allocator may remember one for as long as a tensor lives
+  // that was sent through it.
+  DriverStream take_stream() {
+    Entered entered(context_);
+    std::lock_guard lock(mutex_);
+    if (idle_.empty()) {
+      int least = 0, greatest = 0;
+      FREESCALE_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
+      DriverStream stream;
+      FREESCALE_CUDA(cuStreamCreateWithPriority, &stream, stream_non_blocking, greatest);
+      idle_.push_back(stream);
+    }
+    const DriverStream taken = idle_.back();
+    idle_.pop_back();
+    return taken;
+  }
+
+  void return_stream(DriverStream stream) {
+    std::lock_guard lock(mutex_);
+    idle_.push_back(stream);
+  }
+
+  // Where the device sees a word of pinned memory.
+  DevicePointer device_view(const Word* word) const {
+    auto* place = reinterpret_cast<const std::byte*>(word);
+    std::lock_guard lock(mutex_);
+    auto region = pinned_.upper_bound(place);
+    if (region != pinned_.begin()) {
+      --region;
+      const std::size_t offset = place - region->first;
+      if (offset < region->second.bytes) return region->second.seen + offset;
+    }
+    throw std::logic_error("a word outside pinned memory was given to a CUDA stream");
+  }
+
+ private:
+  static constexpr std::size_t page_bytes = 8192;
+  struct Region {
+    std::size_t bytes;
+    DevicePointer seen;
+  };
+
+  // Some virtual GPUs accept the calls and never run them: find out here, not in a training step.
+  void prove_stream_words(Word* word) {
+    CudaStream stream(*this);
+    stream.write(word, 7);
+    stream.await(word, 7);
+    const auto done = stream.mark();
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!done->passed()) {
+      if (std::chrono::steady_clock::now() > deadline)
+        throw std::runtime_error(name_ + ": cuStreamWriteValue32 had no effect within 10 s");
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    if (load(word) != 7) throw std::runtime_error(name_ + ": cuStreamWriteValue32 wrote something else");
+  }
+
+  std::string name_;
+  Context context_ = nullptr;
+  mutable std::mutex mutex_;
+  std::map<const std::byte*, Region> pinned_;
+  std::vector<DriverStream> idle_;
+};
+
+CudaStream::CudaStream(CudaDevice& device) : device_(device), stream_(device.take_stream()) {}
+
+CudaStream::~CudaStream() { device_.return_stream(stream_); }
+
+void CudaStream::to_host(std::byte* host, Address source, std::size_t bytes) {
+  Entered entered(device_.context());
+  FREESCALE_CUDA(cuMemcpyDtoHAsync, host, static_cast<DevicePointer>(source), bytes, stream_);
+}
+
+void CudaStream::from_host(Address target, const std::byte* host, std::size_t bytes) {
+  Entered entered(device_.context());
+  FREESCALE_CUDA(cuMemcpyHtoDAsync, static_cast<DevicePointer>(target), host, bytes, stream_);
+}
+
+void CudaStream::write(Word* word, Word value) {
+  Entered entered(device_.context());
+  // With the default flags the write comes after every earlier one of the stream, seen from the whole system.
+  FREESCALE_CUDA(cuStreamWriteValue32, stream_, device_.device_view(word), value, write_default);
+}
+
+void CudaStream::await(const Word* word, Word value) {
+  Entered entered(device_.context());
+  FREESCALE_CUDA(cuStreamWaitValue32, stream_, device_.device_view(word), value, wait_geq);
+}
+
+void CudaStream::after(std::shared_ptr<Mark> mark) { static_cast<CudaMark&>(*mark).wait_in(stream_); }
+
+std::shared_ptr<Mark> CudaStream::mark() { return std::make_shared<CudaMark>(device_.context(), stream_); }
+
+}  // namespace
+
+CudaFacts cuda_facts() {
+  CudaFacts facts{driver().problem};
+  if (!facts.problem.empty()) return facts;
+  if (const Result result = driver().cuDriverGetVersion(&facts.driver_version); result != success)
+    facts.problem = "cuDriverGetVersion failed: " + driver().describe(result);
+  else if (const Result counted = driver().cuDeviceGetCount(&facts.devices); counted != success)
+    facts.problem = "cuDeviceGetCount failed: " + driver().describe(counted);
+  else if (facts.devices == 0)
+    facts.problem = "the CUDA driver sees no device";
+  return facts;
+}
+
+std::shared_ptr<Device> cuda_device(int ordinal) { return std::make_shared<CudaDevice>(ordinal); }
+
+}  // namespace freescale::transport

@@ -1,0 +1,143 @@
+#include "segment.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <map>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+
+namespace freescale::transport {
+namespace {
+
+constexpr const char* folder = "/dev/shm/";
+constexpr const char* prefix = "freescale-";
+
+[[noreturn]] void refuse(const std::string& what, int error) {
+  throw std::runtime_error("shared memory: " + what + ": " + std::strerror(error));
+}
+
+std::string random_name() {
+  static constexpr char digits[] = "0123456789abcdef";
+  std::random_device entropy;
+  std::string name = prefix;
+  for (int i = 0; i < 32; ++i) name += digits[entropy() % 16];
+  return name;
+}
+
+// Removes what a process left that was killed before its peers had mapped its segment. Owners hold a lock on their file
+// while they live; a minute's grace covers the moment between creation and lock.
+void sweep() {
+  DIR* listing = opendir(folder);
+  if (!listing) return;
+  while (const dirent* entry = readdir(listing)) {
+    if (std::strncmp(entry->d_name, prefix, std::strlen(prefix)) != 0) continue;
+    const std::string path = std::string(folder) + entry->d_name;
+    struct stat status;
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (file < 0) continue;
+    if (fstat(file, &status) == 0 && status.st_uid == geteuid() && std::time(nullptr) - status.st_ctime > 60 &&
+        flock(file, LOCK_EX | LOCK_NB) == 0)
+      ::unlink(path.c_str());
+    close(file);
+  }
+  closedir(listing);
+}
+
+std::mutex& here_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+}  // namespace
+
+Segment::Memory::~Memory() {
+  if (data) munmap(data, bytes);
+  if (!linked.empty()) ::unlink((folder + linked).c_str());
+  if (file >= 0) close(file);
+}
+
+// Segments of this process by name. Two ranks in one process then use one mapping, as ThreadSanitizer needs in order to
+// see that they touch the same memory.
+static std::map<std::string, std::weak_ptr<void>>& here() {
+  static std::map<std::string, std::weak_ptr<void>> segments;
+  return segments;
+}
+
+Segment Segment::create() {
+  sweep();
+  auto memory = std::make_shared<Memory>();
+  const std::string name = random_name();
+  memory->file = ::open((folder + name).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (memory->file < 0) refuse("cannot create " + (folder + name), errno);
+  memory->linked = name;
+  if (flock(memory->file, LOCK_EX | LOCK_NB) != 0) refuse("cannot lock " + name, errno);
+  std::lock_guard lock(here_mutex());
+  here()[name] = memory;
+  return Segment(name, memory);
+}
+
+Segment Segment::open(const std::string& name) {
+  {
+    std::lock_guard lock(here_mutex());
+    const auto found = here().find(name);
+    if (found != here().end())
+      if (auto memory = found->second.lock()) return Segment(name, std::static_pointer_cast<Memory>(memory));
+  }
+  if (name.rfind(prefix, 0) != 0 || name.find('/') != std::string::npos)
+    throw std::runtime_error("shared memory: '" + name + "' is no name of a segment");
+  auto memory = std::make_shared<Memory>();
+  memory->file = ::open((folder + name).c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (memory->file < 0) refuse("cannot open " + (folder + name) + " of a rank on the same host", errno);
+  struct stat status;
+  if (fstat(memory->file, &status) != 0) refuse("cannot inspect " + name, errno);
+  if (status.st_uid != geteuid() || (status.st_mode & 0077) != 0)
+    throw std::runtime_error("shared memory: " + (folder + name) + " belongs to another user");
+  return Segment(name, memory);
+}
+
+void Segment::map(std::size_t bytes) {
+  std::lock_guard lock(here_mutex());
+  if (memory_->data) {
+    if (memory_->bytes != bytes) throw std::logic_error("shared memory: mapped with two sizes");
+    return;
+  }
+  if (ftruncate(memory_->file, static_cast<off_t>(bytes)) != 0) refuse("cannot size " + name_, errno);
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory_->file, 0);
+  if (data == MAP_FAILED) refuse("cannot map " + std::to_string(bytes) + " bytes", errno);
+  memory_->data = static_cast<std::byte*>(data);
+  memory_->bytes = bytes;
+}
+
+void Segment::commit(std::size_t offset, std::size_t bytes) {
+  const int error = posix_fallocate(memory_->file, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  if (error == 0) return;
+  refuse("cannot take " + std::to_string(bytes) + " bytes more (" + std::to_string(free_bytes()) +
+           " free in /dev/shm; enlarge it, e.g. docker run --shm-size, or lower FREESCALE_BUFFER_BYTES)",
+       error);
+}
+
+void Segment::unlink() {
+  std::lock_guard lock(here_mutex());
+  if (memory_->linked.empty()) return;
+  ::unlink((folder + memory_->linked).c_str());
+  here().erase(memory_->linked);
+  memory_->linked.clear();
+}
+
+std::size_t Segment::free_bytes() {
+  struct statvfs status;
+  if (statvfs(folder, &status) != 0) refuse("no /dev/shm on this machine", errno);
+  return static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
+}
+
+}  // namespace freescale::transport

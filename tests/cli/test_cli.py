@@ -1,0 +1,109 @@
+"""The ``freescale`` command: what it prints, what it returns, and that asking for help is cheap."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_freescale.cli import main as cli
+from tests import toy
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+# The command as its console script starts it, then a look at what that has imported.
+START = """
+import sys, lightning_freescale_cli
+try:
+    lightning_freescale_cli.main()
+finally:
+    print({"torch", "lightning", "lightning_freescale"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def freescale(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", START, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_nothing_heavy(option: str) -> None:
+    done = freescale(option)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "set()"
+    for expected in cli.COMMANDS if option == "--help" else [f"torch {torch.__version__}", "torchrec ", "lightning "]:
+        assert expected in done.stdout
+
+
+def test_what_a_command_needs_is_imported() -> None:
+    done = freescale("export", "missing.ckpt", "out.pt")
+    assert "freescale export: error: missing.ckpt does not exist" in done.stderr
+    assert "lightning_freescale" in done.stderr.splitlines()[-1]  # the look above can see an import
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["exprot"])
+    assert exit_.value.code == 2
+    assert "'exprot'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, function = cli.COMMANDS[name].main.split(":")
+    assert "prog" in inspect.signature(getattr(import_module(module), function)).parameters
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: freescale {name}" in capsys.readouterr().out
+
+
+def save(rank: int, path: str) -> dict[str, torch.Tensor]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    trainer = toy.trainer("freescale", 2, max_steps=3)
+    trainer.fit(model, toy.loader())
+    trainer.save_checkpoint(path)
+    return toy.weights(model)
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, output = tmp_path / "toy.ckpt", tmp_path / "new folder" / "toy.pt"
+    saved = run_ranks(save, args=(str(checkpoint),))[0]
+    assert cli.main(["export", str(checkpoint), str(output)]) == 0
+    model = toy.Model()
+    assert not toy.same(dict(model.state_dict()), saved)
+    model.load_state_dict(torch.load(output, weights_only=True))
+    assert toy.same(dict(model.state_dict()), saved)
+    weights = sum(value.numel() for value in saved.values())
+    assert capsys.readouterr().out == f"{output}: {len(saved)} tensors, {weights:,} weights\n"
+
+
+def test_export_of_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, output = tmp_path / "toy.ckpt", tmp_path / "toy.pt"
+    run_ranks(save, args=(str(checkpoint),))
+    (checkpoint / ".metadata").unlink()
+    assert cli.main(["export", str(checkpoint), str(output)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"freescale export: error: {checkpoint} is damaged: .metadata")
+    assert not output.exists()
+
+
+def test_demo_on_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--accelerator", "cpu", "--data", str(tmp_path / "missing.csv")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("freescale demo: error: ")
+    assert "missing.csv" in error

@@ -1,0 +1,278 @@
+"""Each example is run as its reader would run it. Launchers are real, ranks are two."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_freescale.bubbles.analysis import analyse
+from lightning_freescale.bubbles.records import read_run
+from lightning_freescale.cli import demo
+from tests.bubbles.made import write_run
+from tests.ranks import free_port, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TIMEOUT = 100  # seconds; a launch takes 10 to 20, most of it imports
+LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK")
+# Two steps of a tiny model.
+TINY = shlex.split(
+    "--accelerator cpu --max-epochs 1 --limit-train-batches 2 --limit-val-batches 2 --batch-size 4 --max-history 16 "
+    "--embedding-dim 8 --layers 1 --heads 1 --num-negatives 4"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREESCALE_CACHE", str(tmp_path / "cache"))
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def started(command: Sequence[str], **environment: str) -> Any:
+    """A process group that does not outlive the block."""
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, text[-5000:]
+    return text
+
+
+def launch(command: Sequence[str], **environment: str) -> str:
+    """All that the command prints; fails if it does not end well."""
+    with started(command, **environment) as process:
+        return output_of(process)
+
+
+# ---- the commands of torchrun.md ------------------------------------------------------------------------------------------
+def documented(word: str) -> list[list[str]]:
+    """The commands, as words, of the first block of torchrun.md that holds ``word``."""
+    blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLES / "torchrun.md").read_text(), re.DOTALL)
+    block = next(block for block in blocks if word in block)
+    return [shlex.split(line) for line in block.splitlines() if not line.startswith("#")]
+
+
+def here(command: Sequence[str], per_node: int, port: int = 0) -> list[str]:
+    """``command`` on this machine: its Python, its address, and ``per_node`` processes in the place of 8 GPUs."""
+    words = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "python": [sys.executable],
+        "8": [str(per_node)],
+        "node0": ["127.0.0.1"],
+        "29500": [str(port)],
+    }
+    local = [part for word in command for part in words.get(word, [word])]
+    return [str(ROOT / part) if part.startswith("examples/") else part for part in local]
+
+
+def has_trained(output: str) -> bool:
+    """Whether the demo printed, once, that it trained on two processes and how well."""
+    figures = re.findall(r"^HR@10 +0\.\d{3}$", output, re.MULTILINE)
+    return "2 x cpu" in output and len(figures) == 1
+
+
+def test_a_failed_launch_is_noticed() -> None:
+    assert not has_trained("2 x cpu")
+    with pytest.raises(AssertionError, match="no such luck"):
+        launch([sys.executable, "-c", "raise SystemExit('no such luck')"])
+
+
+def test_the_demo_by_plain_python(tmp_path: Path) -> None:
+    (command,) = documented("python examples/train_hstu.py")
+    output = launch([*here(command, per_node=2), *TINY])
+    assert has_trained(output)
+    assert "Epoch 0" in output
+    assert re.search(r"samples/s +\d+", output)
+    assert "tensorboard --logdir runs" in output
+    assert list(tmp_path.glob("runs/freescale/version_0/events.out.tfevents.*"))
+    (checkpoint,) = tmp_path.glob("runs/freescale/version_0/checkpoints/*.ckpt")
+    assert f"export '{checkpoint.relative_to(tmp_path)}' hstu.pt" in output
+    for noise in ("Warning", "Tip:", "is_fx_tracing", "LeafSpec", "INFO:"):
+        assert noise not in output, output
+
+
+def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
+    output = launch([sys.executable, "-m", "lightning_freescale.cli.main", "demo", *TINY, "--limit-train-batches", "4"])
+    assert output.count("2 x cpu") == 2
+    assert re.search(r"^ +freescale_sync +freescale$", output, re.MULTILINE)
+    assert re.search(r"^HR@10 +0\.\d{3} +0\.\d{3}$", output, re.MULTILINE)
+    assert re.search(r"^Losses of all 4 steps: equal", output, re.MULTILINE)
+    assert re.search(r"^A +runs/freescale_sync/version_0$", output, re.MULTILINE)
+    assert re.search(r"^B +runs/freescale/version_0$", output, re.MULTILINE)
+    assert output.count("3 steps recorded (1 to 3)") == 2  # the first sets things up
+    assert re.search(r"^  straggler ms( +\d+\.\d\d){2}", output, re.MULTILINE)
+    assert re.search(r"^Wait for stragglers: \d+% to \d+% of the ranks' time", output, re.MULTILINE)
+    page = (tmp_path / "runs" / "report.html").read_text()
+    assert "runs/freescale_sync/version_0" in page
+    assert "See every step:      runs/report.html" in output
+    for noise in ("Warning", "Tip:", "is_fx_tracing", "LeafSpec", "INFO:"):
+        assert noise not in output, output
+
+
+def test_own_model_by_plain_python() -> None:
+    output = launch([sys.executable, str(EXAMPLES / "own_model.py")])
+    assert "Starting with 2 processes" in output
+    assert float(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)[0]) > 0.9
+
+
+def test_own_model_by_torchrun() -> None:
+    (command,) = documented("own_model.py")
+    output = launch(here(command, per_node=2))
+    assert "Starting with 2 processes" in output
+    assert len(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)) == 1  # rank 0's
+
+
+def test_two_machines_by_torchrun() -> None:
+    port = free_port()
+    first, second = (here(command, per_node=1, port=port) for command in documented("--node-rank"))
+    with started([*first, *TINY]) as node0, started([*second, *TINY]) as node1:
+        assert has_trained(output_of(node0))
+        assert "HR@10 " not in output_of(node1)
+
+
+# ---- launches whose processes are started from outside: forked here, which saves their imports --------------------------
+def run_script(rank: int, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]) -> str:
+    """What rank ``rank`` prints, run as ``python script.py ...`` with the variables its launcher would have set."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environments[rank])
+    _, script, *arguments = commands[rank]
+    sys.argv = [script, *arguments]
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(script, run_name="__main__")
+    return output.getvalue()
+
+
+def test_two_machines_by_plain_python() -> None:
+    commands = documented("NODE_RANK")
+    environments = [dict(word.split("=") for word in command if re.match(r"[A-Z_]+=", word)) for command in commands]
+    port = str(free_port())
+    for rank, environment in enumerate(environments):
+        assert environment == {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "NODE_RANK": str(rank)}
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    scripts = [[*here(command[3:], per_node=1), *TINY] for command in commands]
+    outputs = run_ranks(run_script, args=(scripts, environments))
+    assert [has_trained(output) for output in outputs] == [True, False]
+
+
+def test_slurm() -> None:
+    (command,) = documented("SBATCH")
+    assert command[0] == "srun"
+    job = {
+        "SLURM_JOB_ID": "4321",
+        "SLURM_JOB_NAME": "hstu",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),  # by default a function of the job's number
+    }
+    tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)} for rank in range(2)]
+    outputs = run_ranks(run_script, args=([[*here(command[1:], per_node=1), *TINY]] * 2, tasks))
+    assert [has_trained(output) for output in outputs] == [True, False]
+
+
+# ---- the README --------------------------------------------------------------------------------------------------------
+def run_readme(rank: int, script: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(script, names)
+    return {"steps": names["trainer"].global_step, "ranks": names["trainer"].world_size}
+
+
+def test_the_usage_in_the_readme() -> None:
+    usage = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    shorter = "max_steps=2, limit_val_batches=1, accelerator='cpu', logger=False, enable_checkpointing=False"
+    assert "max_epochs=5" in usage
+    for result in run_ranks(run_readme, args=(usage.replace("max_epochs=5", shorter),)):
+        assert result == {"steps": 2, "ranks": 2}
+
+
+# ---- what the demo trains on -------------------------------------------------------------------------------------------
+def run_demo(rank: int, arguments: Sequence[str]) -> str:
+    with redirect_stdout(io.StringIO()) as output:
+        demo.main(arguments)
+    return output.getvalue()
+
+
+def test_the_demo_reads_movielens(movielens: Path) -> None:
+    output = run_ranks(
+        run_demo, args=([*TINY, "--devices", "2", "--strategy", "freescale", "--data", str(movielens)],)
+    )[0]
+    assert has_trained(output)
+    with movielens.open() as file:
+        rows = list(csv.DictReader(file))
+    users, items = ({row[name] for row in rows} for name in ("userId", "movieId"))
+    assert f"{len(users):,} users, {len(items):,} items, {len(rows):,} events" in output
+
+
+def test_the_demo_resumes(tmp_path: Path) -> None:
+    options = [*TINY, "--devices", "2", "--strategy", "freescale"]
+    run_ranks(run_demo, args=(options,))
+    (checkpoint,) = tmp_path.glob("runs/freescale/version_0/checkpoints/*.ckpt")
+    output = run_ranks(run_demo, args=([*options, "--max-epochs", "2", "--ckpt-path", str(checkpoint)],))[0]
+    assert has_trained(output)
+    assert list(tmp_path.glob("runs/freescale/version_1/checkpoints/epoch=1-step=4.ckpt"))
+
+
+def test_the_model_beats_popularity_twice() -> None:
+    """A third of the demo's training is enough for it."""
+    options = (
+        "--devices 2 --accelerator cpu --strategy freescale --max-epochs 1 --max-history 64 --limit-val-batches 32"
+    )
+    output = run_ranks(run_demo, args=(options.split(),))[0]
+    model, popular = map(float, re.findall(r"^(?:HR@10|  popularity recommender) +(\S+)$", output, re.MULTILINE))
+    assert model > 2 * popular > 0
+
+
+# ---- what the demo says of two trainings -------------------------------------------------------------------------------
+def test_losses_are_compared() -> None:
+    losses = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)
+    assert demo.same_losses(losses, losses.clone()) == "Losses of all 3 steps: equal, bit for bit."
+    assert "equal up to rounding, apart by at most 1e-05" in demo.same_losses(losses, losses * (1 + 1e-5))
+    assert "DIFFER, by up to 1.0e-02" in demo.same_losses(losses, losses * torch.tensor([1.0, 1.0, 1.01]))
+    assert "different numbers of steps, 3 and 2" in demo.same_losses(losses, losses[:2])
+
+
+def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
+    uneven, even, slow = (
+        analyse(read_run(write_run(tmp_path / name, [computes] * 4)))
+        for name, computes in (("uneven", (10.0, 50.0)), ("even", (30.0, 30.0)), ("slow", (40.0, 40.0)))
+    )
+    assert demo.verdict(uneven, even) == "Wait for stragglers: 34% to 0% of the ranks' time. A step: 59 to 39 ms."
+    assert "The useful work is the same, but took 30 and 40 ms" in demo.verdict(uneven, slow)
+
+
+def test_one_checkpoint_cannot_resume_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--ckpt-path", "some.ckpt"])
+    assert "choose --strategy freescale or freescale_sync" in capsys.readouterr().err

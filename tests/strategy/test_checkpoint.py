@@ -1,0 +1,383 @@
+"""Checkpoints: exact resume, any number of ranks, atomic, and clear about damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_freescale as fs
+from lightning_freescale import CheckpointError, FreeScaleStrategy
+from lightning_freescale.strategy import checkpoint
+from tests import toy
+from tests.ranks import RankFailed, run_ranks
+
+
+def optimizer_state(strategy: FreeScaleStrategy) -> dict[str, Tensor]:
+    """The state of the tables' optimizer, put together from all ranks. A collective."""
+    assert strategy._sharded is not None
+    local = strategy._sharded.fused_optimizer.state_dict()["state"]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    pieces = {
+        f"{key}.{name}": [
+            (list(s.metadata.shard_offsets), list(s.metadata.shard_sizes), s.tensor.clone())
+            for s in value.local_shards()
+        ]
+        for key, entry in local.items()
+        for name, value in entry.items()
+        if hasattr(value, "local_shards")
+    }
+    torch.distributed.all_gather_object(gathered, pieces)
+    whole: dict[str, dict[tuple, Tensor]] = {}
+    for part in gathered:
+        for key, shards in part.items():
+            for offsets, _, tensor in shards:
+                whole.setdefault(key, {})[tuple(offsets)] = tensor
+    return {key: torch.cat([tensor for _, tensor in sorted(shards.items())]) for key, shards in whole.items()}
+
+
+def fit(
+    rank: int,
+    world: int,
+    folder: str | None = None,
+    resume: str | None = None,
+    options: dict[str, Any] | None = None,
+    strategy_options: dict[str, Any] | None = None,
+    every: int = 5,
+    esb: bool = False,
+) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    model = ReadsSteppingBatches() if esb else toy.Model()
+    defaults = {
+        "sharding": "row_wise",
+        "embedding_optimizer": {"optimizer": "adagrad", "lr": 0.1},
+        "prioritize": True,
+        "balance": "off",
+    }
+    strategy = FreeScaleStrategy(**(defaults | (strategy_options or {})))
+    if folder is not None:
+        save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=-1)
+        options = {**(options or {}), "enable_checkpointing": True, "callbacks": [save]}
+    trainer = toy.trainer(strategy, world, **(options or {}))
+    trainer.fit(model, toy.loader(), toy.loader(8, shuffle=False), ckpt_path=resume)
+    return {
+        "seen": model.seen,
+        "losses": model.losses,
+        "weights": toy.weights(model),
+        "optimizer": optimizer_state(strategy),
+        "steps": trainer.global_step,
+    }
+
+
+class ReadsSteppingBatches(toy.Model):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("at", "esb"),
+    [("epoch=0-step=5", False), ("epoch=0-step=15", False), ("epoch=1-step=20", False), ("epoch=0-step=5", True)],
+)
+def test_resume_gives_the_batches_and_losses_of_the_uninterrupted_run(tmp_path: Path, at: str, esb: bool) -> None:
+    full = run_ranks(fit, args=(2, str(tmp_path / "a"), None, None, None, 5, esb))
+    resumed = run_ranks(fit, args=(2, str(tmp_path / "b"), str(tmp_path / "a" / f"{at}.ckpt"), None, None, 5, esb))
+    done = int(at.split("=")[-1])
+    for whole, rest in zip(full, resumed, strict=True):
+        assert rest["seen"] == whole["seen"][done:]
+        assert rest["losses"] == whole["losses"][done:]
+        assert toy.same(rest["weights"], whole["weights"])
+        assert toy.same(rest["optimizer"], whole["optimizer"])
+
+
+def test_checkpoints_of_both_paths_are_the_same(tmp_path: Path) -> None:
+    """Saved in the middle, with gradients under way: they are applied before, and training goes on the same."""
+    runs = {
+        mode: run_ranks(fit, args=(2, str(tmp_path / str(mode)), None, None, {"prioritize": mode}))[0]
+        for mode in (True, False)
+    }
+    assert runs[True]["losses"] == runs[False]["losses"]
+    for name in ("epoch=0-step=5.ckpt", "epoch=1-step=30.ckpt"):
+        a, b = (fs.export(tmp_path / str(mode) / name, tmp_path / f"{mode}.pt") for mode in (True, False))
+        assert toy.same(a, b)
+    crossed = run_ranks(
+        fit, args=(2, None, str(tmp_path / "True" / "epoch=0-step=5.ckpt"), None, {"prioritize": False})
+    )[0]
+    assert crossed["losses"] == runs[True]["losses"][5:]
+    assert toy.same(crossed["optimizer"], runs[True]["optimizer"])
+
+
+@pytest.mark.parametrize("prioritize", [True, False])
+def test_tables_on_the_host_transport_train_and_resume_the_same(tmp_path: Path, prioritize: bool) -> None:
+    """``transport="host"`` carries TorchRec's own exchanges too: ids, and rows and gradients of synchronous steps."""
+    options = {"transport": "host", "prioritize": prioritize}
+    expected = run_ranks(fit, args=(2, None, None, None, {"prioritize": prioritize}))[0]
+    got = run_ranks(fit, args=(2, str(tmp_path), None, None, options))[0]
+    assert got["losses"] == expected["losses"]
+    assert toy.same(got["weights"], expected["weights"])
+    assert toy.same(got["optimizer"], expected["optimizer"])
+    rest = run_ranks(fit, args=(2, None, str(tmp_path / "epoch=0-step=5.ckpt"), None, options))[0]
+    assert rest["losses"] == expected["losses"][5:]
+
+
+def test_resume_at_the_end_of_a_limited_epoch(tmp_path: Path) -> None:
+    options = {"limit_train_batches": 5}
+    full = run_ranks(fit, args=(2, str(tmp_path / "a"), None, options))
+    resumed = run_ranks(fit, args=(2, None, str(tmp_path / "a" / "epoch=0-step=5.ckpt"), options))
+    for whole, rest in zip(full, resumed, strict=True):
+        assert rest["seen"] == whole["seen"][5:]
+        assert rest["losses"] == whole["losses"][5:]
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_two_ranks_to_one_three_and_four(tmp_path: Path, sharding: str, optimizer: str) -> None:
+    extra = {"sharding": sharding, "embedding_optimizer": {"optimizer": optimizer, "lr": 0.1}}
+    saved = run_ranks(fit, args=(2, str(tmp_path), None, {"max_steps": 5}, extra))[0]
+    assert optimizer == "sgd" or saved["optimizer"]
+    for world in (1, 3, 4):
+        path = str(tmp_path / "epoch=0-step=5.ckpt")
+        # max_steps is reached already: what comes out is what was loaded
+        loaded = run_ranks(fit, world, args=(world, None, path, {"max_steps": 5}, extra))[0]
+        assert loaded["losses"] == []
+        assert toy.same(loaded["weights"], saved["weights"])
+        assert toy.same(loaded["optimizer"], saved["optimizer"])
+
+
+def test_another_sharding_loads_the_same_weights(tmp_path: Path) -> None:
+    saved = run_ranks(fit, args=(2, str(tmp_path), None, {"max_steps": 5}))[0]
+    path = str(tmp_path / "epoch=0-step=5.ckpt")
+    loaded = run_ranks(fit, args=(2, None, path, {"max_steps": 5}, {"sharding": "table_wise"}))[0]
+    assert toy.same(loaded["weights"], saved["weights"])
+    assert toy.same(loaded["optimizer"], saved["optimizer"])
+
+
+# ---- another number of ranks, in the middle of an epoch --------------------------------------------------------------
+class Seen(pl.LightningModule):
+    """Remembers the first timestamp of every history it trains on: it names the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.samples: list[int] = []
+
+    def training_step(self, batch: fs.SeqBatch, batch_idx: int) -> Tensor:
+        starts = torch.cumsum(batch.lengths, 0) - batch.lengths
+        self.samples += batch.timestamps[starts].tolist()
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def see(rank: int, world: int, folder: str, resume: str | None, balance: str) -> list[int]:
+    pl.seed_everything(1, verbose=False)
+    data = fs.SeqRecDataModule(
+        "synthetic",
+        batch_size=4,
+        max_history=20,
+        balance=balance,
+        cache_dir=folder,
+        synthetic={"users": 88, "mean_gap": 50_000},
+    )
+    model = Seen()
+    options: dict[str, Any] = {"max_epochs": 1}
+    if resume is None:
+        save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=5)
+        options |= {"max_steps": 5, "enable_checkpointing": True, "callbacks": [save]}
+    trainer = toy.trainer(FreeScaleStrategy(balance=balance), world, **options)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    return model.samples
+
+
+@pytest.mark.parametrize("balance", ["fixed", "off"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_epoch_goes_on_with_every_sample_once_on_any_number_of_ranks(
+    tmp_path: Path, world: int, balance: str
+) -> None:
+    before = run_ranks(see, 2, args=(2, str(tmp_path), None, balance))
+    after = run_ranks(see, world, args=(world, str(tmp_path), str(tmp_path / "epoch=0-step=5.ckpt"), balance))
+    everything = [sample for part in (*before, *after) for sample in part]
+    assert sum(map(len, before)) == 40
+    assert len(everything) == len(set(everything)) == 88
+
+
+# ---- validate, weights only, export ----------------------------------------------------------------------------------
+def validate(rank: int, path: str | None) -> dict[str, Tensor]:
+    pl.seed_everything(2, verbose=False)  # another initial model
+    model = toy.Model()
+    trainer = toy.trainer(FreeScaleStrategy(), 2, limit_val_batches=1)
+    trainer.validate(model, toy.loader(8, shuffle=False), ckpt_path=path, verbose=False)
+    return toy.weights(model)
+
+
+def save_weights_only(rank: int, path: str) -> dict[str, Tensor]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    trainer = toy.trainer(FreeScaleStrategy(), 2, max_epochs=1)
+    trainer.fit(model, toy.loader())
+    trainer.save_checkpoint(path, weights_only=True)
+    return toy.weights(model)
+
+
+def test_weights_only_checkpoint_and_validation(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights.ckpt")
+    saved = run_ranks(save_weights_only, args=(path,))[0]
+    assert toy.same(run_ranks(validate, args=(path,))[0], saved)
+    assert not toy.same(run_ranks(validate, args=(None,))[0], saved)
+    meta = checkpoint.load_meta(Path(path))
+    assert "optimizer_states" not in meta
+
+
+def test_export_loads_into_the_unsharded_model(tmp_path: Path) -> None:
+    saved = run_ranks(fit, args=(2, str(tmp_path), None, {"max_steps": 5}))[0]
+    exported = fs.export(tmp_path / "epoch=0-step=5.ckpt", tmp_path / "out.pt")
+    model = toy.Model()
+    model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert toy.same(dict(model.state_dict()), saved["weights"])
+    assert toy.same(exported, saved["weights"])
+
+
+# ---- crashes ---------------------------------------------------------------------------------------------------------
+def crash_while_saving(rank: int, path: str, stage: str) -> None:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    trainer = toy.trainer(FreeScaleStrategy(timeout=5, balance="off"), 2, max_steps=3)
+    trainer.fit(model, toy.loader())
+    trainer.save_checkpoint(path)
+    if rank == 0:
+        where = {"meta": (torch, "save"), "rename": (Path, "rename"), "checksums": (json, "dumps")}[stage]
+        calls = []
+
+        def die(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if stage == "rename" and len(calls) == 1:  # the old one is moved aside, then the power fails
+                os.rename(args[0], args[1])
+                return None
+            os._exit(9)
+
+        setattr(*where, die)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.add_(1.0)
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("stage", ["meta", "checksums", "rename"])
+def test_a_crash_during_save_leaves_the_last_good_one(tmp_path: Path, stage: str) -> None:
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(RankFailed, match="died with exit code 9"):
+        run_ranks(crash_while_saving, args=(str(path), stage), every_error=True)
+    good = run_ranks(fit, args=(2, None, None, {"max_steps": 3}, {"embedding_optimizer": None, "sharding": None}))[0]
+    assert toy.same(run_ranks(validate, args=(str(path),))[0], good["weights"])
+
+
+# ---- damage ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def good_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    run_ranks(fit, args=(2, str(folder), None, {"max_steps": 5}))
+    return folder / "epoch=0-step=5.ckpt"
+
+
+def truncate(path: Path) -> str:
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+    return file.name
+
+
+def flip(path: Path) -> str:
+    file = next(path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return file.name
+
+
+def remove(path: Path) -> str:
+    file = next(path.glob("*.distcp"))
+    file.unlink()
+    return file.name
+
+
+def no_checksums(path: Path) -> str:
+    (path / "checksums.json").unlink()
+    return "checksums.json"
+
+
+def bad_checksums(path: Path) -> str:
+    (path / "checksums.json").write_text("{")
+    return "checksums.json"
+
+
+def empty_meta(path: Path) -> str:
+    (path / "meta.pt").write_bytes(b"")
+    return "meta.pt"
+
+
+def gone(path: Path) -> str:
+    shutil.rmtree(path)
+    return "does not exist"
+
+
+def foreign_file(path: Path) -> str:
+    shutil.rmtree(path)
+    torch.save({"state_dict": {}}, path)
+    return "single file"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, flip, remove, no_checksums, bad_checksums, empty_meta, gone, foreign_file],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(good_checkpoint: Path, tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "bad.ckpt"
+    shutil.copytree(good_checkpoint, path)
+    expected = damage(path)
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(fit, args=(2, None, str(path)), every_error=True)
+    assert set(failure.value.errors) == {0, 1}
+    for text in failure.value.errors.values():
+        last = text.strip().splitlines()[-1]
+        assert last.startswith("lightning_freescale.runtime.errors.CheckpointError: rank ")
+        assert expected in last
+        assert str(path) in last
+    if damage is not flip:  # export looks at sizes, not at sums
+        with pytest.raises(CheckpointError):
+            fs.export(path, tmp_path / "out.pt")
+
+
+class Wider(toy.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[0] = torch.nn.Linear(len(toy.FEATURES) * toy.DIM, 32)
+        self.extra = torch.nn.Linear(2, 2)
+
+
+def fit_another_model(rank: int, path: str) -> None:
+    toy.trainer(FreeScaleStrategy(), 2).fit(Wider(), toy.loader(), ckpt_path=path)
+
+
+def test_a_checkpoint_of_another_model(good_checkpoint: Path) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(fit_another_model, args=(str(good_checkpoint),), every_error=True)
+    assert set(failure.value.errors) == {0, 1}
+    for text in failure.value.errors.values():
+        assert "belongs to another model" in text
+        assert "head.0.weight has shape [16, 24] there and [32, 24] here" in text
+        assert "extra.weight is missing there" in text
+
+
+def test_the_undamaged_one_loads(good_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy.ckpt"
+    shutil.copytree(good_checkpoint, path)
+    assert run_ranks(fit, args=(2, None, str(path)))[0]["steps"] == 32

@@ -1,0 +1,140 @@
+"""What is logged with ``sync_dist=True`` is a mean over the global batch, however many samples each rank holds."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.strategy import loss_weighting as means
+from tests import toy
+from tests.ranks import run_ranks
+
+STEPS = 5
+OPTIONS: dict[str, Any] = {
+    "balance": "off",
+    "prioritize": False,
+    "embedding_optimizer": {"optimizer": "sgd", "lr": 0.1},
+}
+
+
+class Shares:
+    """Global batches of six samples, of which rank r has ``sizes[r]``. Those of rank ``bare`` have no ids."""
+
+    def __init__(self, rank: int, sizes: list[int], bare: int | None = None):
+        self.start, self.size, self.bare = sum(sizes[:rank]), sizes[rank], bare == rank
+        self.samples = toy.Samples(6 * STEPS)
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Any:
+        for step in range(STEPS):
+            own = [self.samples[6 * step + self.start + i] for i in range(self.size)]
+            if self.bare:
+                own = [(index, [ids[:0] for ids in values], label) for index, values, label in own]
+            yield toy.collate(own)
+
+
+class Logging(toy.Model):
+    def on_train_start(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.ids: list[Tensor] = []
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.ids.append(batch.features.values())
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("most", loss, reduce_fx="max", on_step=True, on_epoch=False, sync_dist=True)
+        self.log("id", batch.features.values().float().mean(), on_step=True, on_epoch=False, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        metrics = self.trainer.callback_metrics
+        self.logged.append({name: metrics[name].item() for name in ("loss_step", "most", "id")})
+
+
+class AsLightning(FreeScaleStrategy):
+    """Logs as Lightning does."""
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return DDPStrategy.reduce(self, tensor, group, reduce_op)
+
+
+def fit(
+    rank: int,
+    sizes: list[int],
+    strategy: type[FreeScaleStrategy] = FreeScaleStrategy,
+    bare: int | None = None,
+    reduction: str = "sample",
+) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    model = Logging()
+    own = strategy(**OPTIONS, loss_reduction=reduction)  # type: ignore[arg-type]
+    trainer = toy.trainer(own, len(sizes), max_epochs=1, limit_val_batches=1.0)
+    trainer.fit(model, Shares(rank, sizes, bare))
+    epoch = trainer.callback_metrics["loss_epoch"]
+    trainer.validate(model, Shares(rank, sizes), verbose=False)
+    return {
+        "steps": model.logged,
+        "own": model.losses,
+        "ids": [ids.tolist() for ids in model.ids],
+        "epoch": epoch.item(),
+        "val": trainer.callback_metrics["val_loss"].item(),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    return run_ranks(fit, 1, args=([6],))[0]
+
+
+@pytest.mark.parametrize("sizes", [[1, 5], [1, 2, 3], [2, 4]])
+def test_unequal_shares_log_what_one_rank_with_the_whole_batch_logs(sizes: list[int], whole: dict[str, Any]) -> None:
+    ranks = run_ranks(fit, len(sizes), args=(sizes,))
+    expected = [step["loss_step"] for step in whole["steps"]]
+    for run in ranks:
+        assert [step["loss_step"] for step in run["steps"]] == pytest.approx(expected, rel=1e-5)
+        assert run["epoch"] == pytest.approx(whole["epoch"], rel=1e-5)
+        assert run["val"] == pytest.approx(whole["val"], rel=1e-5)
+        assert [step["most"] for step in run["steps"]] == [
+            max(own) for own in zip(*(r["own"] for r in ranks), strict=True)
+        ]
+    lightning = run_ranks(fit, len(sizes), args=(sizes, AsLightning))[0]  # negative control
+    assert [step["loss_step"] for step in lightning["steps"]] != pytest.approx(expected, rel=1e-3)
+
+
+def test_a_mean_of_counts_is_not_cut() -> None:
+    (alone,) = run_ranks(fit, 1, args=([3],))
+    sizes = [1, 2]  # five steps: 5 and 10 samples, 7.5 on average
+    assert run_ranks(fit, args=(sizes,))[0]["val"] == pytest.approx(alone["val"], rel=1e-5)
+    assert run_ranks(fit, args=(sizes, AsLightning))[0]["val"] == pytest.approx(alone["val"] * 7.5 / 7, rel=1e-5)
+
+
+def test_equal_shares_log_what_lightning_logs_bit_for_bit() -> None:
+    for ours, lightning in zip(run_ranks(fit, args=([3, 3],)), run_ranks(fit, args=([3, 3], AsLightning)), strict=True):
+        assert ours == lightning
+
+
+def test_a_rank_without_tokens_counts_for_nothing() -> None:
+    (alone,) = run_ranks(fit, 1, args=([3], FreeScaleStrategy, None, "token"))
+    ranks = run_ranks(fit, args=([3, 3], FreeScaleStrategy, 1, "token"))
+    assert not any(ranks[1]["ids"])  # the mean over them is no number
+    assert ranks[0]["own"] == pytest.approx(alone["own"], rel=1e-5)  # nor does it change the training
+    for run in ranks:
+        for step, ids in zip(run["steps"], ranks[0]["ids"], strict=True):
+            assert step["id"] == pytest.approx(sum(ids) / len(ids))
+
+
+def test_examples() -> None:
+    assert doctest.testmod(means).failed == 0
+    assert means.share([2, 0], 1) == 0.0
+    assert means.share([0, 0], 0) == 1.0
+    assert means.share([], 0) == 1.0
+    assert means.mean_of_counts(torch.tensor(8), 2).dtype == torch.int64
