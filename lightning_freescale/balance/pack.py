@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.batch.contents import parts as find
+from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.jagged import gather, lengths_to_offsets
@@ -252,7 +252,7 @@ def sample_sizes(batch: Any, key: str | None = None) -> tuple[NDArray[np.int64],
         keys = batch.features.keys()
         negatives = batch.features[NEGATIVES].lengths().numpy() if NEGATIVES in keys else 0
         return lengths, np.maximum(lengths - 1, 0) * negatives
-    for features in find(batch, KeyedJaggedTensor):
+    for features in find_parts(batch, KeyedJaggedTensor):
         jagged = features if key is None else features[key]
         lengths = jagged.lengths().numpy().astype(np.int64).reshape(-1, features.stride()).sum(axis=0)
         return lengths, np.zeros_like(lengths)

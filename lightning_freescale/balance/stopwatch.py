@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
 
-from lightning_freescale.batch.contents import tensors
+from lightning_freescale.batch.contents import find_tensors
 
 Moment = float | torch.cuda.Event
 
@@ -144,7 +144,7 @@ class Stopwatch:
 
     def follow(self, rows: Any) -> None:
         """Note when the gradient of ``rows``, which have come from other ranks, is there."""
-        for tensor in tensors(rows):
+        for tensor in find_tensors(rows):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_came)
 

@@ -1,4 +1,4 @@
-"""Checks a batch on the host before it is trained on."""
+"""``check_batch``: checks a batch of any type on the host before the training uses it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.batch.contents import parts
-from lightning_freescale.batch.seq_batch import SeqBatch, check_jagged
+from lightning_freescale.batch.contents import find_parts
+from lightning_freescale.batch.jagged_checks import check_jagged
+from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.errors import InputError
 
 
 def check_batch(batch: Any, rows: Mapping[str, int]) -> None:
-    """Raise :class:`InputError` for a batch that cannot be trained on; host tensors only, so there is no device sync.
+    """Raise :class:`InputError` if the batch cannot be trained on.
+
+    The function skips tensors that are not in host memory, so it never waits for a device.
 
     Args:
-        batch: anything a loader yields.
-        rows: number of rows of the table behind each feature.
+        batch: any object that a loader yields.
+        rows: number of rows of the embedding table of each feature.
     """
     if batch is None:
         raise InputError("batch: None; the loader or its collate_fn returned no batch")
     if isinstance(batch, SeqBatch) and batch.timestamps.device.type == "cpu":
         batch.validate()
-    for features in parts(batch, KeyedJaggedTensor):
+    for features in find_parts(batch, KeyedJaggedTensor):
         if features.values().device.type != "cpu":
             continue
         if features.stride() == 0:

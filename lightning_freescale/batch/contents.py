@@ -10,8 +10,13 @@ from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
-def parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
-    """The objects of ``kinds`` inside a batch made of tuples, lists, mappings and plain objects such as dataclasses."""
+def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
+    """Yield the objects of type ``kinds`` inside ``batch``, each object once, in the order of the batch's fields.
+
+    Args:
+        batch: any nesting of tuples, lists, mappings and plain objects such as dataclasses.
+        kinds: the type, or types, to find. The search does not look inside an object that it yields.
+    """
     seen: set[int] = set()
     stack = [batch]
     while stack:
@@ -29,7 +34,7 @@ def parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
             stack.extend(reversed(list(vars(item).values())))
 
 
-def tensors(batch: Any) -> Iterable[Tensor]:
-    """All tensors of a batch, those inside jagged tensors too."""
-    for part in parts(batch, (Tensor, KeyedJaggedTensor)):
+def find_tensors(batch: Any) -> Iterable[Tensor]:
+    """Yield all tensors of a batch, including those inside jagged tensors."""
+    for part in find_parts(batch, (Tensor, KeyedJaggedTensor)):
         yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

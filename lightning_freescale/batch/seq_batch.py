@@ -1,8 +1,7 @@
-"""``SeqBatch``: what a sequence recommender trains on, jagged from end to end."""
+"""``SeqBatch``: one rank's samples of one step, as jagged tensors without padding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils._pytree import register_dataclass
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from lightning_freescale.batch.jagged_checks import check_jagged
 from lightning_freescale.runtime.errors import InputError
 
 HISTORY = "history"
@@ -19,16 +19,16 @@ NEGATIVES = "negatives"
 
 @dataclass
 class SeqBatch(Pipelineable):
-    """``B`` samples of one rank, a sample being one user's history.
+    """``B`` samples of one rank. A sample is the history of one user.
 
     Attributes:
-        features: integer ids, jagged, ``stride() == B``. Key ``"history"`` holds the items of each history in time
-            order. Key ``"negatives"`` (training) holds each sample's own sampled negatives: they travel with their
-            sample, so moving samples between ranks changes no gradient. Every other key is a categorical feature of the
-            events, aligned with ``"history"``.
+        features: integer ids with ``stride() == B``. Key ``"history"`` holds the items of each history in time order.
+            Key ``"negatives"`` (training) holds the sampled negatives of each sample. They belong to their sample, so
+            that moving a sample to another rank changes no gradient. Every other key is a categorical feature of the
+            events and is aligned with ``"history"``.
         timestamps: ``[sum(L)]`` int64, seconds, aligned with the values of ``"history"``.
-        targets: ``[B]`` int64, the held-out next item of each sample; ``None`` in training, where the target of every
-            position is the item after it.
+        targets: ``[B]`` int64, the held-out next item of each sample. ``None`` in training, because there the target
+            of every position is the next item of the history.
     """
 
     features: KeyedJaggedTensor
@@ -71,7 +71,7 @@ class SeqBatch(Pipelineable):
             self.targets.record_stream(stream)
 
     def validate(self) -> None:
-        """Raise :class:`InputError` if the batch's parts do not fit together. Host tensors only: no device sync."""
+        """Raise :class:`InputError` if the fields do not fit together. The tensors must be in host memory."""
         if self.num_samples == 0:
             raise InputError("features: an empty batch (0 samples)")
         check_jagged(self.features)
@@ -81,42 +81,13 @@ class SeqBatch(Pipelineable):
         total = int(lengths.sum())
         if self.timestamps.numel() != total:
             raise InputError(f"timestamps: {self.timestamps.numel()} values for {total} events in {HISTORY!r}")
-        for key in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is no mapping
+        for key in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
             if key not in (HISTORY, NEGATIVES) and not torch.equal(self.features[key].lengths(), lengths):
-                raise InputError(f"{key}: lengths differ from those of {HISTORY!r}, with which it must be aligned")
+                raise InputError(
+                    f"{key}: its lengths differ from those of {HISTORY!r}; an event feature needs one value per event"
+                )
         if self.targets is not None and self.targets.numel() != self.num_samples:
             raise InputError(f"targets: {self.targets.numel()} values for {self.num_samples} samples")
 
 
 register_dataclass(SeqBatch, field_names=["features", "timestamps", "targets"], drop_field_names=[])
-
-
-def check_jagged(features: KeyedJaggedTensor, rows: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`InputError` unless lengths fit the values and every id lies in its table.
-
-    Args:
-        features: host tensors; keys ``F``, stride ``B``.
-        rows: number of rows of the table behind each key; keys that are absent are not checked for range.
-    """
-    lengths, values = features.lengths(), features.values()
-    keys, stride = features.keys(), features.stride()
-    if (bad := (lengths < 0).nonzero().flatten()).numel():
-        at = int(bad[0])
-        raise InputError(
-            f"{keys[at // max(stride, 1)]}: negative length {int(lengths[at])} at sample {at % max(stride, 1)}"
-        )
-    if int(lengths.sum()) != values.numel():
-        raise InputError(
-            f"{', '.join(keys)}: lengths sum to {int(lengths.sum())} but there are {values.numel()} values"
-        )
-    if not rows or not values.numel():
-        return
-    for key, part in zip(keys, values.split(features.length_per_key()), strict=True):
-        limit = rows.get(key)
-        if limit is None or not part.numel():
-            continue
-        low, high = (int(edge) for edge in torch.aminmax(part))
-        if low < 0 or high >= limit:
-            raise InputError(
-                f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1})"
-            )

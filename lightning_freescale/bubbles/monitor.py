@@ -24,7 +24,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.batch.contents import parts
+from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.bubbles import picture
 from lightning_freescale.bubbles.attribution import Bubbles, attribute
@@ -274,9 +274,9 @@ class BubbleMonitorMixin(_Base):
 
     def _note_batch(self, batch: Any) -> None:
         timeline = self.timeline
-        features = next(iter(parts(batch, KeyedJaggedTensor)), None)
+        features = next(iter(find_parts(batch, KeyedJaggedTensor)), None)
         if features is None:
-            tensor = next(iter(parts(batch, Tensor)), None)
+            tensor = next(iter(find_parts(batch, Tensor)), None)
             timeline.count("samples", tensor.shape[0] if tensor is not None and tensor.ndim else 1)
             return
         timeline.count("samples", features.stride())

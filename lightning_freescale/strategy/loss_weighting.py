@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.batch.contents import parts
+from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.batch.seq_batch import SeqBatch
 
 REDUCTIONS = ("sample", "token")
@@ -57,8 +57,8 @@ def loss_weight(batch: Any, reduction: str) -> int:
     """
     if isinstance(batch, SeqBatch) and reduction == "token":
         return int((batch.lengths - 1).sum())
-    for features in parts(batch, KeyedJaggedTensor):
+    for features in find_parts(batch, KeyedJaggedTensor):
         return features.values().numel() if reduction == "token" else features.stride()
-    for tensor in parts(batch, Tensor):
+    for tensor in find_parts(batch, Tensor):
         return tensor.shape[0] if tensor.ndim else 1
     return 1

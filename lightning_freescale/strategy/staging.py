@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.batch.contents import tensors
+from lightning_freescale.batch.contents import find_tensors
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.streams import SideStream
 
@@ -28,7 +28,7 @@ class Staged:
         if self._copied is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._copied)
-            for part in tensors(self._batch):
+            for part in find_tensors(self._batch):
                 part.record_stream(stream)  # its memory belongs to the copy stream's pool
         return self._batch
 

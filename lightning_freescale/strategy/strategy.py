@@ -24,7 +24,7 @@ from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.batch.checks import check_batch
-from lightning_freescale.batch.contents import parts
+from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin, add_monitor
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import plan as tables
@@ -359,7 +359,7 @@ class FreeScaleMixin(_Base):
     def _features_ahead(self, batch: Any) -> list[list[KeyedJaggedTensor]]:
         """The KeyedJaggedTensors of this batch and of the next two; empty lists where there is no batch."""
         upcoming = [self._train_loader.upcoming(k) if self._train_loader is not None else None for k in (1, 2)]
-        return [list(parts(part, KeyedJaggedTensor)) for part in (batch, *map(staging.peek, upcoming))]
+        return [list(find_parts(part, KeyedJaggedTensor)) for part in (batch, *map(staging.peek, upcoming))]
 
     def _reduction(self) -> str:
         """What the model's loss is a mean over: its own word (an attribute ``loss_reduction``) before the strategy's."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.batch.contents import tensors
+from lightning_freescale.batch.contents import find_tensors
 from lightning_freescale.strategy import staging
 from tests.balance.batches import seq_batch
 from tests.toy import Samples, collate
@@ -20,7 +20,7 @@ class Frozen:
 
 
 def devices(batch: Any) -> set[str]:
-    return {tensor.device.type for tensor in tensors(batch)}
+    return {tensor.device.type for tensor in find_tensors(batch)}
 
 
 def test_all_tensors_of_a_batch_are_moved() -> None:

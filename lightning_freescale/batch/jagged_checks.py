@@ -1,0 +1,41 @@
+"""``check_jagged``: checks the lengths and the ids of a jagged tensor on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.runtime.errors import InputError
+
+
+def check_jagged(features: KeyedJaggedTensor, rows: Mapping[str, int] | None = None) -> None:
+    """Raise :class:`InputError` unless the lengths fit the values and every id is a row of its table.
+
+    Args:
+        features: ids in host memory.
+        rows: number of rows of the table of each key. The ids of a key that is missing here are not checked.
+    """
+    lengths, values = features.lengths(), features.values()
+    keys, stride = features.keys(), features.stride()
+    if (bad := (lengths < 0).nonzero().flatten()).numel():
+        at = int(bad[0])
+        raise InputError(
+            f"{keys[at // max(stride, 1)]}: negative length {int(lengths[at])} at sample {at % max(stride, 1)}"
+        )
+    if int(lengths.sum()) != values.numel():
+        raise InputError(
+            f"{', '.join(keys)}: lengths sum to {int(lengths.sum())} but there are {values.numel()} values"
+        )
+    if not rows or not values.numel():
+        return
+    for key, ids in zip(keys, values.split(features.length_per_key()), strict=True):
+        limit = rows.get(key)
+        if limit is None or not ids.numel():
+            continue
+        low, high = (int(edge) for edge in torch.aminmax(ids))
+        if low < 0 or high >= limit:
+            raise InputError(
+                f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1})"
+            )
