@@ -23,7 +23,7 @@ from torch import Tensor
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks.harness import report
 from lightning_freescale.balance import fixed, loads, lower_bound, straggler, variable, zigzag
 from lightning_freescale.balance.partition import Mode
 from lightning_freescale.runtime import jagged

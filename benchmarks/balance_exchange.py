@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale as fs
-from benchmarks import report
-from benchmarks.trainer import plain_trainer
+from benchmarks.harness import report
+from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.cli import demo
 
 GOAL = 0.01  # of a step

@@ -30,11 +30,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import all_sides, cluster, report, turns
-from benchmarks.bubble import COOL, DEFAULT, MARKS, SYNC, compare_losses, global_losses
-from benchmarks.products import check_products
-from benchmarks.trainings import Batches, Job, Trained, train
-from benchmarks.workload import LongTail
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
+from benchmarks.harness.training import all_variants as all_sides
+from benchmarks.harness.training import alternation as turns
+from benchmarks.harness.training.bubble import COOL, DEFAULT, MARKS, SYNC, compare_losses, global_losses
+from benchmarks.harness.training.variants import Batches, Job, Trained, train
+from benchmarks.harness.workload import LongTail
 from lightning_freescale.embedding.mode_trial import Trial
 
 Figures = dict[str, Any]

@@ -35,7 +35,9 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bubble, cluster, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.training import bubble
 
 TIMEOUT = 400.0  # seconds for all sides
 WAIT = 60.0  # seconds that a rank waits for another

@@ -28,7 +28,8 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
 
 RATES = (0.0, 0.06, 0.12, 0.25, 0.40, 0.60)
 QUICK_RATES = (0.0, 0.12, 0.40)
@@ -81,7 +82,7 @@ def take_part(arguments: argparse.Namespace) -> int:
 
 
 def tell(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from benchmarks.measure import describe
+    from benchmarks.harness.exchange.measurement import describe
 
     text = json.dumps(report.head("exposed") | figures, indent=2)
     if arguments.output:

@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bubble, cluster, plots, report
-from benchmarks.claims import exposed_results, kept, where
+from benchmarks.harness import plots, report
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.tables.claims import exposed_results, kept, where
+from benchmarks.harness.training import bubble
 from lightning_freescale.balance.planner import rule_of_thumb
 from lightning_freescale.cli.plan import RANDOM, evaluate
 from lightning_freescale.data.histories import Histories

@@ -28,7 +28,9 @@ if __name__ == "__main__" and not __package__:  # started as a file: let it find
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning_freescale as fs
-from benchmarks import cluster, own_cores, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
 from lightning_freescale.bubbles.monitor import BubbleMonitor, sampling
 from lightning_freescale.models import HSTU
 

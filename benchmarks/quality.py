@@ -30,7 +30,8 @@ import numpy as np
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
 
 SYNC, FREESCALE, RESEEDED = "freescale_sync", "freescale", "freescale_sync, another seed"
 METRICS = {"HR@10": "val/hr@10", "NDCG@10": "val/ndcg@10"}
@@ -70,7 +71,7 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
     """Train all sides on all data. The same figures on every rank."""
     import torch.distributed as dist
 
-    from benchmarks.all_sides import quiet
+    from benchmarks.harness.training.all_variants import quiet
 
     quiet()
     shape = _shape(arguments)
@@ -115,9 +116,9 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, sid
     import torch.distributed as dist
 
     import lightning_freescale as fs
-    from benchmarks.bubble import global_losses
-    from benchmarks.marks import MarkedHSTU, Marks
-    from benchmarks.trainer import plain_trainer
+    from benchmarks.harness.lightning_trainer import plain_trainer
+    from benchmarks.harness.training.bubble import global_losses
+    from benchmarks.harness.training.step_timestamps import MarkedHSTU, Marks
 
     cuda, everything = arguments.device == "cuda", side == FREESCALE
     os.environ["WORLD_SIZE"] = str(arguments.ranks)  # Lightning takes it away at the end of every fit

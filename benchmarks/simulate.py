@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import plots, report, validation
-from benchmarks.claims import kept
+from benchmarks.harness import plots, report
+from benchmarks.harness import simulator_validation as validation
+from benchmarks.harness.tables.claims import kept
 from lightning_freescale.balance import CostModel
 from lightning_freescale.simulate import SIDES, Cluster, Model, Result, simulate
 

@@ -42,8 +42,10 @@ import torch.distributed as dist
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster as nodes
-from benchmarks import own_cores, rates, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as nodes
+from benchmarks.harness.gpu_cluster import link_bandwidth as rates
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]

@@ -29,7 +29,9 @@ import torch
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster, own_cores, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
 
 Row = dict[str, Any]
 
@@ -144,7 +146,7 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
     import torch.distributed as dist
 
     import lightning_freescale as fs
-    from benchmarks.trainer import plain_trainer
+    from benchmarks.harness.lightning_trainer import plain_trainer
     from lightning_freescale.balance import CostModel
 
     world = options.ranks

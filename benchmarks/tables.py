@@ -16,9 +16,9 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import paper
 from benchmarks.__main__ import TOOLS, scripts
-from benchmarks.claims import claims, command, kept
+from benchmarks.harness.tables import paper_page as paper
+from benchmarks.harness.tables.claims import claims, command, kept
 
 Row = Mapping[str, Any]
 

@@ -35,9 +35,10 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from typing_extensions import override
 
 import lightning_freescale as fs
-from benchmarks import cluster, report
-from benchmarks.link import new_link
-from benchmarks.live_link import LiveLinkGroup, LiveWire
+from benchmarks.harness import report
+from benchmarks.harness.emulation.network import new_link
+from benchmarks.harness.emulation.realtime_network import LiveLinkGroup, LiveWire
+from benchmarks.harness.gpu_cluster import launcher as cluster
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.bubbles import picture
 from lightning_freescale.bubbles.analysis import Analysis, analyse

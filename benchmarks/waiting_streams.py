@@ -20,7 +20,9 @@ import torch.distributed as dist
 if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cluster, own_cores, report
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
 
 KERNELS = 1500
 AHEAD = 60_000_000  # cycles for which the device sleeps, so that the host has queued all kernels when the first starts

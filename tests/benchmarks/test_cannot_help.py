@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import cannot_help
-from benchmarks.bubble import DEFAULT, SYNC
-from benchmarks.turns import SETTLE, Turns, turn_times
+from benchmarks.harness.training.alternation import SETTLE, Turns, turn_times
+from benchmarks.harness.training.bubble import DEFAULT, SYNC
 from tests.benchmarks.command import run_benchmark
 
 SHAPE = {"warm": 3, "steps": 2, "count": 2}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cluster
-from benchmarks.cluster import ClusterFailed, run
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster.launcher import ClusterFailed, run
 
 ROOT = Path(__file__).resolve().parents[2]
 

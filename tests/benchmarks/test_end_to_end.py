@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import all_sides, bubble, end_to_end, products, trainings
-from benchmarks.bubble import (
+from benchmarks import end_to_end
+from benchmarks.harness.gpu_cluster import matrix_product_check as products
+from benchmarks.harness.gpu_cluster.launcher import ClusterFailed
+from benchmarks.harness.training import all_variants as all_sides
+from benchmarks.harness.training import bubble
+from benchmarks.harness.training import variants as trainings
+from benchmarks.harness.training.bubble import (
     ALL,
     BALANCE,
     BASE,
@@ -27,8 +32,7 @@ from benchmarks.bubble import (
     SPARSE_DIST,
     SYNC,
 )
-from benchmarks.cluster import ClusterFailed
-from benchmarks.workload import LongTail, collision_rate
+from benchmarks.harness.workload import LongTail, collision_rate
 from tests.benchmarks.command import run_benchmark
 from tests.ranks import run_ranks
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import exposed
-from benchmarks.clock import CountedTime, RealTime
-from benchmarks.machines import Device, Emulation
-from benchmarks.measure import Options, describe, line_through, measure, summarise
-from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SPARSE_DIST, SYNC
-from benchmarks.workload import Workload
+from benchmarks.harness.emulation.clock import CountedTime, RealTime
+from benchmarks.harness.exchange.machine import Device, Emulation
+from benchmarks.harness.exchange.measurement import Options, describe, line_through, measure, summarise
+from benchmarks.harness.exchange.variants import BASE, COMPUTE, DENSE, PRIORITIZED, SPARSE_DIST, SYNC
+from benchmarks.harness.workload import Workload
 from lightning_freescale.embedding import prioritized
 from tests.benchmarks.command import run_benchmark
 from tests.ranks import run_ranks

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import figures, paper
-from benchmarks.claims import kept
+from benchmarks import figures
+from benchmarks.harness.tables import paper_page as paper
+from benchmarks.harness.tables.claims import kept
 from lightning_freescale.data.histories import Histories
 
 RESULTS = kept()

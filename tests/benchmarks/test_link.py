@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.clock import CountedTime
-from benchmarks.link import Wire, new_link
+from benchmarks.harness.emulation.clock import CountedTime
+from benchmarks.harness.emulation.network import Wire, new_link
 from tests.ranks import run_ranks
 
 BANDWIDTH, LATENCY, CHUNK = 1e6, 0.01, 1e-3  # bytes/s, s, s

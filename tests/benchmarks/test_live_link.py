@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.link import new_link
-from benchmarks.live_link import LiveLinkGroup, LiveWire
+from benchmarks.harness.emulation.network import new_link
+from benchmarks.harness.emulation.realtime_network import LiveLinkGroup, LiveWire
 from tests.ranks import run_ranks
 
 BANDWIDTH = 1e6  # bytes a second

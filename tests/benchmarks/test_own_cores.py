@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks import cluster, own_cores
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
 
 ASK = "import ctypes; ctypes.CDLL(None).cudaStreamCreateWithFlags(ctypes.byref(ctypes.c_void_p()), 1)"
 

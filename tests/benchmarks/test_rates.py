@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import cluster, rates
+from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import link_bandwidth as rates
 from lightning_freescale.transport import Options
 from tests.ranks import run_ranks
 

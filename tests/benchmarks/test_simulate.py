@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks import simulate, validation
-from benchmarks.claims import kept
+from benchmarks import simulate
+from benchmarks.harness import simulator_validation as validation
+from benchmarks.harness.tables.claims import kept
 from lightning_freescale.simulate import SIDES
 
 

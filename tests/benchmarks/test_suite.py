@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import tables
 from benchmarks.__main__ import TOOLS, scripts
-from benchmarks.bubble import ALL, BASE, OVER_NCCL, SM_FREE, SYNC
-from benchmarks.claims import claims, command, kept
+from benchmarks.harness import report
+from benchmarks.harness.tables.claims import claims, command, kept
+from benchmarks.harness.training.bubble import ALL, BASE, OVER_NCCL, SM_FREE, SYNC
 
 ROOT = Path(__file__).resolve().parents[2]
 # The listing, then a look at what it has imported.

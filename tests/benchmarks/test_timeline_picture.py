@@ -12,7 +12,7 @@ import pytest
 from benchmarks import timeline_picture
 from benchmarks.timeline_picture import SIDES, WARM, show, train
 from lightning_freescale.bubbles.records import Run, read_run
-from lightning_freescale.bubbles.timeline import ENGINE
+from lightning_freescale.bubbles.spans import ENGINE
 from tests.ranks import run_ranks
 
 STEPS = WARM + 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.workload import Workload, collision_rate
+from benchmarks.harness.workload import Workload, collision_rate
 
 SMALL = Workload(histories=64, log_mean=3.6, log_std=0.8, longest=400, rows=60_000, dim=128)
 LARGE = Workload(histories=128, log_mean=5.8, log_std=1.2, longest=8192, rows=8_000_000, dim=128)

@@ -23,8 +23,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_freescale as fs
-from benchmarks import own_cores, report
-from benchmarks.trainer import plain_trainer
+from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.models import HSTU

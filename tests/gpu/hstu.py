@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 
 import lightning_freescale as fs
-from benchmarks.trainer import plain_trainer
+from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.models import HSTU
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over

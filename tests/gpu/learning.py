@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale as fs
-from benchmarks.trainer import plain_trainer
+from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.balance import CostModel, Planner
 from lightning_freescale.models import HSTU
 

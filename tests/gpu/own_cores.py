@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import own_cores
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
 
 HOLD = r"""
 extern "C" __global__ void hold(int* seen, long long cycles) {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cluster
+from benchmarks.harness.gpu_cluster import launcher as cluster
 
 HERE = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import bubble
-from benchmarks.claims import kept
-from benchmarks.cluster import HOST, NCCL, TCP
+from benchmarks.harness.gpu_cluster.launcher import HOST, NCCL, TCP
+from benchmarks.harness.tables.claims import kept
+from benchmarks.harness.training import bubble
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, Model, Side, simulate
@@ -189,7 +189,7 @@ def end_to_end(found: Found, seeds: int) -> list[Row]:
 
     Costs are fitted to the dense compute alone. Look-ups and updates of the tables are no part of it, nor of the simulator.
     """
-    from benchmarks.workload import LongTail  # heavy
+    from benchmarks.harness.workload import LongTail  # heavy
 
     workload, ranks = LongTail(**found["workload"]), found["parameters"]["ranks"]
     first = found["steps"] - found["counted"] - bubble.COOL

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import own_cores
-from benchmarks.clock import Clock, CountedTime, RealTime
-from benchmarks.link import Wire, new_link
-from benchmarks.workload import Batch, Workload
+from benchmarks.harness.emulation.clock import Clock, CountedTime, RealTime
+from benchmarks.harness.emulation.network import Wire, new_link
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness.workload import Batch, Workload
 from lightning_freescale import transport
 
 Priority = Literal["high", "low"]

@@ -33,7 +33,7 @@ def library() -> Iterator[Path]:
         )
     with tempfile.TemporaryDirectory(prefix="own-cores-") as folder:
         built = Path(folder) / "own_cores.so"
-        source = Path(__file__).with_name("own_cores.c")
+        source = Path(__file__).with_name("reserved_sms.c")
         subprocess.run(
             [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True
         )

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.bubble import MARKS
+from benchmarks.harness.training.bubble import MARKS
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
 from lightning_freescale.models import HSTU
 

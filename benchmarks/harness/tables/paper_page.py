@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.bubble import BASE
-from benchmarks.claims import GOAL_RATE, command, exposed_results, left_exposed, where
-from benchmarks.claims import end_to_end as claim_of_end_to_end
-from benchmarks.claims import quality as claim_of_quality
-from benchmarks.cluster import HOST, NCCL
+from benchmarks.harness.gpu_cluster.launcher import HOST, NCCL
+from benchmarks.harness.tables.claims import GOAL_RATE, command, exposed_results, left_exposed, where
+from benchmarks.harness.tables.claims import end_to_end as claim_of_end_to_end
+from benchmarks.harness.tables.claims import quality as claim_of_quality
+from benchmarks.harness.training.bubble import BASE
 
 PICTURES = "../benchmarks/results"
 INTRODUCTION = """<!-- made by `python -m benchmarks.tables` -->

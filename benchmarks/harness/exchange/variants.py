@@ -25,8 +25,8 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-from benchmarks.machines import Machine
-from benchmarks.workload import FEATURE, Batch, Workload
+from benchmarks.harness.exchange.machine import Machine
+from benchmarks.harness.workload import FEATURE, Batch, Workload
 from lightning_freescale.embedding.schedule import Schedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.stages import COLLISION, Groups

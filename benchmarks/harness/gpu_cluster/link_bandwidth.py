@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster import HOST, NCCL, TCP, own_host
+from benchmarks.harness.gpu_cluster.launcher import HOST, NCCL, TCP, own_host
 
 EXCHANGES = 4  # under way at the same time
 

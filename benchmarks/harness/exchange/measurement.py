@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import rates, report
-from benchmarks.machines import Transport, make_machine
-from benchmarks.sides import BASE, COMPUTE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
+from benchmarks.harness import report
+from benchmarks.harness.exchange.machine import Transport, make_machine
+from benchmarks.harness.exchange.variants import BASE, COMPUTE, DENSE, PRIORITIZED, SIDES, SPARSE_DIST, make_sides
+from benchmarks.harness.gpu_cluster import link_bandwidth as rates
 
 GOAL = {"collisions": 0.12, "gone": 0.903}
 WARM_AGAIN = 3  # steps of each rate before the clock counts, in later rounds

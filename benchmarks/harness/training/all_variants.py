@@ -19,12 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import own_cores, rates
-from benchmarks.bubble import COOL, SIDES, Figures, account, global_losses
-from benchmarks.products import check_products
-from benchmarks.report import versions
-from benchmarks.trainings import Batches, Job, Trained, train
-from benchmarks.workload import LongTail, collision_rate
+from benchmarks.harness.gpu_cluster import link_bandwidth as rates
+from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
+from benchmarks.harness.report import versions
+from benchmarks.harness.training.bubble import COOL, SIDES, Figures, account, global_losses
+from benchmarks.harness.training.variants import Batches, Job, Trained, train
+from benchmarks.harness.workload import LongTail, collision_rate
 
 WARM = 6  # steps before the clock counts
 

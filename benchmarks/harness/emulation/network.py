@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.clock import Clock
+from benchmarks.harness.emulation.clock import Clock
 
 NAME = "link"
 _ProcessGroup: Any = dist.ProcessGroup  # untyped: its stubs overload each collective, this class does not

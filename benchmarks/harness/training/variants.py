@@ -22,7 +22,9 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 import lightning_freescale as fs
-from benchmarks.bubble import (
+from benchmarks.harness.gpu_cluster.launcher import own_host
+from benchmarks.harness.lightning_trainer import plain_trainer
+from benchmarks.harness.training.bubble import (
     ALL,
     BALANCE,
     BASE,
@@ -35,10 +37,8 @@ from benchmarks.bubble import (
     SPARSE_DIST,
     SYNC,
 )
-from benchmarks.cluster import own_host
-from benchmarks.marks import MarkedHSTU, Marker, Marks, Trace
-from benchmarks.trainer import plain_trainer
-from benchmarks.workload import LongTail
+from benchmarks.harness.training.step_timestamps import MarkedHSTU, Marker, Marks, Trace
+from benchmarks.harness.workload import LongTail
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.embedding.shard import shard
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.link import LinkGroup
+from benchmarks.harness.emulation.network import LinkGroup
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-RESULTS = Path(__file__).resolve().parent / "results"  # what is kept
+RESULTS = Path(__file__).resolve().parents[1] / "results"  # what is kept
 STACK = (
     "torch",
     "torchrec",

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.bubble import ALL, BASE, OVER_NCCL, OVER_TCP, SM_FREE, SPARSE_DIST
-from benchmarks.cluster import HOST, NCCL, TCP
-from benchmarks.report import RESULTS
+from benchmarks.harness.gpu_cluster.launcher import HOST, NCCL, TCP
+from benchmarks.harness.report import RESULTS
+from benchmarks.harness.training.bubble import ALL, BASE, OVER_NCCL, OVER_TCP, SM_FREE, SPARSE_DIST
 
 GOAL_RATE = 0.12  # of collisions, where exposed times are quoted
 FEWEST = 4  # ranks; results of fewer are there for the simulator to be compared with
