@@ -50,7 +50,7 @@ class Paths:
     def table_group(self) -> Any:
         """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
         ahead = self._prioritize and self._backend != "gloo"  # whose transfers do not wait in line
-        if ahead or self._backend == transport.NAME:
+        if ahead or self._backend == transport.BACKEND_NAME:
             return self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
         return dist.group.WORLD
 

@@ -18,7 +18,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, Sharded
 from torchrec.distributed.types import NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.bubbles.timeline import Kind, Timeline
+from lightning_freescale.bubbles.spans import Kind
+from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.collisions import (
     CollisionDetector,
     held_between,
@@ -41,7 +42,7 @@ from lightning_freescale.embedding.stages import (
 )
 from lightning_freescale.embedding.table_optimizer import kernels_in, kernels_of
 from lightning_freescale.runtime.errors import FreeScaleError
-from lightning_freescale.runtime.streams import Readback, SideStream, current_stream, keep_for, on_device
+from lightning_freescale.runtime.streams import Readback, SideStream, current_stream, int64_on_device, mark_used_on
 
 
 class _Join(torch.autograd.Function):
@@ -104,7 +105,7 @@ class PrioritizedEmbedding:
             self._weights.append(weights)
             self._key_offsets.append(torch.tensor(offsets, dtype=torch.int64, device=self.device))
             self._detectors.append(CollisionDetector(rows, self.device))
-        self.ids_stream, self.table_stream = (SideStream(self.device, first=True) for _ in range(2))
+        self.ids_stream, self.table_stream = (SideStream(self.device, high_priority=True) for _ in range(2))
         # Collections built by other TorchRec releases know other options: pass those that this one has.
         options = inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters
         self._output_options = {
@@ -123,7 +124,7 @@ class PrioritizedEmbedding:
     def ask(self, kjt: KeyedJaggedTensor) -> BatchState:
         """Start the exchange of the ids of a batch. Touches no weight, so it may run any number of batches ahead."""
         context = self.module.create_context()
-        keep_for(self.ids_stream, (kjt.values(), kjt.lengths_or_none(), kjt.offsets_or_none()))
+        mark_used_on(self.ids_stream, (kjt.values(), kjt.lengths_or_none(), kjt.offsets_or_none()))
         with self.ids_stream.work(self.copies):
             return BatchState(kjt, context, self.module.input_dist(context, kjt))
 
@@ -136,7 +137,7 @@ class PrioritizedEmbedding:
             for index, (features, context) in enumerate(zip(received, state.context.sharding_contexts, strict=True)):
                 state.asked.append(self._note(index, features, context))
         for asked in state.asked:
-            keep_for(self.table_stream, asked.tensors())
+            mark_used_on(self.table_stream, asked.tensors())
 
     def _note(self, index: int, features: KeyedJaggedTensor, context: Any) -> Asked:
         count, total = len(features.keys()), features.values().numel()
@@ -145,7 +146,7 @@ class PrioritizedEmbedding:
         lengths = features.lengths().to(torch.int64)
         rank_of_sample = torch.repeat_interleave(
             torch.arange(self.world_size, device=self.device),
-            on_device(sizes, self.device),
+            int64_on_device(sizes, self.device),
             output_size=sum(sizes),
         )
         feature_of_sample = torch.arange(count, device=self.device).repeat_interleave(
@@ -170,13 +171,13 @@ class PrioritizedEmbedding:
     def collide(self, first: BatchState, second: BatchState) -> None:
         """Find the rows two consecutive batches share and tell their requesters. Needs no weight either."""
         first.split_after, second.split_before = [], []
-        with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE, arrived=math.nan):
+        with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             for index, (a, b) in enumerate(zip(first.asked, second.asked, strict=True)):
                 of_first, of_second = self._detectors[index](a.keys, b.keys)
                 first.split_after.append(self._tell(a, of_first))
                 second.split_before.append(self._tell(b, of_second))
         for split in (*first.split_after, *second.split_before):
-            keep_for(self.table_stream, (split.mask, split.received_mask))
+            mark_used_on(self.table_stream, (split.mask, split.received_mask))
 
     def _tell(self, asked: Asked, mask: Tensor) -> Split:
         told = exchange(
@@ -197,7 +198,7 @@ class PrioritizedEmbedding:
         split.received_mask = split.told.wait().bool()
         of_keys = asked.features.offsets()[:: asked.features.stride()].to(torch.int64)
         of_ranks = wire_bounds(asked.owned, self.rank) + wire_bounds(asked.asked, self.rank)
-        send_from, send_to, from_, to = on_device(of_ranks, self.device).split(self.world_size)
+        send_from, send_to, from_, to = int64_on_device(of_ranks, self.device).split(self.world_size)
         split.counts = Readback(
             torch.cat(
                 [
@@ -250,7 +251,7 @@ class PrioritizedEmbedding:
         }
 
     def _divide(self, state: BatchState, splits: list[Split] | None, otherwise: str) -> list[dict[str, Piece]]:
-        with self.table_stream.work(self.ids_stream), self.timeline.span(Kind.ID_EXCHANGE, arrived=math.nan):
+        with self.table_stream.work(self.ids_stream), self.timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             if splits is None:
                 return [self._whole(asked, otherwise) for asked in state.asked]
             return [self._pieces(asked, split) for asked, split in zip(state.asked, splits, strict=True)]
@@ -336,7 +337,7 @@ class PrioritizedEmbedding:
             self.table_stream.join()
         outputs = []
         for index, (parts, order) in enumerate(zip(state.arriving, orders, strict=True)):
-            keep_for(current_stream(self.device), (parts, order))
+            mark_used_on(current_stream(self.device), (parts, order))
             anchor = torch.empty(0, device=self.device, requires_grad=True)
             outputs.append(NoWait(_Join.apply(anchor, state, index, order, arrived, parts)))
         state.incoming, state.arriving = {}, []
@@ -372,7 +373,7 @@ class PrioritizedEmbedding:
     def send_gradients(self, state: BatchState, piece: str) -> None:
         """Requester: start sending the gradients of one piece to the owners of the rows."""
         state.outgoing[piece] = []
-        keep_for(self.table_stream, state.gradient)
+        mark_used_on(self.table_stream, state.gradient)
         with self.table_stream.work(compute=piece == COLLISION):  # which goes first
             for gradient, pieces in zip(state.gradient, state.gradients, strict=True):
                 if piece not in pieces or gradient is None:  # no gradient: the loss does not depend on this group

@@ -31,8 +31,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import COLLISION, EXCLUSIVE, BatchState, Groups
+from lightning_freescale.runtime.host_pacing import HostPacer
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.pace import Pace
 from lightning_freescale.runtime.streams import SideStream
 
 MORE_THAN_ONCE = "called more than once a step"
@@ -48,7 +48,7 @@ class Lane:
 
     def __init__(self, name: str, moves: PrioritizedEmbedding):
         self.name, self.moves = name, moves
-        self.pace = Pace(moves.device)
+        self.pace = HostPacer(moves.device)
         self.slot: int | None = None  # which KeyedJaggedTensor of the batch, once known
         self.off: str | None = None  # why the module stays synchronous
         self.active = True  # whether steps are prioritized for the time being
@@ -69,7 +69,7 @@ class Lane:
                 current = self.current
                 if current is not None and current.kjt is features and not current.used:
                     output = self.moves.join(current, self._gradient_arrived)
-                    self.pace.forward()
+                    self.pace.forward_starts()
                     self._send_late()
                     return output
                 again = current is not None and current.kjt is features
@@ -80,7 +80,7 @@ class Lane:
 
     def _gradient_arrived(self, state: BatchState) -> None:
         if all(gradient is not None for gradient in state.gradient):
-            self.pace.hold()
+            self.pace.hold_host()
             self.moves.send_gradients(state, COLLISION)
 
     # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Lane:
                 moves.finish_ids(self.after)
                 moves.collide(self.next, self.after)
         moves.settle_gradients(current)
-        self.pace.backward()
+        self.pace.backward_starts()
 
     def after_backward(self) -> None:
         current, moves = self.current, self.moves

@@ -1,0 +1,10 @@
+"""What every other package builds on: errors, logging, CUDA streams and arrays. It imports none of the other packages.
+
+- ``errors``: the exceptions that this package raises for mistakes and damage that a user can fix.
+- ``log``: the logger, and ``log_once``, which logs a message once in a process, on rank 0.
+- ``requirements``: checks at import that TorchRec and FBGEMM are installed, and says what to install if they are not.
+- ``third_party_warnings``: hides deprecation warnings between TorchRec, Lightning and torch.
+- ``streams``: CUDA streams beside the compute stream, and copies between host and device that do not block the host.
+- ``host_pacing``: makes the host wait inside a step if it runs too far ahead of the GPU.
+- ``jagged``: NumPy functions on samples of different lengths, implemented in C++.
+"""

@@ -1,10 +1,10 @@
-"""Errors a user can act on. Each names the field, the value and the rank."""
+"""Errors that a user can act on. Each message names the field, the value and, in a distributed run, the rank."""
 
 from __future__ import annotations
 
 
 class FreeScaleError(RuntimeError):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class InputError(FreeScaleError, ValueError):
@@ -16,4 +16,4 @@ class CheckpointError(FreeScaleError):
 
 
 class ConfigurationError(FreeScaleError, ValueError):
-    """A setting (optimizer, precision, sharding, ...) that cannot be exact here, or is unknown."""
+    """A setting (optimizer, precision, sharding, ...) is unknown, or the training would not be exact with it."""

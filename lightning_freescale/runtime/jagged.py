@@ -1,8 +1,8 @@
-"""Jagged index kernels: move samples of different lengths, stored one after another, in one pass of C++.
+"""Jagged arrays: reorder samples of different lengths that are stored one after another. The loops run in C++.
 
-``values`` is any C-contiguous NumPy array ``[T, ...]`` of any dtype but object; it may be read-only or a memory map and
-is never copied whole. Sample ``i`` owns ``lengths[i]`` of its rows. Indices may have any integer dtype and come back as
-int64. Input that does not fit raises ``ValueError`` with the argument and the value, before anything moves.
+``values`` is a C-contiguous NumPy array ``[T, ...]`` of any dtype except object. It may be read-only or a memory map; only the
+rows that are asked for are copied. Sample ``i`` consists of ``lengths[i]`` consecutive rows. Indices may have any integer dtype;
+returned indices are int64. Invalid input raises a ``ValueError`` that names the argument and the value, before any row is copied.
 
     >>> import numpy as np
     >>> values, lengths = np.array([10, 11, 20, 30, 31, 32]), [2, 1, 3]
@@ -26,13 +26,13 @@ from lightning_freescale import _C
 
 
 class Dispatch(NamedTuple):
-    """Samples grouped by destination rank, in their old order within a rank: what an AllToAll sends.
+    """Samples grouped by destination rank, as an all-to-all sends them. Within a rank they keep their order.
 
     Attributes:
         values: ``[T, ...]`` rows, those for rank 0 first.
         lengths: ``[n]`` rows of each sample, in the new order.
-        order: ``[n]`` old position of each sample; :func:`combine` takes it to undo the move, and :func:`permute` to
-            move further columns of the same samples.
+        order: ``[n]`` old position of each sample. With it, :func:`combine` restores the old order, and :func:`permute`
+            brings further columns of the same samples into the new order.
         samples_per_rank: ``[world]`` samples for each rank.
         values_per_rank: ``[world]`` rows for each rank.
     """
@@ -45,7 +45,7 @@ class Dispatch(NamedTuple):
 
 
 def lengths_to_offsets(lengths: ArrayLike) -> NDArray[np.int64]:
-    """``[n]`` lengths to ``[n + 1]`` offsets: sample ``i`` owns rows ``offsets[i]`` to ``offsets[i + 1]``."""
+    """``[n]`` lengths to ``[n + 1]`` offsets: sample ``i`` is rows ``offsets[i]`` to ``offsets[i + 1]``, end excluded."""
     return _C.lengths_to_offsets(as_indices("lengths", lengths))
 
 
@@ -72,7 +72,7 @@ def permute(values: NDArray, lengths: ArrayLike, order: ArrayLike) -> tuple[NDAr
         order: ``[n]``, a permutation of ``0 .. n - 1``.
 
     Returns:
-        values and lengths, in the new order.
+        ``[sum(lengths), ...]`` values and ``[n]`` lengths, in the new order.
     """
     return _C.permute(values, as_indices("lengths", lengths), as_indices("order", order))
 
@@ -83,19 +83,19 @@ def combine(values: NDArray, lengths: ArrayLike, order: ArrayLike) -> tuple[NDAr
 
 
 def dispatch(values: NDArray, lengths: ArrayLike, ranks: ArrayLike, world: int) -> Dispatch:
-    """Group samples by destination rank, stable.
+    """Group samples by destination rank. Samples of one rank keep their order.
 
     Args:
         values: ``[sum(lengths), ...]``.
         lengths: ``[n]`` rows of each sample.
         ranks: ``[n]`` destination of each sample, ``0 .. world - 1``.
-        world: number of ranks; a rank may receive nothing.
+        world: number of ranks. A rank may receive no sample.
     """
     return Dispatch(*_C.dispatch(values, as_indices("lengths", lengths), as_indices("ranks", ranks), world))
 
 
 def as_indices(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """``values`` as contiguous int64; ``ValueError`` with ``name`` if that would round them."""
+    """``values`` as a contiguous int64 array. Raises a ``ValueError`` that contains ``name`` if they are not integers."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu" and array.size:  # an empty list has dtype float64
         raise ValueError(f"{name}: dtype {array.dtype} is not an integer type")

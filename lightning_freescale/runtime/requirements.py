@@ -1,4 +1,4 @@
-"""Says what to install when TorchRec or FBGEMM is missing, or was built for another torch."""
+"""Checks that TorchRec and FBGEMM can be imported. If not, the error names the packages to install."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-# FBGEMM's binaries are built against one torch release each.
-FBGEMM_FOR_TORCH = {"2.11": "1.6.0", "2.12": "1.7.0", "2.13": "1.8.0"}
+# Each FBGEMM release is built against one torch release. pyproject.toml says which torch releases this package accepts.
+FBGEMM_FOR_TORCH = {"2.11": "1.6.0", "2.12": "1.7.0", "2.13": "1.8.0", "2.14": "1.9.0"}
 
 
 def check() -> None:
@@ -21,11 +21,12 @@ def check() -> None:
         import torchrec  # noqa: F401
     except (ImportError, OSError) as error:
         raise ImportError(
-            f"lightning_freescale needs TorchRec and the FBGEMM build for torch {release}: "
+            f"lightning_freescale needs TorchRec and the FBGEMM release that is built for torch {release}. Run: "
             f"pip install {package}=={fbgemm} tensordict pyre-extensions && pip install --no-deps torchrec ({error})"
         ) from error
     finally:
-        # FBGEMM's import logs through the root logger, which gives it a handler: Lightning's messages would appear twice.
+        # FBGEMM logs through the root logger during its import. That adds a handler, which would print Lightning's
+        # messages a second time.
         for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
             logging.root.removeHandler(handler)
 

@@ -1,4 +1,4 @@
-"""Streams beside the compute, and memory that is safe to share between them. On CPU everything here does nothing."""
+"""CUDA streams beside the compute stream, and memory that several streams use. On CPU all of this runs synchronously."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from torch import Tensor
 
 
 class SideStream:
-    """A CUDA stream beside the compute; on other devices the work runs where it is called.
+    """A CUDA stream beside the compute stream. On other devices the work runs at once, where it is called.
 
     Args:
-        first: whether its kernels go before the compute's. A small kernel that does not waits until a large one of the compute
-            has started all of its blocks, hence until the compute comes to its own small kernels, and holds those up.
+        device: the device of the stream.
+        high_priority: whether the GPU prefers kernels of this stream to those of the compute stream. Without it, a small
+            kernel waits until a large kernel of the compute stream has started all of its blocks. By then the compute has
+            come to its own small kernels, and both delay each other.
     """
 
-    def __init__(self, device: torch.device, first: bool = False):
-        self.stream = torch.cuda.Stream(device, priority=-int(first)) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, high_priority: bool = False):
+        self.stream = torch.cuda.Stream(device, priority=-int(high_priority)) if device.type == "cuda" else None
 
     @contextmanager
     def work(self, *after: SideStream | None, compute: bool = False) -> Iterator[None]:
-        """Queue work here, behind what is queued now on the streams ``after`` and, with ``compute``, on the current one."""
+        """Queue the work of the ``with`` block on this stream.
+
+        Args:
+            after: the work starts when everything that these streams hold now is done.
+            compute: the work also starts after everything that the current stream holds now.
+        """
         if self.stream is None:
             yield
             return
@@ -35,13 +42,13 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait for what is queued here. The host does not wait."""
+        """Make the current stream wait for the work that is queued here. The host does not wait."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
-def keep_for(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Tensor | None]) -> None:
-    """Tell the allocator that ``tensors`` are used on ``stream`` too: their memory is not reused before that is done."""
+def mark_used_on(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Tensor | None]) -> None:
+    """Tell the allocator that ``stream`` uses ``tensors`` too, so that it reuses their memory only after that work."""
     target = stream.stream if isinstance(stream, SideStream) else stream
     if target is None:
         return
@@ -51,11 +58,12 @@ def keep_for(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Te
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The current CUDA stream of ``device``; None on other devices."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class Readback:
-    """A tensor as it is now, on its way to the host, which does not wait for it unless it asks."""
+    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`."""
 
     def __init__(self, value: Tensor):
         value = value.detach()
@@ -68,16 +76,17 @@ class Readback:
         self._event.record()
 
     def arrived(self) -> bool:
+        """Whether the copy is complete. Does not wait."""
         return self._event is None or self._event.query()
 
     def wait(self) -> Tensor:
-        """The copy on the host, complete."""
+        """Wait until the copy is complete, and return it: a CPU tensor of the same shape and dtype."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
-def on_device(values: list[int], device: torch.device) -> Tensor:
-    """``[n]`` int64. Unlike ``torch.tensor(values, device=...)`` the host does not wait for what the stream holds."""
+def int64_on_device(values: list[int], device: torch.device) -> Tensor:
+    """``[n]`` int64 on ``device``. Unlike ``torch.tensor(values, device=...)``, it does not make the host wait for the stream."""
     host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -1,15 +1,15 @@
-"""Deprecations between TorchRec, Lightning and torch that a user can do nothing about; each rank would print them."""
+"""Hides deprecation warnings between TorchRec, Lightning and torch. A user cannot act on them, and each rank would print them."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 
-# TorchRec still names DistributedDataParallel's argument as torch did before 2.13.
+# TorchRec passes an argument of DistributedDataParallel by the name that it had before torch 2.13.
 warnings.filterwarnings("ignore", r"`broadcast_buffers` is deprecated", FutureWarning)
-# Lightning asks torch's pytrees for their leaves as before 2.13.
+# Lightning looks for the leaves of torch's pytrees in the way of torch before 2.13.
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-# TorchRec asks in every forward whether it is being traced.
+# TorchRec calls torch's is_fx_tracing in every forward, which logs a warning each time.
 logging.getLogger("torch.fx._symbolic_trace").addFilter(
     lambda record: not record.getMessage().startswith("is_fx_tracing will return true")
 )

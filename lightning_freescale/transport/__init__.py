@@ -1,7 +1,7 @@
 """Transport between ranks. Importing it registers the torch.distributed backend ``"freescale"``."""
 
-from lightning_freescale.transport.backend import NAME, FreeScaleGroup, register
-from lightning_freescale.transport.choice import Capabilities, Choice, capabilities, choose
+from lightning_freescale.transport.backend import BACKEND_NAME, FreeScaleGroup, register
+from lightning_freescale.transport.choice import Capabilities, TransportChoice, capabilities, choose
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.groups import new_group
 from lightning_freescale.transport.options import Options
@@ -9,11 +9,11 @@ from lightning_freescale.transport.options import Options
 register()
 
 __all__ = [
-    "NAME",
+    "BACKEND_NAME",
     "Capabilities",
-    "Choice",
     "FreeScaleGroup",
     "Options",
+    "TransportChoice",
     "TransportError",
     "capabilities",
     "choose",

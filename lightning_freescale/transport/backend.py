@@ -30,9 +30,9 @@ from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.transport.gloo import GlooMover
 from lightning_freescale.transport.host_staged import HostStaged
 from lightning_freescale.transport.options import Options
-from lightning_freescale.transport.parts import Parts
+from lightning_freescale.transport.rank_buffers import RankBuffers
 
-NAME = "freescale"
+BACKEND_NAME = "freescale"
 _ProcessGroup: Any = dist.ProcessGroup  # untyped: its stubs overload each collective, this class does not
 
 
@@ -63,36 +63,36 @@ class FreeScaleGroup(_ProcessGroup):
 
     @override
     def getBackendName(self) -> str:
-        return NAME
+        return BACKEND_NAME
 
     @override
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
         world = self.size()
-        send = Parts.split(input, input_splits, world, "input")
-        receive = Parts.split(output, output_splits, world, "output")
+        send = RankBuffers.split(input, input_splits, world, "input")
+        receive = RankBuffers.split(output, output_splits, world, "output")
         return self._exchange("all_to_all", [input, output], send, receive)
 
     @override
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         world = self.size()
-        send = Parts.listed(inputs, world, "input_tensor_list")
-        receive = Parts.listed(outputs, world, "output_tensor_list")
+        send = RankBuffers.listed(inputs, world, "input_tensor_list")
+        receive = RankBuffers.listed(outputs, world, "output_tensor_list")
         return self._exchange("all_to_all", [*inputs, *outputs], send, receive)
 
     @override
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         if len(inputs) != 1 or len(outputs) != 1:
             raise InputError(f"all_gather: one tensor per rank, not {len(inputs)}")
-        send = Parts.same(inputs[0], self.size(), "tensor")
-        receive = Parts.listed(outputs[0], self.size(), "tensor_list")
+        send = RankBuffers.same(inputs[0], self.size(), "tensor")
+        receive = RankBuffers.listed(outputs[0], self.size(), "tensor_list")
         return self._gather(inputs[0], outputs[0], send, receive)
 
     @override
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        send = Parts.same(input, self.size(), "input_tensor")
-        receive = Parts.even(output, self.size(), "output_tensor")
+        send = RankBuffers.same(input, self.size(), "input_tensor")
+        receive = RankBuffers.even(output, self.size(), "output_tensor")
         return self._gather(input, [output], send, receive)
 
     @override
@@ -101,8 +101,8 @@ class FreeScaleGroup(_ProcessGroup):
             raise InputError(f"broadcast: one tensor per rank, not {len(tensors)}")
         root, rank, world = (opts.rootRank if opts is not None else 0), self.rank(), self.size()
         others = [peer for peer in range(world) if peer != root]
-        send = Parts.only(tensors[0], others if rank == root else [], world, "tensor")
-        receive = Parts.only(tensors[0], [root] if rank != root else [], world, "tensor")
+        send = RankBuffers.only(tensors[0], others if rank == root else [], world, "tensor")
+        receive = RankBuffers.only(tensors[0], [root] if rank != root else [], world, "tensor")
         return self._exchange("broadcast", tensors, send, receive)
 
     @override
@@ -146,7 +146,7 @@ class FreeScaleGroup(_ProcessGroup):
     all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
 
-    def _gather(self, input: Tensor, outputs: list[Tensor], send: Parts, receive: Parts) -> Any:
+    def _gather(self, input: Tensor, outputs: list[Tensor], send: RankBuffers, receive: RankBuffers) -> Any:
         if receive.sizes[self.rank()] != send.sizes[0]:
             raise InputError(
                 f"all_gather: rank {self.rank()} gives {send.sizes[0]} bytes, but its place in the output "
@@ -154,7 +154,7 @@ class FreeScaleGroup(_ProcessGroup):
             )
         return self._exchange("all_gather", [input, *outputs], send, receive)
 
-    def _exchange(self, kind: str, tensors: list[Tensor], send: Parts, receive: Parts) -> Any:
+    def _exchange(self, kind: str, tensors: list[Tensor], send: RankBuffers, receive: RankBuffers) -> Any:
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
             raise InputError(f"{kind}: all tensors must be on one device, not {sorted(map(str, devices))}")
@@ -193,5 +193,5 @@ def _create(group: Any, pg_options: Any) -> FreeScaleGroup:
 
 def register() -> None:
     """Make ``backend="freescale"`` known to torch.distributed. Doing it again changes nothing."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    if BACKEND_NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])

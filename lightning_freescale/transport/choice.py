@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.transport.backend import NAME
+from lightning_freescale.transport.backend import BACKEND_NAME
 from lightning_freescale.transport.host_staged import refuse_single_connection
 from lightning_freescale.transport.rendezvous import host_id
 
@@ -58,7 +58,7 @@ def capabilities() -> Capabilities:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """A backend for ``dist.new_group`` and why it was chosen."""
 
     backend: str
@@ -73,7 +73,7 @@ def choose(
     overlapped: bool,
     one_host: bool = True,
     found: Capabilities | None = None,
-) -> Choice:
+) -> TransportChoice:
     """The backend for exchanges of tensors on ``device``. Says once what was chosen and why.
 
     Args:
@@ -91,27 +91,29 @@ def choose(
     return choice
 
 
-def _on_cpu(transport: str) -> Choice:
+def _on_cpu(transport: str) -> TransportChoice:
     if transport == "nccl":
         raise ConfigurationError("transport='nccl' moves CUDA tensors only; use 'auto' or 'gloo' on CPU")
-    backend = NAME if transport == "host" else "gloo"
-    return Choice(backend, False, "CPU tensors move over gloo; there are no GPU cores to spare")
+    backend = BACKEND_NAME if transport == "host" else "gloo"
+    return TransportChoice(backend, False, "CPU tensors move over gloo; there are no GPU cores to spare")
 
 
-def _on_cuda(transport: str, overlapped: bool, one_host: bool, found: Capabilities | None) -> Choice:
+def _on_cuda(transport: str, overlapped: bool, one_host: bool, found: Capabilities | None) -> TransportChoice:
     if transport == "gloo":
-        return Choice("gloo", False, "asked for; it copies through host memory with the host waiting")
+        return TransportChoice("gloo", False, "asked for; it copies through host memory with the host waiting")
     if transport == "nccl":
-        return Choice("nccl", False, "asked for; its kernels use GPU cores")
+        return TransportChoice("nccl", False, "asked for; its kernels use GPU cores")
     found = found or capabilities()
     if transport == "host":
         if not found.sm_free:
             raise ConfigurationError(f"transport='host' cannot run here: {found.reason}; use 'auto' or 'nccl'")
-        return Choice(NAME, True, "asked for; copy engines move the data")
+        return TransportChoice(BACKEND_NAME, True, "asked for; copy engines move the data")
     if found.nccl and not overlapped:
-        return Choice("nccl", False, "no compute runs beside the exchanges, and NCCL is faster alone")
+        return TransportChoice("nccl", False, "no compute runs beside the exchanges, and NCCL is faster alone")
     if found.nccl and not one_host:
-        return Choice("nccl", False, "ranks are on several hosts, where the SM-free transport has no network but TCP")
+        return TransportChoice(
+            "nccl", False, "ranks are on several hosts, where the SM-free transport has no network but TCP"
+        )
     if found.sm_free:
-        return Choice(NAME, True, "copy engines move the data and leave the GPU's cores to compute")
-    return Choice("nccl" if found.nccl else "gloo", False, f"not SM-free: {found.reason}")
+        return TransportChoice(BACKEND_NAME, True, "copy engines move the data and leave the GPU's cores to compute")
+    return TransportChoice("nccl" if found.nccl else "gloo", False, f"not SM-free: {found.reason}")

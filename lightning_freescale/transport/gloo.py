@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_freescale.transport.parts import Parts
+from lightning_freescale.transport.rank_buffers import RankBuffers
 
 
 class _Unpacked(dist._Work):
     """An exchange into a staging buffer, followed by the copy into the caller's tensors."""
 
-    def __init__(self, work: Any, staging: Tensor, target: Parts):
+    def __init__(self, work: Any, staging: Tensor, target: RankBuffers):
         super().__init__()
 
         def unpack(arrived: Any) -> list[Tensor]:
@@ -46,7 +46,7 @@ class GlooMover:
     def __init__(self, group: Any):
         self._group = group
 
-    def exchange(self, kind: str, send: Parts, receive: Parts) -> Any:
+    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> Any:
         """Part ``i`` of ``send`` goes to rank ``i``; part ``i`` of ``receive`` comes from rank ``i``."""
         target = receive.whole if receive.whole is not None else torch.empty(receive.total, dtype=torch.uint8)
         work = self._group.alltoall_base(target, send.joined(), receive.sizes, send.sizes)

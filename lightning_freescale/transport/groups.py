@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_freescale.transport.backend import NAME
+from lightning_freescale.transport.backend import BACKEND_NAME
 from lightning_freescale.transport.options import Options
 
 
@@ -19,7 +19,7 @@ def new_group(backend: str, priority: Literal["high", "low"], timeout: timedelta
         timeout: of its exchanges, torch's default if absent.
     """
     options: Any = None
-    if backend == NAME:
+    if backend == BACKEND_NAME:
         options = Options(priority=priority)
     elif backend == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")

@@ -27,7 +27,7 @@ from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.options import Options
-from lightning_freescale.transport.parts import Parts
+from lightning_freescale.transport.rank_buffers import RankBuffers
 from lightning_freescale.transport.rendezvous import Rendezvous, host_id, local_address
 
 _open: weakref.WeakSet[HostStaged] = weakref.WeakSet()
@@ -176,7 +176,7 @@ class HostStaged:
         self._in_use: deque[tuple[_C.TransportExchange, list[Tensor]]] = deque()
         _open.add(self)
 
-    def exchange(self, kind: str, send: Parts, receive: Parts) -> _QueueWork:
+    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> _QueueWork:
         """Part ``i`` of ``send`` goes to rank ``i``; part ``i`` of ``receive`` comes from rank ``i``."""
         stream = torch.cuda.current_stream(self.device).cuda_stream if self._streams else 0
         with _named():
@@ -191,7 +191,7 @@ class HostStaged:
         self._keep(exchange, send, receive)
         return _QueueWork(exchange, self.device, receive.parts, self._timeout)
 
-    def _keep(self, exchange: _C.TransportExchange, send: Parts, receive: Parts) -> None:
+    def _keep(self, exchange: _C.TransportExchange, send: RankBuffers, receive: RankBuffers) -> None:
         """The caller may drop its tensors; their memory is in use until the transfer is done."""
         if self._streams:
             for stream, parts in zip(self._streams, (send, receive), strict=True):

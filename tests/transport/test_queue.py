@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_freescale import _C, ConfigurationError
 from lightning_freescale.transport import TransportError
 from lightning_freescale.transport.host_staged import refuse_single_connection
-from lightning_freescale.transport.parts import Parts
+from lightning_freescale.transport.rank_buffers import RankBuffers
 from lightning_freescale.transport.rendezvous import Rendezvous
 from tests.ranks import RankFailed, run_ranks
 from tests.transport.collectives import all_to_all_case, in_group, same_bits
@@ -149,7 +149,7 @@ def _all_to_all(queue: Any, rank: int, world: int, seed: int) -> tuple[Any, ...]
     """An exchange under way, its input, which must live as long, its output, and what that must become."""
     source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32, width=3000)
     output = torch.empty_like(right)
-    send, receive = Parts.split(source, in_splits, world, "input"), Parts.split(output, out_splits, world, "output")
+    send, receive = RankBuffers.split(source, in_splits, world, "input"), RankBuffers.split(output, out_splits, world, "output")
     pointers = [[part.data_ptr() for part in parts] for parts in (send.parts, receive.parts)]
     exchange = queue.exchange("all_to_all", pointers[0], send.sizes, pointers[1], receive.sizes, 0)
     return exchange, source, output, right

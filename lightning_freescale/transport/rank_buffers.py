@@ -19,7 +19,7 @@ def as_bytes(tensor: Tensor, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankBuffers:
     """One part per rank of a buffer, flat bytes. ``whole`` is the buffer they follow one another in, if there is one."""
 
     parts: list[Tensor]
@@ -39,7 +39,7 @@ class Parts:
         return torch.cat(self.parts) if self.whole is None else self.whole
 
     @classmethod
-    def split(cls, tensor: Tensor, splits: Sequence[int], world: int, name: str) -> Parts:
+    def split(cls, tensor: Tensor, splits: Sequence[int], world: int, name: str) -> RankBuffers:
         """Cut along the first dimension: ``splits`` rows for each rank, or evenly when ``splits`` is empty."""
         rows = tensor.size(0) if tensor.dim() else 0
         if not splits:
@@ -53,7 +53,7 @@ class Parts:
         return cls(list(flat.split([count * row_bytes for count in splits])), flat)
 
     @classmethod
-    def even(cls, tensor: Tensor, world: int, name: str) -> Parts:
+    def even(cls, tensor: Tensor, world: int, name: str) -> RankBuffers:
         """Cut into equal parts, whatever the shape."""
         flat = as_bytes(tensor, name)
         if flat.numel() % world:
@@ -61,19 +61,19 @@ class Parts:
         return cls(list(flat.split([flat.numel() // world] * world)), flat)
 
     @classmethod
-    def listed(cls, tensors: Sequence[Tensor], world: int, name: str) -> Parts:
+    def listed(cls, tensors: Sequence[Tensor], world: int, name: str) -> RankBuffers:
         """One tensor per rank."""
         if len(tensors) != world:
             raise InputError(f"{name}: {len(tensors)} tensors for {world} ranks")
         return cls([as_bytes(tensor, f"{name}[{rank}]") for rank, tensor in enumerate(tensors)])
 
     @classmethod
-    def same(cls, tensor: Tensor, world: int, name: str) -> Parts:
+    def same(cls, tensor: Tensor, world: int, name: str) -> RankBuffers:
         """The same tensor for every rank."""
         return cls([as_bytes(tensor, name)] * world)
 
     @classmethod
-    def only(cls, tensor: Tensor, ranks: Sequence[int], world: int, name: str) -> Parts:
+    def only(cls, tensor: Tensor, ranks: Sequence[int], world: int, name: str) -> RankBuffers:
         """The tensor for some ranks, nothing for the others."""
         flat = as_bytes(tensor, name)
         return cls([flat if rank in ranks else flat[:0] for rank in range(world)])
