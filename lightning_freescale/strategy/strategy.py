@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,9 +35,9 @@ from lightning_freescale.embedding.shard import shard
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy import checkpoint as checkpoints
 from lightning_freescale.strategy import loss_weighting as means
 from lightning_freescale.strategy import staging
+from lightning_freescale.strategy.checkpoint_hooks import FITTING, CheckpointHooks
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.strategy.loss_weighting import REDUCTIONS, loss_weight
 from lightning_freescale.strategy.prefetch import DEPTH, LookaheadLoader
@@ -51,11 +50,10 @@ if TYPE_CHECKING:  # the mixin stands on DDPStrategy of either Lightning namespa
 else:
     _Base = object
 
-FITTING = "fit"  # TrainerFn.FITTING of either namespace
 FIT_EVERY = 50  # steps between two updates of the cost model
 
 
-class FreeScaleMixin(_Base):
+class FreeScaleMixin(CheckpointHooks, _Base):
     """Trains models with sharded TorchRec embeddings; everything but the tables is data parallel.
 
     The user's LightningModule stays as it is: an ordinary ``training_step(self, batch, batch_idx)`` and members of type
@@ -409,53 +407,6 @@ class FreeScaleMixin(_Base):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         table_state.set_steps(self._module, self._table_steps)  # validation's lookups are no training steps
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # the tables exist only once they are sharded
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError(
-                "storage_options: checkpoints are folders written by torch.distributed.checkpoint, without CheckpointIO"
-            )
-        assert self.control is not None
-        assert self._sharded is not None
-        self.flush()
-        self.control.check_losses()  # a checkpoint never holds the weights that a NaN has reached
-        sharded = {"state_dict": checkpoint.pop("state_dict")}
-        if "optimizer_states" in checkpoint:
-            sharded["table_optimizer"] = table_state.optimizer_tensors(self._sharded)
-            checkpoint["table_optimizer_steps"] = table_state.steps_of_all_ranks(self._module, self.control.gather)
-            checkpoint["balance"] = self._balancer.state_dict()
-        checkpoints.save(Path(self.broadcast(filepath)), sharded, checkpoint, self.control)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.control is not None
-        assert self._sharded is not None
-        path = Path(self.broadcast(checkpoint_path))
-        checkpoints.verify(path, self.control)
-        module = self._module
-        state: dict[str, Any] = {"state_dict": module.state_dict()}
-        checkpoints.check_same_model(path, state["state_dict"], module.strict_loading)
-        meta = checkpoints.load_meta(path, weights_only)
-        resuming = module.trainer.state.fn == FITTING and "optimizer_states" in meta
-        if resuming:
-            state["table_optimizer"] = table_state.optimizer_tensors(self._sharded)
-        checkpoints.load_sharded(path, state, self.control)
-        module.load_state_dict(state["state_dict"], strict=module.strict_loading)
-        if resuming:
-            table_state.set_steps(module, meta["table_optimizer_steps"])
-            self._balancer.load_state_dict(meta.get("balance"))
-        return meta
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing to do: :meth:`load_checkpoint` has filled the sharded tensors in place."""
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(filepath)
 
     # ---- the end ------------------------------------------------------------------------------------------------------
     def on_exception(self, exception: BaseException) -> None:
