@@ -146,15 +146,15 @@ def measure(case: Case, device: str, repeats: int) -> Row:
 def sweep(repeats: int) -> list[Row]:
     """Other launch parameters than ``triton_attention.configs`` chose, one kernel at a time. CUDA only."""
     from lightning_freescale.models.attention import triton_attention
-    from lightning_freescale.models.attention.triton_attention import Config
+    from lightning_freescale.models.attention.triton_attention import LaunchConfig
 
     chosen, rows = triton_attention.configs, []
     tried = [
-        Config(64, 32, 4, 2),
-        Config(64, 32, 4, 3),
-        Config(64, 64, 4, 2),
-        Config(128, 32, 8, 2),
-        Config(128, 64, 8, 2),
+        LaunchConfig(64, 32, 4, 2),
+        LaunchConfig(64, 32, 4, 3),
+        LaunchConfig(64, 64, 4, 2),
+        LaunchConfig(128, 32, 8, 2),
+        LaunchConfig(128, 64, 8, 2),
     ]
     for case in (
         Case("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),

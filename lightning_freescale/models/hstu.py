@@ -1,4 +1,4 @@
-"""HSTU (arXiv 2402.17152): a generative sequence recommender, jagged from the lookup to the loss."""
+"""HSTU (arXiv 2402.17152), a generative sequence recommender. No tensor is padded between the lookup and the loss."""
 
 from __future__ import annotations
 
@@ -27,15 +27,24 @@ from lightning_freescale.runtime.log import log_once
 ITEM_TABLE = "item"
 TIME_BUCKETS = num_buckets(2**31 - 1)
 
-# The mixin is written against LightningModule and combined with either namespace's.
+# HSTUMixin is combined with the LightningModule of `lightning` or of `pytorch_lightning`.
 if TYPE_CHECKING:
-    _Module = pl.LightningModule
+    _Base = pl.LightningModule
 else:
-    _Module = object
+    _Base = object
 
 
 class HSTULayer(nn.Module):
-    """On flat ``[sum(L), D]``: ``x + f2(norm(attention(q, k, v)) * u)`` with ``u, v, q, k = silu(f1(norm(x)))``."""
+    """One layer: ``x + f2(norm(attention(q, k, v)) * u)`` with ``u, v, q, k = silu(f1(norm(x)))``.
+
+    Args:
+        dim: width ``D`` of the input and the output.
+        heads: attention heads.
+        qk_dim: width of a head's queries and keys.
+        v_dim: width of a head's values.
+        position_buckets: size of the position bias.
+        dropout: dropout rate of the gated attention output.
+    """
 
     def __init__(
         self, dim: int, heads: int, qk_dim: int, v_dim: int, position_buckets: int, dropout: float = 0.0
@@ -52,34 +61,37 @@ class HSTULayer(nn.Module):
         self.f2 = nn.Linear(heads * v_dim, dim)
 
     def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any) -> Tensor:
+        """``x`` and the result are flat, ``[sum(L), D]``; the other arguments are those of ``hstu_attention``."""
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = hstu_attention(q, k, v, offsets, timestamps, self.position_bias, self.time_bias, plan=plan)
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u)))
 
 
-class HSTUMixin(_Module):
-    """All of :class:`HSTU`, for the LightningModule of either namespace.
+class HSTUMixin(_Base):
+    """HSTU as a LightningModule. :class:`HSTU` combines it with ``lightning``, and another class with ``pytorch_lightning``.
 
     Args:
         num_items: size of the catalogue; ids are ``0`` to ``num_items - 1``.
         embedding_dim: width ``D`` of the tables and of the layers.
-        num_layers: HSTU layers.
-        num_heads: attention heads.
-        qk_dim: width of a head's queries and keys, ``D / num_heads`` by default.
-        v_dim: width of a head's values, ``D / num_heads`` by default.
-        max_history: longest history expected, in events; sizes the position bias. Longer ones work, and share the bias
-            of the longest distance.
-        feature_sizes: rows of the table of each categorical feature of the events; embeddings are added to the item's.
-        temperature: of the softmax over cosines.
-        dropout: on the gated attention output, off by default.
-        lr: of AdamW. Tables sharded by the strategy have their own optimizer, set there.
-        weight_decay: of AdamW.
-        warmup_steps: steps of linear warm-up of the learning rate.
-        max_steps: steps after which a cosine has brought the learning rate to 0; constant if absent.
-        max_eval_items: validation ranks the whole catalogue up to this size; beyond, a random part and the target.
-        meta_tables: declare the tables on the meta device, for tables that no single rank can hold. The strategy that
-            shards them draws their rows; without such a strategy the model cannot run.
+        num_layers: number of HSTU layers.
+        num_heads: number of attention heads.
+        qk_dim: width of a head's queries and keys; ``D / num_heads`` by default.
+        v_dim: width of a head's values; ``D / num_heads`` by default.
+        max_history: longest history you expect, in events. It sets the size of the position bias. Longer histories work; their
+            longest distances share one bias.
+        feature_sizes: number of rows of the table of each categorical feature of the events. The embeddings of the features
+            are added to the embedding of the item.
+        temperature: temperature of the softmax over cosines.
+        dropout: dropout rate of the gated attention output; 0 by default.
+        lr: learning rate of AdamW. Tables that the strategy shards have their own optimizer, an argument of the strategy.
+        weight_decay: weight decay of AdamW.
+        warmup_steps: number of steps in which the learning rate rises linearly.
+        max_steps: step at which a cosine has lowered the learning rate to 0; without it the learning rate stays constant.
+        max_eval_items: validation ranks all items of a catalogue up to this size. Of a larger catalogue it ranks the target and
+            a random sample of this size.
+        meta_tables: put the tables on the meta device, for tables that do not fit one rank. The strategy allocates and
+            initializes the shards; without such a strategy the model cannot run.
     """
 
     loss_reduction = "token"
@@ -109,7 +121,8 @@ class HSTUMixin(_Module):
         self.save_hyperparameters()
         if embedding_dim % num_heads and (qk_dim is None or v_dim is None):
             raise ConfigurationError(
-                f"num_heads: {num_heads} does not divide embedding_dim {embedding_dim}; give qk_dim and v_dim"
+                f"num_heads: {num_heads} does not divide embedding_dim {embedding_dim}; "
+                "choose another num_heads, or set qk_dim and v_dim"
             )
         self.num_items = num_items
         self.feature_names = [HISTORY, NEGATIVES, *(feature_sizes or {})]
@@ -130,11 +143,11 @@ class HSTUMixin(_Module):
     # Forward
 
     def forward(self, batch: SeqBatch) -> Tensor:
-        """Output of every event, ``[sum(L), D]`` of unit length: the direction of the next item's embedding."""
+        """Output at every event, ``[sum(L), D]``, scaled to length 1. It predicts the direction of the next item's embedding."""
         return self.encode(self.embedding(batch.features), batch)
 
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
-        """:meth:`forward` given the embeddings of the batch's features."""
+        """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
         x = embedded[HISTORY].values()
         for name in self.feature_names[2:]:
             x = x + embedded[name].values()
@@ -145,14 +158,14 @@ class HSTUMixin(_Module):
         return unit_rows(x)
 
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
-        """Mean loss over the predicted positions of this rank."""
+        """Mean loss over the positions of this rank that predict an item."""
         self._check_features(batch, self.feature_names)
         loss = self.loss(self.embedding(batch.features), batch)
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.num_samples)
         return loss
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
-        """The loss of :meth:`training_step` given the embeddings of the batch's features: all of its dense compute."""
+        """The loss of :meth:`training_step` after the lookup: all of its dense compute. ``embedded`` as in :meth:`encode`."""
         outputs = self.encode(embedded, batch)
         with torch.autocast(outputs.device.type, enabled=False):
             total = sampled_softmax(
@@ -167,30 +180,29 @@ class HSTUMixin(_Module):
         return total / self.num_predicted(batch).clamp(min=1)
 
     def correct_sampling(self, item_counts: Tensor) -> None:
-        """Tell the loss that negatives are drawn in proportion to ``item_counts [num_items]``, not uniformly.
+        """Correct the loss for negatives that are drawn in proportion to ``item_counts [num_items]`` and not uniformly.
 
-        The log probability of being drawn is subtracted from each logit, else popular items would be pushed away for
-        nothing but their popularity. Call it before ``fit``; it is no part of a checkpoint.
+        The loss subtracts from each logit the log probability that the item is drawn. Otherwise popular items would get lower
+        scores only because they are drawn often. Call it before ``fit``: checkpoints do not contain it.
         """
-        counts = item_counts.double().clamp(min=1)  # an item that is never drawn still occurs as a target
+        counts = item_counts.double().clamp(min=1)  # an item that is never drawn can still be a target
         self.log_q = (counts / counts.sum()).log().float().to(self.device)
 
     @staticmethod
     def num_predicted(batch: SeqBatch) -> Tensor:
-        """Number of positions that predict an item, the weight of this rank's mean loss: scalar int64, on device."""
+        """Number of positions that predict an item, which is the weight of this rank's mean loss. Scalar int64, on the device."""
         return (batch.lengths - 1).clamp(min=0).sum()
 
-    # Validation: the held-out item among the catalogue
+    # Validation ranks the held-out item among the catalogue.
 
     def on_validation_epoch_start(self) -> None:
-        """Look the catalogue up through the (maybe sharded) tables: a collective, so every rank does it."""
+        """Look up the embeddings of the catalogue. If the tables are sharded this is a collective, so every rank does it."""
         count, limit = self.num_items, self.hparams["max_eval_items"]
         if count <= limit:
             ids = torch.arange(count)
         else:
-            ids = torch.tensor(
-                random.Random(0).sample(range(count), limit)
-            )  # the same on every rank and in every epoch
+            # The same items on every rank and in every epoch.
+            ids = torch.tensor(random.Random(0).sample(range(count), limit))
             log_once(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
         lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
         lengths[0] = len(ids)
@@ -199,11 +211,15 @@ class HSTUMixin(_Module):
         self._catalogue = ids.to(self.device), unit_rows(items)
 
     def on_validation_epoch_end(self) -> None:
+        """Free the embeddings of the catalogue."""
         self._catalogue = None
 
     def validation_step(self, batch: SeqBatch, batch_idx: int) -> None:
+        """Rank ``batch.targets`` by the output at the last event of each history, and log loss, HR@10 and NDCG@10."""
         if batch.targets is None or self._catalogue is None:
-            raise InputError("targets: None; validation needs the held-out item of every sample")
+            raise InputError(
+                "targets: None; validation needs the held-out item of every sample, [B]: set SeqBatch.targets"
+            )
         embedded = self.embedding(self._with_targets(batch, batch.targets))
         outputs = self.encode(embedded, batch)[batch.lengths.cumsum(0) - 1]
         ids, items = self._catalogue
@@ -222,7 +238,7 @@ class HSTUMixin(_Module):
         self.log("val/ndcg@10", self.ndcg, on_step=False, on_epoch=True, batch_size=size, prog_bar=True)
 
     def _with_targets(self, batch: SeqBatch, targets: Tensor) -> KeyedJaggedTensor:
-        """The batch's features with the targets in the place of negatives: one lookup gives both."""
+        """The features of the batch with the targets in place of the negatives, so that one lookup serves both."""
         self._check_features(batch, self.feature_names, optional=NEGATIVES)
         parts = {name: batch.features[name] for name in self.feature_names if name != NEGATIVES}
         ones = torch.ones_like(batch.lengths)
@@ -232,17 +248,18 @@ class HSTUMixin(_Module):
 
     @staticmethod
     def _check_features(batch: SeqBatch, expected: list[str], optional: str | None = None) -> None:
-        """Sharded tables remember the order of the keys they see first: any other order would look up wrong rows."""
+        """Check the order of the features: sharded tables assume the order of the first batch and would look up wrong rows."""
         keys = batch.features.keys()
         if [key for key in keys if key != optional] != [key for key in expected if key != optional]:
             raise InputError(
-                f"features: keys {keys} where the model has {expected}; name the features of the events in "
-                "feature_sizes, in this order"
+                f"features: the batch has the keys {keys}, the model expects {expected}; name the features of the events in "
+                "feature_sizes, in the order of the batch"
             )
 
-    # Optimizer and cost
+    # Optimizer and cost.
 
     def configure_optimizers(self) -> Any:
+        """AdamW; with ``warmup_steps`` or ``max_steps`` also a scheduler that changes the learning rate every step."""
         h = self.hparams
         optimizer = torch.optim.AdamW(self.parameters(), lr=h["lr"], weight_decay=h["weight_decay"])
         warmup, steps = h["warmup_steps"], h["max_steps"]
@@ -260,12 +277,12 @@ class HSTUMixin(_Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def cost_coefficients(self) -> tuple[float, float, float]:
-        """FLOPs of a sample, forward and backward: ``a * L + b * L^2 + c * candidates``.
+        """FLOPs of a sample, forward and backward: ``(a, b, c)`` in ``a * L + b * L^2 + c * candidates``.
 
-        ``a``: two linear maps per layer, ``2 D H (2 Dqk + 3 Dv)`` forward and twice that backward. ``b``: causal
-        attention, half of ``L^2`` pairs at ``2 H`` times: ``4 Dqk`` (scores, again in backward, dq, dk) ``+ 3 Dv``
-        (values, dv, their scores), per layer. ``c``: ``6 D`` for each logit; a sample of ``L`` events and ``K``
-        negatives has ``(L - 1) * K`` candidates.
+        ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward.
+        ``b``: causal attention has ``L^2 / 2`` pairs of events. A pair takes ``2 H`` times ``4 Dqk`` (the scores, the scores
+        again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer.
+        ``c``: ``6 D`` per candidate. A sample of ``L`` events and ``K`` negatives has ``(L - 1) * K`` candidates.
         """
         dim, heads, layers = self.hparams["embedding_dim"], self.hparams["num_heads"], len(self.layers)
         linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)
@@ -278,11 +295,12 @@ class HSTU(HSTUMixin, pl.LightningModule):
 
 
 def _offsets(lengths: Tensor) -> Tensor:
+    """Offsets ``[B + 1]`` int64 of histories with ``lengths [B]``."""
     return F.pad(lengths.long().cumsum(0), (1, 0))
 
 
 def _draw_rows(weight: Tensor, dim: int) -> None:
-    """Uniform rows of length about 1 into ``weight``: a whole table of width ``dim``, a shard of one, or nothing."""
+    """Fill ``weight``, a table of width ``dim`` or a shard of one, with uniform rows of length about 1. Does nothing on meta."""
     if not weight.is_meta:
         bound = math.sqrt(3 / dim)
         with torch.no_grad():
@@ -290,5 +308,6 @@ def _draw_rows(weight: Tensor, dim: int) -> None:
 
 
 def _table(name: str, rows: int, dim: int, features: list[str]) -> EmbeddingConfig:
+    """A table of ``rows`` rows of width ``dim`` that serves ``features``."""
     draw = partial(_draw_rows, dim=dim)
     return EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, init_fn=draw)

@@ -1,7 +1,8 @@
-"""Norms of rows, with what follows them in HSTU: the gate, and the type that the next product wants.
+"""Layer norm, layer norm with a gate, and scaling of rows to length 1, as HSTU needs them.
 
-The device of the input says which implementation runs: PyTorch's own operations on a CPU, one Triton kernel each way on CUDA
-(:mod:`.norm_triton`), where PyTorch's take several times as long as it takes to read and write the rows.
+On a CPU they are PyTorch's own operations. On CUDA each is one Triton kernel forward and one backward (:mod:`.norm_triton`):
+PyTorch's operations take several times as long as reading and writing the rows does. On CUDA the result already has the type
+that the next matrix product needs under autocast.
 """
 
 from __future__ import annotations
@@ -18,31 +19,35 @@ def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
         x: ``[N, D]``.
 
     Returns:
-        ``[N, D]``; on CUDA of the type of autocast, where it is enabled, else of the type of ``x``.
+        ``[N, D]``. On CUDA it has the type of autocast if autocast is enabled, else the type of ``x``.
     """
     return _on_cuda(norm, x, None) if x.is_cuda else norm(x)
 
 
 def gated_layer_norm(norm: nn.LayerNorm, x: Tensor, gate: Tensor) -> Tensor:
-    """``norm(x) * gate``, likewise.
+    """``norm(x) * gate``.
 
     Args:
-        x, gate: ``[N, D]``.
+        x: ``[N, D]``.
+        gate: ``[N, D]``.
+
+    Returns:
+        ``[N, D]``. On CUDA it has the type of autocast if autocast is enabled, else the type of ``x``.
     """
     return _on_cuda(norm, x, gate) if x.is_cuda else norm(x) * gate
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """``[N, D]`` rows of ``x``, each scaled to length 1; float32. A row of zeros stays one."""
+    """The rows of ``x [N, D]``, each scaled to length 1; float32. A row of zeros stays a row of zeros."""
     if not x.is_cuda:
         return F.normalize(x.float(), dim=-1)
-    from lightning_freescale.models import norm_triton
+    from lightning_freescale.models import norm_triton  # Triton is installed on CUDA machines only
 
     return norm_triton.unit_rows(x)
 
 
 def _on_cuda(norm: nn.LayerNorm, x: Tensor, gate: Tensor | None) -> Tensor:
-    from lightning_freescale.models import norm_triton  # Triton exists on CUDA machines only
+    from lightning_freescale.models import norm_triton  # Triton is installed on CUDA machines only
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return norm_triton.layer_norm(x, gate, norm.weight, norm.bias, norm.eps, dtype)

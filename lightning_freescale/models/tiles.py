@@ -1,4 +1,7 @@
-"""Cut histories into tiles without asking the device how long they are."""
+"""Memory layouts that the kernels need: histories cut into tiles of events, and rows without gaps between elements.
+
+No length is copied from the device to the host.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from torch import Tensor
 
 
 class Tiles(NamedTuple):
-    """Up to ``size`` consecutive events of one history each. All ``[N]``; ``N`` is a bound, surplus tiles come last."""
+    """Tiles of up to ``size`` consecutive events of one history.
 
-    sample: Tensor  # int64, the history
-    row: Tensor  # int64, the tile's first event within the history
-    used: Tensor  # bool, False for surplus tiles, which name some history
+    All fields are ``[N]``. ``N`` is an upper bound on the number of tiles; the tiles that are not needed come last.
+    """
+
+    sample: Tensor  # int64, index of the history
+    row: Tensor  # int64, first event of the tile within the history
+    used: Tensor  # bool, False for tiles that are not needed; their ``sample`` is a valid index nevertheless
 
 
-def cut(offsets: Tensor, total: int, size: int) -> Tiles:
-    """All tiles of ``size`` events, in order. ``N`` follows from shapes alone: the host does not wait for the device.
+def cut_tiles(offsets: Tensor, total: int, size: int) -> Tiles:
+    """All tiles of ``size`` events, in order. ``N`` follows from shapes alone, so the host does not wait for the device.
 
     Args:
         offsets: ``[B + 1]`` int64, from 0 to ``total``.
-        total: ``sum(L)``.
+        total: ``sum(L)``, the number of events.
         size: events of a tile.
     """
     lengths = offsets.diff()
@@ -33,3 +39,8 @@ def cut(offsets: Tensor, total: int, size: int) -> Tiles:
     used = sample < samples
     sample = sample.clamp_(max=samples - 1)
     return Tiles(sample, (tile - ends[sample] + counts[sample]) * size, used)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """``x``, or a copy of it if the elements of a row are not next to each other in memory: the Triton kernels need that."""
+    return x if x.stride(-1) == 1 else x.contiguous()

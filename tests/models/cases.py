@@ -1,4 +1,4 @@
-"""Inputs and comparisons shared by the tests of the model, on CPU, on CUDA and in Triton's interpreter."""
+"""Inputs and comparisons that the tests of the models share, on a CPU, on CUDA and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -53,30 +53,33 @@ def attention_inputs(
 
 
 def run_attention(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Output and all gradients for a fixed random gradient of the output, in float64."""
+    """The output, and all gradients for a fixed random gradient of the output. Results are converted to float64."""
     leaves = {name: value.detach().clone() for name, value in inputs.items()}
     learned = [leaves[name].requires_grad_() for name in ("q", "k", "v", "position_bias", "time_bias")]
     out = function(**leaves)
-    dout = torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)).to(out) / 4  # exact in any type
+    dout = (
+        torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)).to(out) / 4
+    )  # these values are exact in any type
     grads = torch.autograd.grad(out, learned, dout)
     return {name: value.detach().double() for name, value in zip(NAMES, (out, *grads), strict=True)}
 
 
 def dense_result(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's output and gradients, computed in float64 from the same (maybe rounded) inputs."""
+    """Output and gradients of the reference, computed in float64 from the same inputs (which may be rounded)."""
     return run_attention(dense_attention, {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
 
 
 def relative_errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """``|got - expected| / |expected|`` of each result; NaN stays NaN."""
+    """``|got - expected| / |expected|`` of each result. NaN stays NaN."""
     return {
         name: float((got[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)) for name in expected
     }
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Fail if any relative error is above ``tolerance`` or NaN."""
     errors = relative_errors(got, expected)
-    assert all(error <= tolerance for error in errors.values()), f"tolerance {tolerance}: {errors}"  # NaN fails
+    assert all(error <= tolerance for error in errors.values()), f"tolerance {tolerance}: {errors}"
 
 
 def make_batch(
@@ -86,7 +89,7 @@ def make_batch(
     features: dict[str, Sequence[Sequence[int]]] | None = None,
     gap: int = MINUTE,
 ) -> SeqBatch:
-    """A batch from lists of ids, one event every ``gap`` seconds."""
+    """A batch from lists of ids, with one event every ``gap`` seconds."""
     negatives = negatives if negatives is not None else [[] for _ in histories]
     columns = {HISTORY: histories, NEGATIVES: negatives, **(features or {})}
     values = [torch.tensor([i for row in column for i in row], dtype=torch.int64) for column in columns.values()]

@@ -1,3 +1,5 @@
+"""Settings of all tests of the models."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,6 +10,6 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _plain_blas() -> Iterator[None]:
-    """On ARM oneDNN starts threads that do not survive a fork: ranks forked by a later test would hang in a matmul."""
+    """Turn oneDNN off. On ARM it starts threads that do not survive a fork, and the ranks that a later test forks would hang."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield

@@ -1,4 +1,4 @@
-"""Triton kernels on a machine without a GPU: Triton's interpreter runs them, in a process of its own."""
+"""Run Triton kernels without a GPU, in Triton's interpreter. A process of its own sets the interpreter up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_interpreted(script: str) -> None:
-    """Run Python code whose kernels are interpreted; skips where the compiled ones run, and where there is no Triton."""
+    """Run ``script`` with interpreted kernels. Skips the test without Triton, and with a GPU, where the compiled ones run."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     if torch.cuda.is_available():
-        pytest.skip("the compiled kernels are tested here")
+        pytest.skip("this machine has a GPU, on which the tests run the compiled kernels")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     if "only 0-dimensional arrays can be converted" in done.stderr:

@@ -1,3 +1,5 @@
+"""HSTU attention on a CPU against the dense reference: results, gradients, memory and work."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,7 +31,7 @@ def test_equals_dense_reference(lengths: list[int], heads: int, sorted_times: bo
 @pytest.mark.parametrize("lengths", [[1], [130, 1, 0, 64, 129], [300, 290, 280, 5, 5, 5]])
 @pytest.mark.parametrize("kept", [0, 2**22])
 def test_equals_dense_reference_in_many_chunks(lengths: list[int], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "CHUNK_SCORES", 32)  # so that every chunk is as short as allowed
+    monkeypatch.setattr(cpu, "CHUNK_SCORES", 32)  # every chunk is as short as allowed
     monkeypatch.setattr(cpu, "FREE_WORK", 500)
     monkeypatch.setattr(cpu, "KEPT_SCORES", kept)
     inputs = attention_inputs(lengths)
@@ -37,7 +39,7 @@ def test_equals_dense_reference_in_many_chunks(lengths: list[int], kept: int, mo
 
 
 def test_a_wrong_bucket_is_detected() -> None:
-    """Negative control: the comparison above sees tables that are off by one bucket, and one wrong entry."""
+    """Negative control: the comparison detects tables that are shifted by one bucket, and one wrong entry."""
     inputs = attention_inputs([60, 20])
     expected = dense_result(inputs)
     for table in ("position_bias", "time_bias"):
@@ -73,8 +75,8 @@ def test_a_future_event_changes_nothing_before_it() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 200])
-def test_a_sample_does_not_feel_its_batch(length: int) -> None:
-    """Alone or among others a history has the same output to rounding; BLAS adds in another order for other shapes."""
+def test_an_output_does_not_depend_on_the_other_samples(length: int) -> None:
+    """Alone or in a batch a history has the same output up to rounding: BLAS sums in another order for other shapes."""
     inputs = attention_inputs([length, 150, 36, 201, 40])
     alone = {
         name: value[:length] if name in ("q", "k", "v", "timestamps") else value
@@ -92,8 +94,8 @@ def test_a_sample_does_not_feel_its_batch(length: int) -> None:
 def test_half_precision_inputs_accumulate_in_float32() -> None:
     inputs = attention_inputs([300, 17], dtype=torch.bfloat16)
     got = run_attention(hstu_attention, inputs)
-    assert_close(got, dense_result(inputs), 4e-3)  # one rounding to bfloat16 at the end: 2**-9
-    assert relative_errors(got, dense_result(inputs))["dtime"] < 1e-5  # never rounded
+    assert_close(got, dense_result(inputs), 4e-3)  # rounded to bfloat16 once, at the end: 2**-9
+    assert relative_errors(got, dense_result(inputs))["dtime"] < 1e-5  # not rounded to bfloat16
 
 
 def test_no_samples_and_empty_histories_give_zero_gradients() -> None:
@@ -104,7 +106,7 @@ def test_no_samples_and_empty_histories_give_zero_gradients() -> None:
         assert not got["dtime"].any()
 
 
-def test_plan_is_reusable_and_equal_to_none() -> None:
+def test_a_plan_can_be_reused_and_changes_nothing() -> None:
     inputs = attention_inputs([9, 70, 3])
     plan = plan_attention(inputs["offsets"], inputs["timestamps"])
     first, second = hstu_attention(**inputs, plan=plan), hstu_attention(**inputs, plan=plan)
@@ -113,7 +115,7 @@ def test_plan_is_reusable_and_equal_to_none() -> None:
 
 
 def computed_scores(lengths: list[int]) -> int:
-    """Scores that forward computes per head, padding and the upper triangle of a chunk included."""
+    """Number of scores that forward computes per head, including padding and the upper triangle of each chunk."""
     total = 0
     for group in group_lengths(lengths):
         longest = lengths[group[0]]
@@ -135,13 +137,13 @@ def test_groups_hold_each_history_once_and_padding_is_bounded(lengths: list[int]
         assert covered == list(range(lengths[group[0]]))
 
 
-def test_work_follows_the_sum_of_squares_not_the_longest() -> None:
+def test_work_is_proportional_to_the_sum_of_squares() -> None:
     rng = torch.Generator().manual_seed(0)
     lengths = (torch.randn(64, generator=rng).mul(1.2).add(5).exp().clamp(1, 2000)).long().tolist()
     squares = sum(length**2 for length in lengths)
-    assert len(lengths) * max(lengths) ** 2 > 10 * squares  # what padding to the longest would compute
+    assert len(lengths) * max(lengths) ** 2 > 10 * squares  # the work if all were padded to the longest
     assert computed_scores(lengths) < 1.1 * squares
-    assert computed_scores([21_000]) < 0.51 * 21_000**2  # long histories: half, as causality allows
+    assert computed_scores([21_000]) < 0.51 * 21_000**2  # half of the pairs: attention is causal
 
 
 def test_chunks_of_a_long_history_bound_memory() -> None:
@@ -149,7 +151,7 @@ def test_chunks_of_a_long_history_bound_memory() -> None:
 
 
 def test_dense_reference_is_the_formula() -> None:
-    """The reference itself, against a loop over single pairs of events."""
+    """The reference equals a loop over single pairs of events."""
     inputs = attention_inputs([4], heads=1, qk_dim=2, v_dim=1)
     q, k, v = (inputs[name][:, 0] for name in ("q", "k", "v"))
     times = inputs["timestamps"].tolist()

@@ -1,7 +1,7 @@
 """The compiled Triton kernels against the dense reference in float64, on the same rounded inputs.
 
-Errors are ``|got - expected| / |expected|``. float32 inputs are multiplied as three TF32 products (near float32), half
-types round the weights and score gradients once before they enter a product, and the results once more.
+Errors are ``|got - expected| / |expected|``. A product of float32 inputs is three TF32 products, which is close to float32.
+With inputs of 16 bits the weights and the score gradients are rounded before a product, and the results are rounded once more.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def test_unsorted_times(dtype: torch.dtype) -> None:
     check(inputs, dtype)
 
 
-def test_widths_that_are_no_power_of_two_and_views() -> None:
+def test_views_and_widths_other_than_powers_of_two() -> None:
     inputs = attention_inputs([200, 50], heads=3, qk_dim=24, v_dim=40, dtype=torch.bfloat16, device="cuda")
-    packed = torch.cat([inputs[name].flatten(1) for name in ("q", "k", "v")], 1)  # as a layer splits one projection
+    packed = torch.cat(
+        [inputs[name].flatten(1) for name in ("q", "k", "v")], 1
+    )  # a layer splits one projection like this
     q, k, v = packed.split([72, 72, 120], 1)
     views = inputs | {"q": q.unflatten(1, (3, 24)), "k": k.unflatten(1, (3, 24)), "v": v.unflatten(1, (3, 40))}
     assert torch.equal(hstu_attention(**views), hstu_attention(**inputs))
@@ -54,7 +56,7 @@ def test_widths_that_are_no_power_of_two_and_views() -> None:
 
 @pytest.mark.parametrize("buckets", [1, 2, 5])
 def test_small_position_tables(buckets: int) -> None:
-    """Long distances share the last bucket; a table of one or two takes the path of tiles far from the diagonal."""
+    """Long distances share the last bucket. A table of one or two entries takes the code path of blocks far from the diagonal."""
     inputs = attention_inputs(
         [150, 40], qk_dim=32, v_dim=32, dtype=torch.float32, device="cuda", position_buckets=buckets
     )
@@ -62,7 +64,7 @@ def test_small_position_tables(buckets: int) -> None:
 
 
 def test_a_wrong_bucket_is_detected() -> None:
-    """Negative control: tables shifted by one bucket, or one wrong entry, are far outside the tolerance."""
+    """Negative control: with tables shifted by one bucket, or one wrong entry, the error is far above the tolerance."""
     inputs = attention_inputs([500, 80], qk_dim=32, v_dim=32, dtype=torch.bfloat16, device="cuda")
     expected = dense_result(inputs)
     for table in ("position_bias", "time_bias"):
@@ -83,7 +85,9 @@ def test_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(together[name][:257], single[name]), name
     again = run_attention(hstu_attention, inputs)
-    assert all(torch.equal(together[name], again[name]) for name in together)  # no atomics: the same bits every time
+    assert all(
+        torch.equal(together[name], again[name]) for name in together
+    )  # the kernels use no atomics, so a second run has the same bits
 
 
 def test_no_samples() -> None:
@@ -95,7 +99,7 @@ def test_no_samples() -> None:
 
 
 def test_a_history_of_21k_events_stores_no_square() -> None:
-    """Forward and backward keep under 16 arrays of the size of the output; one head's scores would be 1.7 GiB."""
+    """Forward and backward allocate less than 16 arrays of the size of the output. The scores of one head would be 1.7 GiB."""
     inputs = attention_inputs([21_000, 5_000], heads=8, qk_dim=128, v_dim=128, dtype=torch.bfloat16, device="cuda")
     learned = [inputs[name].requires_grad_() for name in ("q", "k", "v", "position_bias", "time_bias")]
     torch.cuda.synchronize()
@@ -109,7 +113,7 @@ def test_a_history_of_21k_events_stores_no_square() -> None:
 
 
 def test_the_end_of_a_21k_history_equals_the_reference() -> None:
-    """Its last rows, against a reference of those rows alone: far tiles take another path than near ones."""
+    """The last rows equal a reference of those rows. Blocks far from the diagonal take another code path than near ones."""
     inputs = attention_inputs([21_000], heads=1, qk_dim=32, v_dim=32, dtype=torch.float32, device="cuda")
     out = hstu_attention(**inputs)[-100:, 0].double()
     q, k, v = (inputs[name][:, 0].double() for name in ("q", "k", "v"))
@@ -137,7 +141,7 @@ def test_model_on_gpu_equals_model_on_cpu(precision: torch.dtype, monkeypatch: p
     model.zero_grad()
     model.cuda()
     with torch.autocast("cuda", precision, enabled=precision != torch.float32):
-        # Made anew: TorchRec's unsharded collection caches views of the first device in the batch's features.
+        # A new batch: TorchRec's unsharded collection caches views on the first device in the features of the batch.
         loss = model.training_step(make_batch(histories, negatives).to(torch.device("cuda")), 0)
     loss.backward()
     tolerance = 1e-4 if precision == torch.float32 else 3e-2

@@ -1,4 +1,4 @@
-"""The attention kernels in Triton's interpreter."""
+"""The attention kernels in Triton's interpreter, against the dense reference."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def interpreted(q, k, v, offsets, timestamps, position_bias, time_bias):
     plan = triton_attention.plan(offsets, relative_times(timestamps, offsets))
     return triton_attention.attention(q, k, v, position_bias, time_bias, q.shape[-1] ** -0.5, plan)
 
-# Small tiles: the interpreter is slow, and far tiles, which take another path than near ones, come early.
-for config in (triton_attention.Config(32, 16, 4, 1), triton_attention.Config(16, 32, 4, 1)):
+# Small tiles, because the interpreter is slow. They also reach blocks far from the diagonal, which take another code path.
+for config in (triton_attention.LaunchConfig(32, 16, 4, 1), triton_attention.LaunchConfig(16, 32, 4, 1)):
     triton_attention.configs = lambda *_: dict.fromkeys(("forward", "queries", "keys"), config)
     for dtype, lengths, sorted_times in (
         (torch.float32, [1, 0, 90, 2, 0], True),

@@ -1,3 +1,5 @@
+"""Buckets of distances, and times relative to the start of a history."""
+
 from __future__ import annotations
 
 import torch
@@ -8,7 +10,7 @@ from lightning_freescale.models.attention.buckets import log_bucket, num_buckets
 
 
 def naive_bucket(distance: int) -> int:
-    """Twice the number of doublings, plus one in the upper half: integers only."""
+    """Twice the number of doublings, plus one in the upper half of an octave, with integers only."""
     x = max(distance, 0) + 1
     octave = x.bit_length() - 1
     return 2 * octave + (octave > 0 and (x >> (octave - 1)) & 1)
@@ -26,14 +28,16 @@ def test_equals_integer_arithmetic(distance: int) -> None:
 
 
 def test_monotone_over_all_int32_and_capped() -> None:
-    distance = torch.cat([torch.arange(2**16), torch.logspace(16, 31, 50_000, 2).clamp(max=2**31 - 1)]).int()
+    distance = torch.cat(
+        [torch.arange(2**16), torch.logspace(16, 31, 50_000, 2, dtype=torch.float64).clamp(max=2**31 - 1)]
+    ).int()
     bucket = log_bucket(distance, 1000)
     assert (bucket.diff() >= 0).all()
     assert int(bucket.max()) + 1 == num_buckets(2**31 - 1) == 63
     assert int(log_bucket(distance, 7).max()) == 6
 
 
-def test_num_buckets_separates_the_longest_distance() -> None:
+def test_num_buckets_has_a_bucket_for_the_longest_distance() -> None:
     for longest in (0, 1, 7, 200, 21_000):
         size = num_buckets(longest)
         reached = log_bucket(torch.arange(longest + 1, dtype=torch.int32), 1000)

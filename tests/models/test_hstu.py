@@ -1,3 +1,5 @@
+"""HSTU in one process: what it learns, what its outputs depend on, validation, checkpoints, learning rate, costs."""
+
 from __future__ import annotations
 
 import logging
@@ -26,7 +28,7 @@ def tiny(**options: Any) -> HSTU:
 
 
 def planted(samples: int = 64, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    """Histories that walk a fixed cycle over the items from a random start, and the item each goes on with."""
+    """Histories that follow a fixed cycle over the items from a random start, and the next item of each."""
     rng = torch.Generator().manual_seed(seed)
     cycle = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(7)).tolist()
     starts = torch.randint(ITEMS, (samples,), generator=rng).tolist()
@@ -61,7 +63,7 @@ def trainer(tmp_path: Path, **options: Any) -> pl.Trainer:
 
 @pytest.fixture
 def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps called without a Trainer have nowhere to log to."""
+    """Make ``self.log`` do nothing: without a Trainer there is no logger."""
     monkeypatch.setattr(HSTU, "log", lambda *args, **kwargs: None)
 
 
@@ -91,7 +93,7 @@ def test_bfloat16_learns_too(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unlogged")
 def test_loss_is_the_mean_over_positions() -> None:
-    """So the loss of a batch is the mean of its samples' losses, weighted by the positions they predict."""
+    """The loss of a batch is the mean of the losses of its samples, weighted by the number of positions they predict."""
     model = tiny()
     histories = planted(6)[0] + [[3]]
     whole = training_batch(histories)
@@ -115,7 +117,7 @@ def test_nothing_to_predict_gives_zero_loss_with_gradients(histories: list[list[
     assert loss == 0
     loss.backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name  # data parallel training waits for every gradient
+        assert parameter.grad is not None, name  # DistributedDataParallel waits for every gradient
         assert not parameter.grad.any(), name
 
 
@@ -126,7 +128,7 @@ def test_outputs_depend_on_the_past_alone() -> None:
     second = model(make_batch([[1, 2, 3, 4, 25], [9, 8]]))
     assert torch.equal(first[:4], second[:4])
     assert not torch.allclose(first[4], second[4])
-    torch.testing.assert_close(model(make_batch([[9, 8]])), first[5:])  # nor on the batch
+    torch.testing.assert_close(model(make_batch([[9, 8]])), first[5:])  # the other samples do not matter either
 
 
 def test_time_and_order_matter() -> None:
@@ -151,7 +153,7 @@ def test_features_of_the_events() -> None:
         training_batch(histories, features={"rating": [[1, 4, 1], [2, 2]], "device": device}), 0
     )
     assert other != loss
-    with pytest.raises(InputError, match=r"features: keys \['history', 'negatives', 'device', 'rating'\]"):
+    with pytest.raises(InputError, match=r"the batch has the keys \['history', 'negatives', 'device', 'rating'\]"):
         model.training_step(training_batch(histories, features={"device": device, "rating": rating}), 0)
     with pytest.raises(InputError, match="name the features"):
         model.training_step(training_batch(histories), 0)
@@ -170,7 +172,7 @@ def test_validation_among_a_part_of_the_catalogue(
     monkeypatch.setattr(logging.getLogger("lightning_freescale"), "propagate", True)
     with caplog.at_level(logging.INFO):
         part = trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0]
-    assert part["val/hr@10"] == 1.0  # at most nine items before the target
+    assert part["val/hr@10"] == 1.0  # at most nine items rank before the target
     assert part["val/ndcg@10"] > whole["val/ndcg@10"]
     assert "9 random items of 30" in caplog.text
 
@@ -200,7 +202,7 @@ def test_tables_on_the_meta_device() -> None:
     tables = model.embedding.embeddings
     assert all(table.weight.is_meta for table in tables.values())
     assert not any(parameter.is_meta for parameter in model.layers.parameters())
-    for config in model.embedding.embedding_configs():  # what sharding calls on the rows it has allocated
+    for config in model.embedding.embedding_configs():  # sharding calls this on the rows it has allocated
         shard = torch.full((50, 128), torch.nan)
         config.init_fn(shard)
         assert shard.norm(dim=1).mean() == pytest.approx(1, abs=0.05)
@@ -212,7 +214,7 @@ def test_sampling_correction_follows_the_counts() -> None:
     batch = training_batch(planted(4)[0])
     plain = model.training_step(batch, 0)
     model.correct_sampling(torch.ones(ITEMS))
-    torch.testing.assert_close(model.training_step(batch, 0), plain)  # uniform: nothing to correct
+    torch.testing.assert_close(model.training_step(batch, 0), plain)  # uniform counts need no correction
     model.correct_sampling(torch.arange(ITEMS))
     assert not torch.isclose(model.training_step(batch, 0), plain)
 
@@ -250,7 +252,7 @@ def test_heads_must_divide_the_width() -> None:
 
 @pytest.mark.usefixtures("unlogged")
 def test_cost_coefficients_count_the_products() -> None:
-    """Against PyTorch's own count: of one event (linear maps), and of a long history (attention by its pairs)."""
+    """The coefficients equal PyTorch's own count: of one event (linear maps), and of a long history (pairs of events)."""
     model = tiny(num_heads=4, qk_dim=8, v_dim=4)
     linear, attention, candidate = model.cost_coefficients()
 
@@ -261,8 +263,8 @@ def test_cost_coefficients_count_the_products() -> None:
 
     once = counted(training_batch([[1]], negatives=0))
     assert once == linear + 2 * attention
-    long = 200  # one chunk: all pairs, where the formula has half of them
+    long = 200  # one chunk, which computes all pairs; the formula counts half of them
     pairs = counted(training_batch([[1] * long], negatives=0)) - linear * long
     assert pairs == 2 * attention * long**2
     with_negatives = counted(training_batch([[1] * long], negatives=8)) - linear * long - pairs
-    assert with_negatives == candidate * 8 * 7 * 32  # seven whole tiles of 32 positions
+    assert with_negatives == candidate * 8 * 7 * 32  # the loss computes seven whole tiles of 32 positions

@@ -1,4 +1,4 @@
-"""HSTU with its tables split over two real ranks: training, and ranking over a catalogue that no rank holds whole."""
+"""HSTU with tables sharded over two ranks: training, and validation over a catalogue of which each rank holds a part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 
 def fit(rank: int, sharding: str, prioritize: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Train on this rank's half of the samples; return what validation logged last, and the whole weights."""
+    """Train on this rank's half of the samples. Returns the last validation results and the unsharded weights."""
     pl.seed_everything(0, verbose=False)
     histories, _ = planted()
     held_out, targets = planted(40, seed=1)
@@ -41,13 +41,13 @@ def test_two_ranks_rank_the_whole_catalogue(sharding: str, prioritize: bool, tmp
     assert logged["val/hr@10"] > 0.9
 
     rows = weights["embedding.embeddings.item.weight"]
-    assert len(rows.unique(dim=0)) == len(rows)  # no two shards were drawn from the same random numbers
+    assert len(rows.unique(dim=0)) == len(rows)  # the shards are initialized with different random numbers
     unsharded = tiny()
     unsharded.load_state_dict(weights)
     held_out, targets = planted(40, seed=1)
     whole = [make_batch(held_out, targets=targets)]
     alone = trainer(tmp_path).validate(unsharded, loader(whole), verbose=False)[0]
     assert logged == pytest.approx(alone, rel=1e-4)
-    with torch.no_grad():  # negative control: other weights rank otherwise
+    with torch.no_grad():  # negative control: other weights give another ranking
         unsharded.embedding.embeddings["item"].weight.normal_()
     assert trainer(tmp_path).validate(unsharded, loader(whole), verbose=False)[0] != pytest.approx(alone, rel=1e-4)

@@ -1,3 +1,5 @@
+"""The sampled softmax against a loop over single positions."""
+
 from __future__ import annotations
 
 import pytest
@@ -80,7 +82,7 @@ def test_sampling_correction() -> None:
 
 
 def test_a_negative_that_is_the_target_is_masked() -> None:
-    inputs = make_inputs([20], 6, items=3)  # three items only: many clashes
+    inputs = make_inputs([20], 6, items=3)  # with three items many negatives equal the target
     assert not torch.isclose(naive(*inputs), naive(*inputs, mask=False))  # negative control: masking matters here
     assert_equal_with_gradients(inputs)
 
@@ -115,7 +117,7 @@ def test_uneven_negatives_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_million_positions_fit_on_gpu() -> None:
-    """1,000 histories of 1,000 events with 64 negatives each: its negatives gathered by position would be 15 GiB."""
+    """1,000 histories of 1,000 events with 64 negatives each. A copy of the negatives for each position would be 15 GiB."""
     rng = torch.Generator("cuda").manual_seed(0)
     total, drawn, dim = 1_000_000, 64_000, 64
 

@@ -1,3 +1,5 @@
+"""HR@k and NDCG@k against torchmetrics, and summed over two ranks."""
+
 from __future__ import annotations
 
 import pytest
@@ -44,7 +46,7 @@ def test_no_query_is_zero() -> None:
 def _update_on_rank(rank: int) -> tuple[float, float]:
     torch.distributed.init_process_group("gloo")
     metrics = HitRate(5), NDCG(5)
-    part = ranks()[:10] if rank == 0 else ranks()[10:]  # uneven on purpose
+    part = ranks()[:10] if rank == 0 else ranks()[10:]  # unequal numbers of queries
     for metric in metrics:
         metric.update(part)
     return metrics[0].compute().item(), metrics[1].compute().item()

@@ -1,6 +1,6 @@
-"""Norms of rows: PyTorch's on a CPU; the Triton kernels against float64, interpreted and compiled.
+"""Norms of rows: PyTorch's operations on a CPU, and the Triton kernels, interpreted and compiled, against float64.
 
-Errors are ``|got - expected| / |expected|``; the kernels compute in float32 and round what they write once.
+Errors are ``|got - expected| / |expected|``. The kernels compute in float32 and round each result once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPS = 1e-5
 def norm_inputs(
     rows: int, width: int, *, gated: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """``x`` and ``gate`` are views of one tensor, as a layer splits a projection."""
+    """Random arguments of ``layer_norm``. ``x`` and ``gate`` are views of one tensor, like the parts of a projection."""
     rng = torch.Generator().manual_seed(0)
     both = (torch.randn(rows, 2 * width, generator=rng) * 2 + 1).to(device, dtype)
     weight, bias = (torch.randn(width, generator=rng).to(device) for _ in range(2))
@@ -33,7 +33,7 @@ def norm_inputs(
 
 
 def run_norm(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Output and all gradients for a fixed random gradient of the output, in float64."""
+    """The output, and all gradients for a fixed random gradient of the output. Results are converted to float64."""
     leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
     out = function(**leaves)
     dout = torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)).to(out) / 4  # exact in any type
@@ -50,7 +50,7 @@ def exact(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def short_and_empty_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``x`` alone, with a row of zeros and one that is shorter than what a row is divided by at least."""
+    """``x`` with a row of zeros and a row that is shorter than ``eps``, the smallest divisor."""
     x = inputs["x"].clone()
     x[0] = 0.0
     x[-1] *= 1e-20
@@ -61,7 +61,7 @@ def exact_unit_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return run_norm(lambda x: F.normalize(x, dim=-1), {name: value.double() for name, value in inputs.items()})
 
 
-def test_on_cpu_it_is_torchs() -> None:
+def test_on_a_cpu_pytorch_computes_the_norms() -> None:
     norm, x, gate = nn.LayerNorm(12), torch.randn(7, 12), torch.randn(7, 12)
     assert torch.equal(layer_norm(norm, x), norm(x))
     assert torch.equal(gated_layer_norm(norm, x, gate), norm(x) * gate)
@@ -78,7 +78,7 @@ def interpreted(x, weight, bias, gate=None):
     return norm_triton.layer_norm(x, gate, weight, bias, EPS, x.dtype)
 
 for rows, width, elements, programs in ((1, 8, 64, 4), (37, 12, 64, 3), (50, 16, 4096, 512)):
-    norm_triton.ELEMENTS, norm_triton.PROGRAMS = elements, programs  # several tiles for a program, and a last one not full
+    norm_triton.ELEMENTS, norm_triton.PROGRAMS = elements, programs  # a program has several tiles, the last one is not full
     for gated in (False, True):
         inputs = norm_inputs(rows, width, gated=gated)
         assert_close(run_norm(interpreted, inputs), exact(inputs), 1e-6)
@@ -98,7 +98,7 @@ def test_interpreted_kernels_equal_float64() -> None:
 
 
 def compiled(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The kernels' own function: a module takes no other tensors than parameters."""
+    """The kernel with weight and bias as plain tensors: ``nn.LayerNorm`` takes parameters only."""
     from lightning_freescale.models import norm_triton
 
     return norm_triton.layer_norm(x, gate, weight, bias, EPS, x.dtype)
@@ -141,12 +141,14 @@ def test_same_bits_alone_and_in_any_batch() -> None:
     for name in ("out", "x", "gate"):
         assert torch.equal(together[name][:300], single[name]), name
     again = run_norm(compiled, inputs)
-    assert all(torch.equal(together[name], again[name]) for name in together)  # no atomics: the same bits every time
+    assert all(
+        torch.equal(together[name], again[name]) for name in together
+    )  # the kernels use no atomics, so a second run has the same bits
 
 
 @pytest.mark.gpu
 def test_the_module_on_cuda() -> None:
-    """Under autocast the output has its type; without rows there is none, and no gradient."""
+    """The output has the type of autocast. Without rows the output is empty and the gradients are zero."""
     norm, x = nn.LayerNorm(128, device="cuda"), torch.randn(9, 128, device="cuda", requires_grad=True)
     assert layer_norm(norm, x).dtype == torch.float32
     with torch.autocast("cuda", torch.bfloat16):

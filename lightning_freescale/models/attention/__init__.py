@@ -1,20 +1,22 @@
-"""Jagged pointwise attention of HSTU (arXiv 2402.17152): one function, three implementations.
+"""Jagged pointwise attention of HSTU (arXiv 2402.17152): one function, one implementation for each kind of device.
 
 Event ``i`` of a history attends to the events ``j <= i`` of the same history, without a softmax::
 
     s_ij  = alpha * q_i . k_j + position_bias[bucket(i - j)] + time_bias[bucket(t_i - t_j)]
     out_i = 1 / (i + 1) * sum_j silu(s_ij) * v_j
 
-The normaliser is the number of events attended to, so an output depends on its own history alone, never on the batch
-it lies in: moving a sample to another rank changes nothing. (HSTU normalises the
-output again, so its scale matters little; but divided by the longest history's length, as is usual, the outputs of
-short histories would drown in that norm's epsilon.)
+The sum is divided by the number of events attended to. An output therefore depends on its own history alone and not on the
+other samples of the batch: balancing may move a sample to another rank. HSTU normalizes the output again, so its scale matters
+little. But with the usual divisor, the length of the longest history, the outputs of short histories would be so small that the
+epsilon of that norm would dominate them.
 
-The device of ``q`` says which implementation runs:
+Modules:
 
-* ``cpu``: blocks of histories of like length (:mod:`.cpu`); the work is about ``sum(L^2)``.
-* ``cuda``: our Triton kernels (:mod:`.triton_attention`); the work is about ``sum(L^2) / 2`` and no ``L^2`` is stored.
-* :func:`dense_attention` pads to the longest history. Tests and benchmarks compare against it.
+* :mod:`.buckets`: the logarithmic buckets of the two biases.
+* :mod:`.cpu`: for CPU tensors. Groups of histories of similar length; the work is about ``sum(L^2)``.
+* :mod:`.triton_attention` and :mod:`.triton_kernels`: for CUDA tensors. The work is about ``sum(L^2) / 2``, and no array of
+  size ``L^2`` is stored.
+* :func:`dense_attention` in this file: the reference, padded to the longest history. Tests and benchmarks compare with it.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from lightning_freescale.models.attention.buckets import log_bucket, relative_ti
 
 
 def plan_attention(offsets: Tensor, timestamps: Tensor) -> Any:
-    """What :func:`hstu_attention` needs to know of lengths and times. Make it once per batch; all layers share it.
+    """What :func:`hstu_attention` derives from lengths and times. Compute it once per batch; all layers share it.
 
     Args:
         offsets: ``[B + 1]`` integer, from 0 to ``sum(L)``.
-        timestamps: ``[sum(L)]`` int64, seconds; need not be sorted.
+        timestamps: ``[sum(L)]`` int64, seconds, in any order.
     """
     if offsets.device.type == "cuda":
-        from lightning_freescale.models.attention import triton_attention  # Triton exists on CUDA machines only
+        from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
 
         return triton_attention.plan(offsets, relative_times(timestamps, offsets))
-    return cpu.Plan(offsets, relative_times(timestamps, offsets))
+    return cpu.CpuPlan(offsets, relative_times(timestamps, offsets))
 
 
 def hstu_attention(
@@ -55,23 +57,23 @@ def hstu_attention(
     alpha: float | None = None,
     plan: Any = None,
 ) -> Tensor:
-    """Causal pointwise SiLU attention over jagged histories; the module's docstring has the formula.
+    """Causal pointwise SiLU attention over jagged histories. The docstring of the module has the formula.
 
-    Sums are accumulated in float32 (float64 for float64 inputs) whatever the type of the inputs.
+    Sums are accumulated in float32, and in float64 for float64 inputs. On CUDA float64 is not supported.
 
     Args:
         q: ``[sum(L), H, Dqk]`` queries.
         k: ``[sum(L), H, Dqk]`` keys.
         v: ``[sum(L), H, Dv]`` values.
-        offsets: ``[B + 1]`` integer; history ``b`` is rows ``offsets[b]`` to ``offsets[b + 1]``, which may be none.
-        timestamps: ``[sum(L)]`` int64, seconds; need not be sorted.
-        position_bias: ``[P]``, shared by the heads.
-        time_bias: ``[T]``, shared by the heads.
-        alpha: scale of the scores, ``Dqk ** -0.5`` by default.
-        plan: result of :func:`plan_attention` for these offsets and timestamps, made here if absent.
+        offsets: ``[B + 1]`` integer; history ``b`` has the rows ``offsets[b]`` to ``offsets[b + 1]`` and may be empty.
+        timestamps: ``[sum(L)]`` int64, seconds, in any order.
+        position_bias: ``[P]``, one bias per bucket of the distance in events; shared by the heads.
+        time_bias: ``[T]``, one bias per bucket of the elapsed seconds; shared by the heads.
+        alpha: scale of the scores; ``Dqk ** -0.5`` by default.
+        plan: result of :func:`plan_attention` for these offsets and timestamps; computed here if absent.
 
     Returns:
-        ``[sum(L), H, Dv]`` of the type of ``v``.
+        ``[sum(L), H, Dv]``, of the type of ``v``.
     """
     alpha = q.shape[-1] ** -0.5 if alpha is None else alpha
     plan = plan_attention(offsets, timestamps) if plan is None else plan
@@ -93,7 +95,7 @@ def dense_attention(
     *,
     alpha: float | None = None,
 ) -> Tensor:
-    """:func:`hstu_attention` written down plainly: ``B x H x Lmax x Lmax`` scores, differentiated by autograd."""
+    """The reference of :func:`hstu_attention`: ``B x H x Lmax x Lmax`` scores, differentiated by autograd."""
     alpha = 1 / math.sqrt(q.shape[-1]) if alpha is None else alpha
     lengths = offsets.diff().tolist()
     longest = max(lengths)

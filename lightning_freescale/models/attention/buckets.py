@@ -1,24 +1,26 @@
-"""Distances between events, in positions and in seconds, and their logarithmic buckets."""
+"""Logarithmic buckets of the distances between events, which are counted in events or in seconds."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BUCKET_SHIFT = 22  # of the 23 mantissa bits of a float32, the ones dropped: one is kept, so 2 buckets per doubling
-BUCKET_BASE = 0x3F800000 >> BUCKET_SHIFT  # the bits of 1.0
-_TIME_LIMIT = 2**30  # half the range of int32: the difference of two times cannot overflow
+BUCKET_SHIFT = 22  # a float32 has 23 mantissa bits; dropping 22 keeps one, which gives two buckets per doubling
+BUCKET_BASE = 0x3F800000 >> BUCKET_SHIFT  # the upper bits of 1.0, the code of distance 0
+_TIME_LIMIT = 2**30  # half the range of int32, so the difference of two times cannot overflow
 
 
 def log_bucket(distance: Tensor, buckets: int) -> Tensor:
-    """Logarithmic bucket of each distance, two per doubling: 0, 1, 2, 3-4, 5-6, 7-10, 11-14, ...; negative counts as 0.
+    """Logarithmic bucket of each distance, two per doubling. Negative distances count as 0.
 
-    The upper bits of a float32 (exponent, then mantissa) are a piecewise linear logarithm. Conversion and addition are
-    exact or rounded as IEEE 754 says, so every implementation on every device finds the same bucket.
+    The buckets hold the distances 0, 1, 2, 3-4, 5-6, 7-10, 11-14 and so on. Bucket 1 stays empty.
+
+    The upper bits of a float32 (exponent, then mantissa) are a piecewise linear logarithm. IEEE 754 defines how the conversion
+    and the addition round, so every implementation on every device finds the same bucket.
 
     Args:
         distance: int32, any shape.
-        buckets: size of the table; larger distances share its last bucket.
+        buckets: number of buckets; all larger distances share the last one.
 
     Returns:
         int32, same shape, in ``[0, buckets)``.
@@ -28,14 +30,14 @@ def log_bucket(distance: Tensor, buckets: int) -> Tensor:
 
 
 def num_buckets(max_distance: int) -> int:
-    """Size of a table in which no distance up to ``max_distance`` shares the last bucket with longer ones."""
+    """Number of buckets needed for distances up to ``max_distance``."""
     return int(log_bucket(torch.tensor([max_distance], dtype=torch.int32), 2**31 - 1)) + 1
 
 
 def relative_times(timestamps: Tensor, offsets: Tensor) -> Tensor:
-    """Seconds since the first event of the same history.
+    """Seconds from the first event of the same history to each event.
 
-    Saturates at ``2**30`` s (34 years) either way, which leaves room to subtract in int32.
+    Values are limited to ``2**30`` s (34 years) in both directions, so that two of them can be subtracted in int32.
 
     Args:
         timestamps: ``[sum(L)]`` int64.

@@ -1,11 +1,11 @@
-"""HSTU attention on CPU: blocks of histories of like length, scores recomputed in backward.
+"""HSTU attention on a CPU: dense products over groups of histories of similar length. Scores are recomputed in backward.
 
-Histories are sorted by length and grouped so that padding adds little work; a group is cut into chunks of queries that
-fit the cache, each against the keys up to its last query. Memory is ``O(chunk * L)`` and work close to ``sum(L^2)``,
-or half of it where histories are long.
+Histories are sorted by length and grouped so that padding adds little work. The queries of a group are cut into chunks whose
+scores fit the cache; a chunk is multiplied with the keys up to its last query. The memory is ``O(chunk * L)``. The work is
+close to ``sum(L^2)``, and close to half of it for long histories.
 
-Padding is on the right, and attention is causal: a padded key is seen by padded queries only, whose outputs are dropped
-and whose gradients are zero. So slots of padding may hold any row, and no mask but the causal one is needed.
+Padding is on the right and attention is causal, so only padded queries see padded keys. Their outputs are dropped and their
+gradients are zero. Padded slots may therefore hold any row, and the causal mask is the only mask.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ from torch.autograd.function import once_differentiable
 
 from lightning_freescale.models.attention.buckets import log_bucket
 
-PADDED_WORK = 1.25  # most that padding may multiply a group's sum of L^2 by,
-FREE_WORK = 2**14  # beyond this many scores, which cost no more than the calls of one more group
-CHUNK_SCORES = 2**17  # scores of a chunk, per head: a few arrays of this size fit the cache
-MIN_CHUNK = 32  # queries; shorter ones spend their time in calls
-KEPT_SCORES = 2**22  # a batch of at most this many scores keeps its buckets for all layers and for backward
+PADDED_WORK = 1.25  # padding may multiply the sum of L^2 of a group by at most this factor,
+FREE_WORK = 2**14  # plus this many scores, which cost no more than the calls of one more group
+CHUNK_SCORES = 2**17  # scores of a chunk and head; a few arrays of this size fit the cache
+MIN_CHUNK = 32  # fewest queries of a chunk; with fewer, the calls take longer than the arithmetic
+KEPT_SCORES = 2**22  # a batch with at most this many scores keeps its buckets for all layers and for backward
 
 
-class Group(NamedTuple):
-    """``G`` histories, padded to the longest of them, ``L``."""
+class HistoryGroup(NamedTuple):
+    """``G`` histories, padded to the length ``L`` of the longest of them."""
 
-    rows: Tensor  # [G, L] the flat row of each slot; slots of padding name some row of their history
+    rows: Tensor  # [G, L] flat row of each slot; for padding, some row of the same history
     valid: Tensor  # [G, L] bool, False for padding
-    times: Tensor  # [G, L] int32, relative
+    times: Tensor  # [G, L] int32, seconds since the first event of the history
 
 
-class Chunk(NamedTuple):
-    """Queries ``start`` to ``stop`` of a group, against the keys before ``stop``."""
+class QueryChunk(NamedTuple):
+    """The queries ``start`` to ``stop`` of a group, and what their scores with the keys before ``stop`` need."""
 
     start: int
     stop: int
-    buckets: Tensor  # [G * (stop - start) * stop] int32, entry of the joint bias table, position by time
+    buckets: Tensor  # [G * (stop - start) * stop] int32, index of each score into the joint bias table
     mean: Tensor  # [stop - start, stop]: 1 / (i + 1) where query i may see key j <= i, else 0
 
 
 def group_lengths(lengths: list[int]) -> list[list[int]]:
-    """Group samples of like length: indices into ``lengths``, longest first; empty histories are left out.
+    """Group histories of similar length. Empty histories are left out.
 
-    In each group ``G * L^2 <= PADDED_WORK * sum(L_i^2) + FREE_WORK``, where ``L`` is the longest of its histories.
+    In each group ``G * L^2 <= PADDED_WORK * sum(L_i^2) + FREE_WORK``, where ``L`` is the length of its longest history.
+
+    Returns:
+        For each group the indices of its histories in ``lengths``, longest first.
     """
     order = sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b])
     groups: list[list[int]] = []
@@ -62,18 +65,18 @@ def group_lengths(lengths: list[int]) -> list[list[int]]:
 
 
 def chunk_ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
-    """Cut the ``length`` queries of a group of ``size`` histories into ranges ``(start, stop)``."""
+    """Cut the ``length`` queries of a group of ``size`` histories into chunks ``(start, stop)``."""
     step = max(MIN_CHUNK, CHUNK_SCORES // (size * length))
     for start in range(0, length, step):
         yield start, min(start + step, length)
 
 
-class Plan:
-    """Groups of a batch, and what of them all layers share.
+class CpuPlan:
+    """What all layers share of one batch: its groups, their slots and their chunks.
 
     Args:
         offsets: ``[B + 1]``, from 0 to ``sum(L)``.
-        times: ``[sum(L)]`` int32, relative to each history's first event.
+        times: ``[sum(L)]`` int32, seconds since the first event of the same history.
     """
 
     def __init__(self, offsets: Tensor, times: Tensor) -> None:
@@ -85,17 +88,17 @@ class Plan:
             slot = torch.arange(int(length[0]))
             valid = slot < length
             rows = start + slot * valid
-            self.groups.append(Group(rows, valid, times[rows]))
-        self._keeps = sum(group.rows.shape[1] * group.rows.numel() for group in self.groups) <= KEPT_SCORES
-        self._chunks: dict[tuple[int, int, int, torch.dtype], list[Chunk]] = {}
+            self.groups.append(HistoryGroup(rows, valid, times[rows]))
+        self._keeps_chunks = sum(group.rows.shape[1] * group.rows.numel() for group in self.groups) <= KEPT_SCORES
+        self._chunks: dict[tuple[int, int, int, torch.dtype], list[QueryChunk]] = {}
         self._slots: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def slots(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """All groups' slots in the order ``[G, H, L]``, one group after the other.
+        """The slots of all groups, in the order ``[G, H, L]`` within a group, one group after the other.
 
         Returns:
-            ``[slots]`` the row of each in the flat ``[sum(L) * H]``; ``[slots, 1]`` bool, whether it is no padding;
-            ``[sum(L) * H]`` the slot of each row.
+            ``[slots]``: the row of each slot in the flat array ``[sum(L) * H]``. ``[slots, 1]`` bool: False for padding.
+            ``[sum(L) * H]``: the slot of each row.
         """
         if heads not in self._slots:
             head = torch.arange(heads)[:, None]
@@ -108,9 +111,12 @@ class Plan:
             self._slots[heads] = all_rows, all_valid[:, None], slot_of_row
         return self._slots[heads]
 
-    def chunks(self, number: int, positions: int, times: int, dtype: torch.dtype) -> Iterator[Chunk]:
-        """Chunks of group ``number``, for bias tables of these sizes: kept if small, else made anew each time."""
-        if not self._keeps:
+    def chunks(self, number: int, positions: int, times: int, dtype: torch.dtype) -> Iterator[QueryChunk]:
+        """Chunks of group ``number`` for bias tables of ``positions`` and ``times`` entries.
+
+        A small batch keeps them (``KEPT_SCORES``). A large batch makes them again at each call.
+        """
+        if not self._keeps_chunks:
             return _make_chunks(self.groups[number], positions, times, dtype)
         key = number, positions, times, dtype
         if key not in self._chunks:
@@ -118,20 +124,21 @@ class Plan:
         return iter(self._chunks[key])
 
 
-def _make_chunks(group: Group, positions: int, times: int, dtype: torch.dtype) -> Iterator[Chunk]:
+def _make_chunks(group: HistoryGroup, positions: int, times: int, dtype: torch.dtype) -> Iterator[QueryChunk]:
+    """Chunks of one group, in order."""
     size, length = group.rows.shape
     position = torch.arange(length, dtype=torch.int32)
     for start, stop in chunk_ranges(size, length):
         by_position = log_bucket(position[start:stop, None] - position[:stop], positions)
         by_time = log_bucket(group.times[:, start:stop, None] - group.times[:, None, :stop], times)
         mean = (position[start:stop, None] + 1).to(dtype).reciprocal().expand(-1, stop).tril(start)
-        yield Chunk(start, stop, by_time.add_(by_position * times).flatten(), mean)
+        yield QueryChunk(start, stop, by_time.add_(by_position * times).flatten(), mean)
 
 
-class _Attention(torch.autograd.Function):
+class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: Plan
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: CpuPlan
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
         ctx.alpha, ctx.plan = alpha, plan
@@ -140,7 +147,7 @@ class _Attention(torch.autograd.Function):
         groups = zip(*(_gather(x, plan, wide) for x in (q, k, v)), strict=True)
         outs = []
         for number, (q_, k_, v_) in enumerate(groups):
-            kt = k_.mT.contiguous()  # BLAS multiplies small matrices several times faster this way
+            kt = k_.mT.contiguous()  # BLAS multiplies small matrices several times faster with contiguous factors
             q_ *= alpha
             out = torch.empty_like(v_)
             for start, stop, buckets, mean in plan.chunks(number, len(position_bias), len(time_bias), wide):
@@ -167,7 +174,7 @@ class _Attention(torch.autograd.Function):
                 scores = _scores(q_[:, start:stop], kt[..., :stop], table, buckets)
                 gate = scores.sigmoid()
                 weights = scores.mul_(gate)
-                slope = torch.addcmul(gate, weights, gate, value=-1).add_(weights)  # of silu
+                slope = torch.addcmul(gate, weights, gate, value=-1).add_(weights)  # derivative of silu
                 dscores = (dout[:, start:stop] @ vt[..., :stop]).mul_(mean).mul_(slope)
                 dv[:, :stop] += weights.mul_(mean).mT @ dout[:, start:stop]
                 dq[:, start:stop] = dscores @ k_[:, :stop]
@@ -183,20 +190,20 @@ class _Attention(torch.autograd.Function):
 
 
 def _joint_table(position_bias: Tensor, time_bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[P * T]``: one lookup per score instead of two."""
+    """Sum of both biases, ``[P * T]``, so that a score needs one lookup instead of two."""
     return (position_bias.to(dtype)[:, None] + time_bias.to(dtype)).flatten()
 
 
 def _scores(q: Tensor, kt: Tensor, table: Tensor, buckets: Tensor) -> Tensor:
-    """``[G * H, chunk, stop]`` scores with their bias."""
+    """Scores with both biases, ``[G * H, chunk, stop]``."""
     scores = q @ kt
     bias = table.index_select(0, buckets).view(-1, 1, *scores.shape[1:])  # [G, 1, chunk, stop]
     scores.view(len(bias), -1, *scores.shape[1:]).add_(bias)
     return scores
 
 
-def _gather(x: Tensor, plan: Plan, dtype: torch.dtype, pad: int | None = None) -> list[Tensor]:
-    """``[sum(L), H, D]`` to ``[G * H, L, D]`` of each group; padding is some row of its history, or ``pad``."""
+def _gather(x: Tensor, plan: CpuPlan, dtype: torch.dtype, pad: int | None = None) -> list[Tensor]:
+    """Copy ``x [sum(L), H, D]`` into one array ``[G * H, L, D]`` per group. Padding holds some row of its history, or ``pad``."""
     rows, valid, _ = plan.slots(x.shape[1])
     slots = x.reshape(-1, x.shape[-1]).index_select(0, rows).to(dtype)
     if pad is not None:
@@ -206,8 +213,8 @@ def _gather(x: Tensor, plan: Plan, dtype: torch.dtype, pad: int | None = None) -
     return [part.view(*shape, x.shape[-1]) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _scatter(parts: list[Tensor], like: Tensor, plan: Plan) -> Tensor:
-    """Inverse of :func:`_gather`: without the padding, as ``like``."""
+def _scatter(parts: list[Tensor], like: Tensor, plan: CpuPlan) -> Tensor:
+    """Inverse of :func:`_gather`: drop the padding and return an array of the shape and type of ``like``."""
     if not parts:
         return torch.zeros_like(like)
     slots = torch.cat([part.view(-1, like.shape[-1]) for part in parts])
@@ -215,7 +222,7 @@ def _scatter(parts: list[Tensor], like: Tensor, plan: Plan) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: Plan
+    q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: CpuPlan
 ) -> Tensor:
     """:func:`~lightning_freescale.models.attention.hstu_attention` on CPU tensors."""
-    return _Attention.apply(q, k, v, position_bias, time_bias, alpha, plan)
+    return _CpuAttention.apply(q, k, v, position_bias, time_bias, alpha, plan)
