@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -31,12 +32,22 @@ def fit(rank: int, sharding: str, prioritize: bool) -> tuple[dict[str, float], d
     return logged, toy.weights(model)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "prioritize"),
-    [("row_wise", True), ("row_wise", False), ("table_wise", True), ("column_wise", False)],
-)
-def test_two_ranks_rank_the_whole_catalogue(sharding: str, prioritize: bool, tmp_path: Path) -> None:
-    (logged, weights), (also_logged, _) = run_ranks(fit, args=(sharding, prioritize))
+CASES = [("row_wise", True), ("row_wise", False), ("table_wise", True), ("column_wise", False)]  # sharding, prioritize
+
+
+def fit_all(rank: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    return [fit(rank, *case) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[str, bool], list[tuple[dict[str, float], dict[str, Tensor]]]]:
+    """The result of :func:`fit` on both ranks, by case. The same two ranks train all cases."""
+    return dict(zip(CASES, map(list, zip(*run_ranks(fit_all), strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_rank_the_whole_catalogue(case: tuple[str, bool], results: dict[Any, Any], tmp_path: Path) -> None:
+    (logged, weights), (also_logged, _) = results[case]
     assert logged == also_logged
     assert logged["val/hr@10"] > 0.9
 
