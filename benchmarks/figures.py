@@ -28,8 +28,8 @@ from benchmarks.harness import plots, report
 from benchmarks.harness.gpu_cluster import launcher as cluster
 from benchmarks.harness.tables.claims import exposed_results, kept, where
 from benchmarks.harness.training import bubble
-from lightning_freescale.balance.planner import rule_of_thumb
-from lightning_freescale.cli.plan import RANDOM, evaluate
+from lightning_freescale.balance.planner import default_cost_model
+from lightning_freescale.cli.balance_outcomes import RANDOM, evaluate
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.preprocess import preprocess
 from lightning_freescale.data.sources import open_source
@@ -87,7 +87,7 @@ def measure(data: Data, longest: int, ranks: int, batch_size: int, batches: int)
             "straggler %": 100 * found.straggler,
             "above bound %": 100 * found.above_bound,
         }
-        for found in evaluate(lengths, ranks, batch_size, rule_of_thumb(), batches)
+        for found in evaluate(lengths, ranks, batch_size, default_cost_model(), batches)
         if found.mode in MODES
     ]
 

@@ -1,24 +1,23 @@
-"""Stragglers, measured: how long ranks wait for each other's histories, before and after balancing.
+"""Stragglers: how long ranks wait for the slowest rank, measured without and with balancing.
 
-    python -m benchmarks.straggler [--quick] [--json] [--output FILE]  # two ranks on this machine's CPU, short histories
+    python -m benchmarks.straggler [--quick] [--json] [--output FILE]  # two ranks on the CPU, short histories
     python -m benchmarks.straggler --ranks 4 --accelerator gpu --precision bf16-mixed --embedding-dim 256 --layers 4 --heads 4 \
-        --max-history 8192 --batch-size 32  # one GPU as a cluster; under another launcher it takes its place there
+        --max-history 8192 --batch-size 32  # one GPU as a cluster
 
-An HSTU trains on the same global batches in several ways. On each rank and step the time of its own compute is taken, from the
-arrival of the rows of its histories to their gradient: no communication is in between, neither forward nor backward. A rank is
-idle from its own end to that of the slowest. With costs fitted online (``fit_costs``), the same batches are trained twice, and
-what is learnt the first time shows the second. Histories are log-normal, mu 7.3 and sigma 1.2, scaled down for short ones.
+An HSTU trains on the same global batches with several balancing modes. On each rank and step, the compute time is measured from
+the arrival of the histories' rows to their gradient. There is no communication in between, neither in forward nor in backward. A
+rank is idle from its own end of this interval to that of the slowest rank. With costs fitted online (``fit_costs``), the same
+batches are trained twice: costs are learned in the first pass and measured in the second. Lengths of histories are log-normal
+(mu 7.3, sigma 1.2), scaled down with ``--max-history``. Under another launcher each process is one of that launcher's ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,61 +25,59 @@ from typing import Any
 import numpy as np
 import torch
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import launcher as cluster
-from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness import rank_setup, report
+from benchmarks.harness.gpu_cluster import launcher, reserved_sms
 
 Row = dict[str, Any]
 
-COSTS = "Cost model against measured seconds: off, half of the steps to fit, half to test; online, by its own account"
+COST_TITLE = "Cost model and measured seconds: fitted to half of the steps without balancing, error on the other half"
 
 
 def main() -> None:
     parser = report.make_parser(__doc__, quick="few steps")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, where no launcher has set RANK")
-    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank")
-    parser.add_argument("--max-history", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start if no launcher has set RANK (default 2)")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="default cpu")
+    parser.add_argument("--precision", default="32-true", help="precision of the Trainer (default 32-true)")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank (default 16)")
+    parser.add_argument("--max-history", type=int, default=1024, help="longest history in events (default 1024)")
     parser.add_argument("--embedding-dim", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--negatives", type=int, default=16)
+    parser.add_argument("--negatives", type=int, default=16, help="sampled negatives per sample (default 16)")
     parser.add_argument("--items", type=int, default=10_000)
-    parser.add_argument("--steps", type=int, help="measured in each way (default: 16, quick: 4)")
-    parser.add_argument("--warmup", type=int, help="steps before them (default: 4, quick: 2)")
+    parser.add_argument("--steps", type=int, help="measured steps per mode (default 16, with --quick 4)")
+    parser.add_argument("--warmup", type=int, help="steps before the measured ones (default 4, with --quick 2)")
     options = parser.parse_args()
     options.steps = options.steps or (4 if options.quick else 16)
     options.warmup = options.warmup or (2 if options.quick else 4)
     if "RANK" in os.environ:
-        run(options)
+        run_rank(options)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         gpu = options.accelerator == "gpu"
-        sys.exit(cluster.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu, own_cores=gpu))
+        sys.exit(launcher.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu, reserve_sms=gpu))
 
 
 # ---- on a rank --------------------------------------------------------------------------------------------------------
-def run(options: argparse.Namespace) -> None:
+def run_rank(options: argparse.Namespace) -> None:
+    """Train in all modes as one of the ranks; rank 0 reports."""
     os.environ.setdefault("NODE_RANK", os.environ["RANK"])
     os.environ.setdefault("LOCAL_RANK", "0")
-    rank, options.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # Lightning clears them after a fit
+    rank, options.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # Lightning deletes them after a fit
     from lightning_freescale.balance import Planner
 
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    own_cores.use(torch.device("cuda" if options.accelerator == "gpu" else "cpu"))
+    rank_setup.silence_libraries()
+    reserved_sms.use(torch.device("cuda" if options.accelerator == "gpu" else "cpu"))
     cache = Path(tempfile.gettempdir()) / "freescale-straggler"
     if options.accelerator == "gpu":
-        train(options, cache, "off")  # builds the kernels: whoever is measured first would seem slow
-    runs: dict[str, Run] = {"off": train(options, cache, "off")}
+        train(options, cache, "off")  # compiles the kernels, so that the first measured mode is not slower
+    runs: dict[str, ModeFigures] = {"off": train(options, cache, "off")}
     sums, seconds = runs["off"].sums, runs["off"].seconds
     prior = runs["off"].cost_model
-    fitted = prior.fit(sums.reshape(-1, 4), seconds.ravel())  # gathered by rank 0 for all: the same bits everywhere
+    fitted = prior.fit(sums.reshape(-1, 4), seconds.ravel())  # from gathered values: the same bits on every rank
     for name, planner in {
         "zigzag": Planner("zigzag", fitted),
         "fixed, cost by FLOPs": Planner("fixed", prior),
@@ -94,32 +91,32 @@ def run(options: argparse.Namespace) -> None:
         return
     results: dict[str, Any] = {
         "setting": {key: str(value) for key, value in vars(options).items() if key not in ("json", "output")},
-        "straggler": [row(name, found, runs["off"]) for name, found in runs.items()],
+        "straggler": [mode_row(name, found, runs["off"]) for name, found in runs.items()],
         "cost model": [*fit_errors(prior, sums, seconds), *filter(None, [runs["fixed, fitted online"].learnt])],
         "exchange": exchange_row(runs["fixed, by exchange"]),
     }
     device = torch.cuda.get_device_name() if options.accelerator == "gpu" else None
     report.publish(
         options,
-        report.head("straggler", device and f"{device} as {options.ranks} ranks: {own_cores.describe()}") | results,
+        report.head("straggler", device and f"{device} as {options.ranks} ranks: {reserved_sms.describe()}") | results,
         {
-            f"Measured on {sums.shape[1]} ranks, {len(seconds)} steps each": results["straggler"],
-            COSTS: results["cost model"],
-            "Exchange of samples, per step": [results["exchange"]],
+            f"Measured on {sums.shape[1]} ranks, {len(seconds)} steps per mode": results["straggler"],
+            COST_TITLE: results["cost model"],
+            "Exchange of samples between ranks, per step": [results["exchange"]],
         },
     )
 
 
-class Run:
-    """What one way of training showed, the same on every rank.
+class ModeFigures:
+    """What was measured with one balancing mode, equal on every rank.
 
     Attributes:
         seconds: ``[steps, ranks]`` compute.
-        sums: ``[steps, ranks, 4]`` of the samples, see ``CostModel.sums``.
-        iteration: seconds of a step, everything included.
-        cost_model: what the model says of itself.
-        stats: of the exchange on rank 0, in the measured steps.
-        learnt: the cost model fitted online; one rank has no use for it.
+        sums: ``[steps, ranks, 4]`` sums over the samples, see ``CostModel.sums``.
+        iteration: seconds of a whole step.
+        cost_model: cost model from the model's FLOPs.
+        stats: statistics of the sample exchange on rank 0 in the measured steps.
+        learnt: the cost model fitted online; ``None`` with one rank.
     """
 
     def __init__(
@@ -136,12 +133,18 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Seconds for which a rank waits for the slowest in a step, mean of both."""
+        """Seconds that a rank waits for the slowest rank, mean over steps and ranks."""
         return float((self.seconds.max(axis=1, keepdims=True) - self.seconds).mean())
 
 
-def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any = "off", online: bool = False) -> Run:
-    """Train ``warmup + steps`` steps; ``balance`` at the source or by ``exchange``. With ``online``, twice. A collective."""
+def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any = "off", online: bool = False) -> ModeFigures:
+    """Train ``warmup + steps`` steps, with ``online`` twice. A collective.
+
+    Args:
+        balance: balancing mode or planner of the data module: samples are assigned to ranks when they are loaded.
+        exchange: balancing mode or planner of the strategy: samples are exchanged between ranks.
+        online: fit the costs while training.
+    """
     import lightning.pytorch as pl
     import torch.distributed as dist
 
@@ -153,7 +156,7 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
     os.environ.update(WORLD_SIZE=str(world))
     steps = options.warmup + options.steps
     pl.seed_everything(0, verbose=False)
-    scale = min(1.0, options.max_history / 21_000)  # the same shape of tail, whatever the longest
+    scale = min(1.0, options.max_history / 21_000)  # keeps the shape of the distribution for shorter histories
     data = fs.SeqRecDataModule(
         batch_size=options.batch_size,
         max_history=options.max_history,
@@ -194,7 +197,7 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
     dist.all_gather_object(gathered, mine)
     shared = [window.seconds / options.steps, window.stats, window.learnt]
     dist.broadcast_object_list(shared)
-    return Run(
+    return ModeFigures(
         np.array([part[0] for part in gathered]).T,
         np.array([part[1] for part in gathered]).transpose(1, 0, 2),
         shared[0],
@@ -205,14 +208,14 @@ def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any 
 
 
 def timed_hstu() -> Any:
-    """The class is made late: importing the package takes seconds that the launcher need not spend."""
+    """A class that measures its compute. It is made in a function, because the launcher does not need its slow imports."""
     from lightning_freescale.balance import CostModel
-    from lightning_freescale.balance.pack import sample_sizes
+    from lightning_freescale.balance.sample_sizes import sample_sizes
     from lightning_freescale.batch.seq_batch import HISTORY
     from lightning_freescale.models import HSTU
 
     class TimedHSTU(HSTU):
-        """Takes the time from the arrival of the histories' rows to their gradient."""
+        """Measures the time from the arrival of the histories' rows to their gradient."""
 
         def on_train_start(self) -> None:
             self.spans: list[tuple[Any, Any]] = []
@@ -220,13 +223,13 @@ def timed_hstu() -> Any:
 
         def encode(self, embedded: Any, batch: Any) -> Any:
             rows = embedded[HISTORY].values()
-            start = mark(rows.device)
-            rows.register_hook(lambda gradient: self.spans.append((start, mark(gradient.device))))
+            start = timestamp(rows.device)
+            rows.register_hook(lambda gradient: self.spans.append((start, timestamp(gradient.device))))
             self.batches.append(batch)
             return super().encode(embedded, batch)
 
         def measured(self) -> tuple[list[float], list[np.ndarray]]:
-            """Of every step, seconds and sums."""
+            """Seconds and sums of every step."""
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             host = [batch.to(torch.device("cpu")) for batch in self.batches]
@@ -235,21 +238,22 @@ def timed_hstu() -> Any:
     return TimedHSTU
 
 
-def mark(device: torch.device) -> Any:
-    """A moment, in the time of the device."""
+def timestamp(device: torch.device) -> Any:
+    """A time stamp of the device: an event on CUDA, CPU time of this thread otherwise."""
     if device.type != "cuda":
-        return time.thread_time()  # ranks share cores, with whatever else runs here: wall time would measure that
+        return time.thread_time()  # not wall time: ranks and other processes share the cores
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def between(start: Any, end: Any) -> float:
+    """Seconds between two time stamps."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def window_of(first: int, last: int) -> Any:
-    """A callback that takes the time from the start of step ``first`` to the end of step ``last - 1``."""
+    """A callback that measures the time from the start of step ``first`` to the end of step ``last - 1``."""
     import lightning.pytorch as pl
 
     class Window(pl.Callback):
@@ -266,7 +270,7 @@ def window_of(first: int, last: int) -> Any:
             if trainer.global_step == last:
                 self.seconds += self._now(module)
                 self.stats = {name: value - self._before[name] for name, value in self._sums(trainer).items()}
-                if (online := trainer.strategy._balancer.online) is not None:
+                if (online := trainer.strategy._balancer.cost_fit) is not None:
                     model = online.planner.cost_model.state_dict()
                     self.learnt = {"cost": "fitted online", **model, "error %": 100 * online.error}
 
@@ -283,7 +287,8 @@ def window_of(first: int, last: int) -> Any:
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------------
-def row(name: str, run: Run, off: Run) -> Row:
+def mode_row(name: str, run: ModeFigures, off: ModeFigures) -> Row:
+    """Figures of one balancing mode."""
     slowest = float(run.seconds.max(axis=1).mean())
     return {
         "balance": name,
@@ -293,12 +298,12 @@ def row(name: str, run: Run, off: Run) -> Row:
         "idle ms": 1e3 * run.idle,
         "straggler %": 100 * run.idle / run.iteration,
         "of slowest %": 100 * run.idle / slowest,
-        "times less": off.idle / run.idle if run.idle else 1.0,  # one rank waits for nobody
+        "times less": off.idle / run.idle if run.idle else 1.0,  # a single rank never waits
     }
 
 
 def fit_errors(prior: Any, sums: np.ndarray, seconds: np.ndarray) -> list[Row]:
-    """Median relative error on odd steps: of the fit to even steps, and of FLOPs alone, scaled to the mean."""
+    """Median relative error on odd steps of the fit to even steps, and of the FLOPs scaled to the mean time of even steps."""
     even, odd = (np.s_[::2], np.s_[1::2])
     train, test = ((sums[part].reshape(-1, 4), seconds[part].ravel()) for part in (even, odd))
     fitted = prior.fit(*train)
@@ -308,7 +313,8 @@ def fit_errors(prior: Any, sums: np.ndarray, seconds: np.ndarray) -> list[Row]:
     ]
 
 
-def exchange_row(run: Run) -> Row:
+def exchange_row(run: ModeFigures) -> Row:
+    """Figures of the sample exchange, per step."""
     stats = run.stats or {}
     batches = max(1, int(stats.get("batches", 0)))
     per_batch = {name: stats.get(name, 0.0) / batches for name in ("waited", "exposed", "exchanging", "bytes_sent")}

@@ -1,8 +1,9 @@
-"""AutoTune: the share of the work that each rank gets follows how fast it was. For ``variable`` balancing.
+"""``retune``: adapts the share of the work of each rank to its measured speed, for the mode ``variable``.
 
-A cost model cannot tell that one machine is slower than another; measured times can. Pure and deterministic.
+A cost model cannot tell that one machine is slower than another; measured times can. The function is pure and
+deterministic.
 
-    >>> retune([0.5, 0.5], work=[100, 100], seconds=[1.0, 1.25]).round(3)  # the second is a fifth slower: 0.556, 0.444
+    >>> retune([0.5, 0.5], work=[100, 100], seconds=[1.0, 1.25]).round(3)  # proportional to speed: 0.556 and 0.444
     array([0.55, 0.45])
 """
 
@@ -11,21 +12,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MAX_STEP = 0.1  # a share grows or shrinks by a tenth at a time: one bad measurement must not starve a rank
-TOLERANCE = 0.02  # speeds this close are equal: balancing by noise would cost more than it gives
-LEAST = 0.1  # of an equal share, which every rank keeps
+MAX_CHANGE = 0.1  # a share changes by at most 10% at a time, so that one bad measurement cannot starve a rank
+SPEED_TOLERANCE = 0.02  # smaller differences of speed are taken for noise
+MIN_SHARE = 0.1  # every rank keeps at least this fraction of an equal share
 
 
 def retune(shares: ArrayLike, work: ArrayLike, seconds: ArrayLike) -> NDArray[np.float64]:
-    """New shares, ``[ranks]``, that add up to 1.
+    """Return new shares ``[ranks]``, which add up to 1.
 
-    A rank's speed is its work over its time; in proportion to the speeds, all ranks would need equally long. Where every
-    rank has done its share of the work, that is the rule of the FreeScale paper, local against global time.
+    The speed of a rank is its work divided by its time. With shares in proportion to the speeds, all ranks need equally
+    long. If every rank has done exactly its share of the work, this is the rule of the FreeScale paper, which compares the
+    local time with the global time.
 
     Args:
-        shares: ``[ranks]`` up to now, in any unit.
-        work: ``[ranks]`` cost of what each rank trained, in any unit; 0 if nothing is known of it.
-        seconds: ``[ranks]`` time it took, without waiting for others.
+        shares: ``[ranks]`` current shares, in any unit.
+        work: ``[ranks]`` cost of the samples that each rank trained, in any unit; 0 if unknown.
+        seconds: ``[ranks]`` compute time of that work, without waits for other ranks.
     """
     old = np.asarray(shares, dtype=np.float64)
     old = old / old.sum()
@@ -34,10 +36,10 @@ def retune(shares: ArrayLike, work: ArrayLike, seconds: ArrayLike) -> NDArray[np
     if not known.any():
         return old
     speed = np.divide(done, took, out=np.zeros_like(old), where=known)
-    # Ranks of which nothing is known keep their share; the others divide theirs anew.
+    # A rank of unknown speed keeps its share. The others divide the sum of theirs.
     target = np.where(known, speed / speed.sum() * old[known].sum(), old)
-    if (np.abs(target / old - 1) <= TOLERANCE).all():
+    if (np.abs(target / old - 1) <= SPEED_TOLERANCE).all():
         return old
-    new = old * np.clip(target / old, 1 - MAX_STEP, 1 + MAX_STEP)
-    new = np.maximum(new / new.sum(), LEAST / len(new))
+    new = old * np.clip(target / old, 1 - MAX_CHANGE, 1 + MAX_CHANGE)
+    new = np.maximum(new / new.sum(), MIN_SHARE / len(new))
     return new / new.sum()

@@ -1,6 +1,7 @@
-"""``Balancer``: all that a strategy has to do with load balancing, in the order of a training.
+"""``Balancer``: load balancing as the strategy uses it.
 
-attach -> (begin_step, ..., end_step) for every step -> close
+The order of calls is ``attach`` for each train loader, ``watch``, then ``begin_step`` and the methods of ``compute_timer`` for
+each step, then ``close``.
 """
 
 from __future__ import annotations
@@ -14,39 +15,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_freescale.balance.compute_timer import ComputeTimer
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.errors import CannotBalance
 from lightning_freescale.balance.exchange import ExchangeLoader
-from lightning_freescale.balance.online import OnlineFit
-from lightning_freescale.balance.pack import CannotBalance, sample_sizes
-from lightning_freescale.balance.planner import Planner, rule_of_thumb
+from lightning_freescale.balance.online_cost_fit import OnlineCostFit
+from lightning_freescale.balance.planner import Planner, default_cost_model
+from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.balance.sampler import GlobalBatchSampler
-from lightning_freescale.balance.stopwatch import Stopwatch
 from lightning_freescale.runtime.log import log_once
 
-WARM_UP = 3  # steps that are not timed: kernels, buffers and connections are made in them
+UNTIMED_STEPS = 3  # the first steps are slower, because they create kernels, buffers and connections
 
 
 class Balancer:
-    """Balances train loaders, unless they are balanced already, and can learn from timed steps what samples cost.
+    """Balances train loaders that are not balanced at the source, and can fit the cost model to measured step times.
 
     Args:
-        balance: a mode, a planner, or ``"off"``: loaders are left as they are. Data balanced at the source are not touched
-            by it, but their planner learns, too.
-        timeout: after which a wait for another rank is an error.
-        every: steps between two updates of the cost model; 0: it stays as it is, and no step is timed.
-        prefetched: batches that the training fetches ahead of the current one.
+        balance: a mode, a planner, or ``"off"``, which exchanges no samples. It does not affect loaders that are balanced
+            at the source; but those use a fitted cost model, too.
+        timeout: a wait for another rank that takes longer is an error.
+        every: steps between two updates of the cost model. With 0 the cost model does not change and no step is timed.
+        prefetched: batches that the training prefetches beyond the current one.
     """
 
     def __init__(self, balance: str | Planner, *, timeout: timedelta, every: int = 0, prefetched: int = 0):
         self._planner, self._timeout, self._every = Planner.of(balance), timeout, every
         self._prefetched = prefetched
-        self._balanced: list[GlobalBatchSampler | ExchangeLoader] = []  # what plans with a planner
-        self._free: list[dist.ProcessGroup] = []  # of exchanges that are over
-        self._state: Mapping[str, Any] | None = None
-        self._learnt: Planner | None = None  # nothing yet
+        self._balanced: list[GlobalBatchSampler | ExchangeLoader] = []  # one entry per balanced loader
+        self._free_groups: list[dist.ProcessGroup] = []  # process groups of detached loaders
+        self._state: Mapping[str, Any] | None = None  # of the cost fit, while there is none
+        self._fitted: Planner | None = None  # the latest planner of the cost fit
         self._steps = 0
-        self.online: OnlineFit | None = None
-        self.stopwatch = Stopwatch()
+        self.cost_fit: OnlineCostFit | None = None
+        self.compute_timer = ComputeTimer()
 
     def attach(
         self,
@@ -56,11 +58,11 @@ class Balancer:
         check: Callable[[Any], None] | None = None,
         pin_memory: bool = False,
     ) -> Any:
-        """The train loader to use in place of ``loader``. A collective.
+        """Return the train loader to use instead of ``loader``. All ranks must call this together.
 
         Args:
-            loader: of local batches.
-            cost_model: of the model in training, where neither the user nor a checkpoint knows better.
+            loader: yields the local batches of this rank.
+            cost_model: the cost model of the neural network. A cost model from the user or a checkpoint replaces it.
             check: raises if a local batch cannot be trained on.
             pin_memory: put batches into page-locked memory.
         """
@@ -68,31 +70,33 @@ class Balancer:
             return loader
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, GlobalBatchSampler) and sampler.planner is not None:
-            planner = _know_better(sampler.planner, cost_model)
+            planner = _with_cost_model(sampler.planner, cost_model)
             sampler.planner = planner
             self._balanced.append(sampler)
         elif self._planner is not None:
-            planner = _know_better(self._planner, cost_model)
-            log_once(f"balance={planner.mode!r}: samples are exchanged between ranks, on the host, ahead of their step")
-            group = self._free.pop(0) if self._free else self._new_group()
+            planner = _with_cost_model(self._planner, cost_model)
+            log_once(
+                f"balance={planner.mode!r}: the ranks exchange samples in host memory, before the step that uses them"
+            )
+            group = self._free_groups.pop(0) if self._free_groups else self._new_group()
             loader = ExchangeLoader(loader, group=group, planner=planner, check=check, pin_memory=pin_memory)
             self._balanced.append(loader)
         else:
             if self._every:
-                log_once("fit_costs: nothing is balanced, so nothing is fitted")
+                log_once("fit_costs has no effect: the train loader is not balanced")
             return loader
-        if self._every and self.online is None:
-            self.online = OnlineFit(planner, group=self._new_group(), every=self._every)
+        if self._every and self.cost_fit is None:
+            self.cost_fit = OnlineCostFit(planner, group=self._new_group(), every=self._every)
             if self._state is not None:
-                self.online.load_state_dict(self._state)
-                self._learnt = self.online.planner
-        if self._learnt is not None:
-            _plan_with(self._balanced[-1], self._learnt)
+                self.cost_fit.load_state_dict(self._state)
+                self._fitted = self.cost_fit.planner
+        if self._fitted is not None:
+            _use_costs(self._balanced[-1], self._fitted)
         return loader
 
     def detach(self) -> None:
-        """Give up all loaders, for they are loaded anew: what was learnt stays, and process groups are used again."""
-        self._free += [exchange.leave() for exchange in self.exchanges]
+        """Detach all loaders before new ones are attached. The fitted costs and the process groups stay in use."""
+        self._free_groups += [exchange.leave() for exchange in self.exchanges]
         self._balanced.clear()
 
     def _new_group(self) -> dist.ProcessGroup:
@@ -100,13 +104,16 @@ class Balancer:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
     def watch(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Be ready to time the steps of ``model``, if costs are fitted."""
+        """Prepare to time the steps of ``model`` on ``device``, if costs are fitted."""
         if self._every:
-            self.stopwatch.watch(model, device)
+            self.compute_timer.watch(model, device)
 
     def sums(self, batch: Any) -> Any:
-        """What :meth:`begin_step` takes of a batch on the host, ``[4]``; ``None`` if that is of no use."""
-        if self.online is None:
+        """Return the :meth:`CostModel.sums` ``[4]`` of a batch in host memory, for :meth:`begin_step`.
+
+        The result is ``None`` if no costs are fitted, or if the batch has no lengths.
+        """
+        if self.cost_fit is None:
             return None
         try:
             return CostModel.sums(*sample_sizes(batch))
@@ -114,96 +121,103 @@ class Balancer:
             return None
 
     def begin_step(self, sums: Any, batches: int) -> None:
-        """Before forward, on all ranks: put what was learnt into force, and start the stopwatch.
+        """Start to use newly fitted costs, and start the timer. All ranks call this before the forward of each step.
 
         Args:
-            sums: of this rank's batch, see :meth:`sums`.
-            batches: of this epoch up to the current one.
+            sums: the :meth:`sums` of the batch of this rank.
+            batches: number of batches of this epoch, including the current one.
         """
-        online = self.online
-        if online is None:
+        cost_fit = self.cost_fit
+        if cost_fit is None:
             return
-        for seen, seconds in self.stopwatch.take():
+        for step_sums, seconds in self.compute_timer.finished_steps():
             if seconds > 0:
-                online.observe(seen, seconds)
+                cost_fit.observe(step_sums, seconds)
         self._steps += 1
         for sampler in self._balanced:
             if isinstance(sampler, GlobalBatchSampler):
-                online.ahead = max(online.ahead, sampler.drawn - batches)
-        planner = online.maybe_update(self._steps)
+                cost_fit.planned_ahead = max(cost_fit.planned_ahead, sampler.planned - batches)
+        planner = cost_fit.maybe_update(self._steps)
         if planner is not None:
-            if self._learnt is None:
-                log_once(f"fit_costs: samples are dealt by {planner.cost_model}, in seconds; error {online.error:.0%}")
-            self._learnt = planner
+            if self._fitted is None:
+                log_once(
+                    f"fit_costs: samples are now balanced by costs fitted to measured step times: {planner.cost_model}, in "
+                    f"seconds; the median error of a step is {cost_fit.error:.0%}"
+                )
+            self._fitted = planner
             for target in self._balanced:
-                _plan_with(target, planner, self._first(batches))
-        if sums is not None and self._steps > WARM_UP:
-            self.stopwatch.start(sums)
+                _use_costs(target, planner, self._first_batch(batches))
+        if sums is not None and self._steps > UNTIMED_STEPS:
+            self.compute_timer.start(sums)
 
-    def _first(self, batches: int) -> float:
-        """The batch of the epoch that new costs are for, where samples are dealt at the source."""
-        if len(self._balanced) > 1:  # each is in an epoch of its own, and ``batches`` are of one of them
+    def _first_batch(self, batches: int) -> float:
+        """Return the first batch of the epoch that a sampler plans with new costs. No rank has planned it yet."""
+        if len(self._balanced) > 1:  # each loader has its own epoch, and ``batches`` counts only one of them
             if len(self.exchanges) < len(self._balanced):
                 log_once(
-                    "fit_costs: with several loaders, those balanced at the source take new costs at their next epoch"
+                    "fit_costs: with several train loaders, those balanced at the source use new costs from their next "
+                    "epoch on"
                 )
             return math.inf
-        assert self.online is not None
-        return (
-            batches + self.online.most_ahead + self._prefetched
-        )  # none is planned yet; look-ahead grows as an epoch begins
+        assert self.cost_fit is not None
+        # At the begin of an epoch the prefetch depth still grows, so a rank may plan further ahead than it has so far.
+        return batches + self.cost_fit.most_planned_ahead + self._prefetched
 
     @property
     def exchanges(self) -> list[ExchangeLoader]:
-        """Loaders that exchange samples; their ``stats`` say at what cost."""
+        """The attached loaders that exchange samples. Their ``stats`` tell what the exchange costs."""
         return [target for target in self._balanced if isinstance(target, ExchangeLoader)]
 
-    # ---- checkpoints, the end --------------------------------------------------------------------------------------
+    # ---- checkpoints and the end of the training -------------------------------------------------------------------
     def state_dict(self) -> Mapping[str, Any] | None:
-        """What was learnt, equal on all ranks; ``None`` if nothing is."""
-        return self._state if self.online is None else self.online.state_dict()
+        """Return the fitted costs, equal on all ranks; ``None`` if there are none."""
+        return self._state if self.cost_fit is None else self.cost_fit.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Before or after :meth:`attach`, and before the first batch."""
+        """Restore the fitted costs. Call this before the first batch, before or after :meth:`attach`."""
         if state is not None and not self._every:
-            log_once("fit_costs=False: the costs that the checkpoint has learnt are not used")
+            log_once("fit_costs=False: the fitted costs in the checkpoint are not used")
             return
         self._state = state
-        if state is not None and self.online is not None:
-            self.online.load_state_dict(state)
-            self._learnt = self.online.planner
+        if state is not None and self.cost_fit is not None:
+            self.cost_fit.load_state_dict(state)
+            self._fitted = self.cost_fit.planner
             for target in self._balanced:
-                _plan_with(target, self._learnt)
+                _use_costs(target, self._fitted)
 
     def close(self) -> None:
-        """Give up what is under way in the background. What was learnt stays."""
+        """Stop all work in the background. :meth:`state_dict` still returns the fitted costs."""
         self._state = self.state_dict()
         for exchange in self.exchanges:
             exchange.close()
-        if self.online is not None:
-            self.online.close()
-        self.stopwatch.close()
+        if self.cost_fit is not None:
+            self.cost_fit.close()
+        self.compute_timer.close()
         self._balanced.clear()
-        self._free.clear()
-        self.online = self._learnt = None
+        self._free_groups.clear()
+        self.cost_fit = self._fitted = None
         self._steps = 0
 
 
-def _know_better(planner: Planner, cost_model: CostModel | None) -> Planner:
-    """``planner`` with the model's own cost in place of the rule of thumb; a cost that the user chose stays."""
-    guess = planner.cost_model == rule_of_thumb()
-    return replace(planner, cost_model=cost_model) if guess and cost_model is not None else planner
+def _with_cost_model(planner: Planner, cost_model: CostModel | None) -> Planner:
+    """Return ``planner`` with ``cost_model`` instead of the default cost model. A cost model of the user stays."""
+    is_default = planner.cost_model == default_cost_model()
+    return replace(planner, cost_model=cost_model) if is_default and cost_model is not None else planner
 
 
-def _plan_with(target: GlobalBatchSampler | ExchangeLoader, learnt: Planner, first: float | None = None) -> None:
-    """Let ``target`` plan by what was ``learnt``: from batch ``first`` of its epoch on, at once if nothing is planned yet.
+def _use_costs(target: GlobalBatchSampler | ExchangeLoader, fitted: Planner, first: float | None = None) -> None:
+    """Let ``target`` use the costs and the shares of ``fitted``. Its own mode and bounds stay.
 
-    Loaders may differ in mode and bounds; what samples cost is the same for all.
+    Args:
+        target: a sampler, which uses the costs from batch ``first`` of its epoch on, or a loader that exchanges samples. The
+            ranks of such a loader find the first batch by themselves.
+        fitted: the planner of the cost fit.
+        first: ``None`` if the sampler has not planned any batch yet.
     """
     assert target.planner is not None
-    shares = learnt.shares if target.planner.mode == "variable" else None
-    planner = replace(target.planner, cost_model=learnt.cost_model, shares=shares)
+    shares = fitted.shares if target.planner.mode == "variable" else None
+    planner = replace(target.planner, cost_model=fitted.cost_model, shares=shares)
     if first is not None and isinstance(target, GlobalBatchSampler):
         target.use(planner, first)
     else:
-        target.planner = planner  # of an exchange, the ranks settle among them from which batch on
+        target.planner = planner

@@ -1,7 +1,7 @@
-"""What a sample costs: ``linear * L + quadratic * L^2 + candidate * candidates`` for a history of ``L`` events.
+"""``CostModel``: a sample costs ``linear * L + quadratic * L^2 + candidate * candidates``, where ``L`` is its length.
 
-A cost model starts from the shape of the model, in FLOPs, and is fitted to measured step times, in seconds. The unit does
-not matter to the plans, only the ratios do.
+A cost model starts with the FLOPs of the neural network. A fit to measured step times changes its unit to seconds. Only the
+ratios of the coefficients matter to a partition, not the unit.
 
     >>> cost = CostModel.from_hstu(embedding_dim=256, num_layers=4, num_heads=4)
     >>> (cost([100, 1000, 10000]) / 1e9).round(2)  # GFLOPs, forward and backward
@@ -19,22 +19,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError
 
-# Step times below this share of a step cannot be told apart; also the weight of the prior against one measurement.
+# The fit assumes at least this much noise in a step time, as a fraction of the mean step time. The assumed noise is also the
+# weight of the prior against one measurement.
 _RESOLUTION = 0.01
-_HUBER = 1.345  # residuals beyond this many standard deviations count as outliers; 95% efficient on normal noise
+_HUBER = 1.345  # standard deviations; larger residuals count as outliers. The fit is 95% efficient on normal noise.
 _ITERATIONS = 100
 
 
 @dataclass
 class CostModel:
-    """Cost of samples and of steps, in any one unit. Coefficients are finite and not negative.
+    """The cost of samples and of steps, in any unit. The coefficients are finite and not negative.
 
     Attributes:
-        linear: of each event of a history.
-        quadratic: of the square of a history's length.
-        candidate: of each candidate scored for a sample.
-        constant: of a step on each rank, whatever its samples. It is part of :meth:`predict`, and of no sample's cost:
-            it does not move with a sample.
+        linear: cost of each event of a history.
+        quadratic: coefficient of the squared length of a history.
+        candidate: cost of each candidate that is scored for a sample.
+        constant: cost of a step on each rank, independent of its samples. It counts in :meth:`predict`. It is not part of
+            the cost of a sample, because it does not move with a sample.
     """
 
     linear: float = 1.0
@@ -45,52 +46,53 @@ class CostModel:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not (np.isfinite(value) and value >= 0):
-                raise ConfigurationError(f"{name}: {value} must be finite and not negative")
+                raise ConfigurationError(f"{name}: must be finite and not negative, not {value}")
 
     @classmethod
     def from_hstu(
         cls, embedding_dim: int, num_layers: int, num_heads: int, qk_dim: int | None = None, v_dim: int | None = None
     ) -> CostModel:
-        """FLOPs of forward and backward of an HSTU of this shape.
+        """Return the FLOPs of forward and backward of an HSTU of this shape.
 
         Args:
             embedding_dim: width ``D`` of the layers.
-            num_layers: HSTU layers.
-            num_heads: attention heads ``H``.
-            qk_dim: width of a head's queries and keys, ``D / H`` by default.
-            v_dim: width of a head's values, ``D / H`` by default.
+            num_layers: number of HSTU layers.
+            num_heads: number of attention heads ``H``.
+            qk_dim: width of the queries and keys of a head, ``D / H`` by default.
+            v_dim: width of the values of a head, ``D / H`` by default.
         """
         qk, v = qk_dim or embedding_dim // num_heads, v_dim or embedding_dim // num_heads
-        # u, v, q, k and the output projection: 2 FLOPs per weight and event, and twice that in backward.
+        # The projections to u, v, q, k and the output projection: 2 FLOPs per weight and event in forward, 4 in backward.
         weights = embedding_dim * num_heads * (2 * qk + 2 * v) + embedding_dim * num_heads * v
-        # Half of the L^2 pairs, 2 FLOPs per product: q.k, again in backward, dq, dk; and s.v, dv, ds.
+        # Attention uses half of the L^2 pairs, with 2 FLOPs per product. Products of width qk_dim are q.k, the same again
+        # in backward, dq and dk. Products of width v_dim are s.v, dv and ds.
         products = num_heads * (4 * qk + 3 * v)
         return cls(6.0 * num_layers * weights, float(num_layers * products), 6.0 * embedding_dim)
 
     def __call__(self, lengths: ArrayLike, candidates: ArrayLike | None = None) -> NDArray[np.float64]:
-        """Cost of each sample, ``[n]``, from its history length ``[n]`` and its number of candidates ``[n]``."""
+        """Return the cost of each sample, ``[n]``, from its history length ``[n]`` and candidate count ``[n]``."""
         events = np.asarray(lengths, dtype=np.float64)
         costs = self.linear * events + self.quadratic * events**2
         return costs if candidates is None else costs + self.candidate * np.asarray(candidates, dtype=np.float64)
 
     @staticmethod
     def sums(lengths: ArrayLike, candidates: ArrayLike | None = None) -> NDArray[np.float64]:
-        """What a rank reports of a step, ``[4]``: sum of ``L``, of ``L^2``, of candidates, and 1 for the step."""
+        """Return the features of a step on one rank, ``[4]``: the sums of ``L``, of ``L^2`` and of candidates, and 1."""
         events = np.asarray(lengths, dtype=np.float64)
         scored = 0.0 if candidates is None else np.asarray(candidates, dtype=np.float64).sum()
         return np.array([events.sum(), (events**2).sum(), scored, 1.0])
 
     def predict(self, sums: ArrayLike) -> NDArray[np.float64]:
-        """Cost of steps, ``[m]``, from :meth:`sums` of each, ``[m, 4]``."""
+        """Return the cost of steps, ``[m]``, from the :meth:`sums` of each, ``[m, 4]``."""
         return np.asarray(sums, dtype=np.float64) @ np.array(astuple(self))
 
     def error(self, sums: ArrayLike, seconds: ArrayLike) -> float:
-        """Median of ``|predicted - measured| / measured`` over steps: ``sums [m, 4]``, ``seconds [m]``."""
+        """Return the median of ``|predicted - measured| / measured`` over steps: ``sums [m, 4]``, ``seconds [m]``."""
         features, measured = _check(sums, seconds)
         return float(np.median(np.abs(self.predict(features) - measured) / measured))
 
     def in_unit_of(self, sums: ArrayLike, seconds: ArrayLike) -> CostModel:
-        """This model, its unit changed to that of measured steps: ``sums [m, 4]``, ``seconds [m]``."""
+        """Return this model, scaled to the unit of measured steps: ``sums [m, 4]``, ``seconds [m]``."""
         features, measured = _check(sums, seconds)
         predicted = self.predict(features)
         known = predicted > 0
@@ -98,24 +100,25 @@ class CostModel:
         return CostModel(*(scale * value for value in astuple(self)))
 
     def fit(self, sums: ArrayLike, seconds: ArrayLike) -> CostModel:
-        """The model, in seconds, that explains measured step times; this one is the prior.
+        """Fit the coefficients to measured step times, in seconds. This model is the prior.
 
-        Huber regression with coefficients that are not negative: a hiccup of a rank counts little. The prior, scaled to
-        the measured times, decides what the measurements leave open: with histories of one length, for instance, how
-        much of the time is linear and how much quadratic; or the cost of candidates, if there are none.
+        The fit is a Huber regression with coefficients that are not negative, so single slow steps have little influence.
+        The prior, scaled to the measured times, decides what the measurements leave open. Two examples: if all histories
+        have one length, it decides how much of the time is linear and how much is quadratic; if there are no candidates,
+        it decides their cost.
 
-        Pure and deterministic. Ranks that gather the same measurements and run the same libraries get the same model;
-        where hardware differs, fit on one rank and broadcast.
+        The function is pure and deterministic. Ranks with the same measurements, the same libraries and the same hardware
+        get the same model. If the hardware may differ, fit on one rank and broadcast the result.
 
         Args:
-            sums: ``[m, 4]``, :meth:`sums` of each step of each rank.
-            seconds: ``[m]`` compute time of each, without waiting for other ranks; positive.
+            sums: ``[m, 4]``, the :meth:`sums` of each step of each rank.
+            seconds: ``[m]`` compute time of each step, without waits for other ranks; positive.
         """
         features, measured = _check(sums, seconds)
         if not len(measured):
             return CostModel(*astuple(self))
         centre = np.array(astuple(self.in_unit_of(features, measured)))
-        # In units of the mean, a coefficient is the share of an average step that its term explains: all are about 1.
+        # Divide by the means: then a coefficient is the fraction of an average step that its term explains.
         means, mean_seconds = features.mean(axis=0), measured.mean()
         seen = means > 0
         unit = mean_seconds / means[seen]
@@ -131,7 +134,9 @@ class CostModel:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         expected = {field.name for field in fields(self)}
         if set(state) != expected:
-            raise CheckpointError(f"cost model: keys {sorted(state)} in the checkpoint, expected {sorted(expected)}")
+            raise CheckpointError(
+                f"cost model: the checkpoint has the keys {sorted(state)}, expected {sorted(expected)}"
+            )
         for name, value in asdict(CostModel(**state)).items():
             setattr(self, name, float(value))
 
@@ -139,7 +144,7 @@ class CostModel:
 def _check(sums: ArrayLike, seconds: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     features, measured = np.asarray(sums, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if measured.ndim != 1 or features.shape != (len(measured), 4):
-        raise ValueError(f"sums: shape {features.shape} does not fit seconds of shape {measured.shape}: [m, 4] and [m]")
+        raise ValueError(f"sums, seconds: shapes {features.shape} and {measured.shape}, expected [m, 4] and [m]")
     if not (np.isfinite(features).all() and (features >= 0).all()):
         raise ValueError("sums: must be finite and not negative")
     if (bad := np.flatnonzero(~(np.isfinite(measured) & (measured > 0)))).size:
@@ -148,7 +153,7 @@ def _check(sums: ArrayLike, seconds: ArrayLike) -> tuple[NDArray[np.float64], ND
 
 
 def _huber(features: NDArray, target: NDArray, prior: NDArray) -> NDArray[np.float64]:
-    """Huber regression by reweighted least squares: ``[m, p]`` features with mean 1, ``[m]`` target, ``[p]`` prior."""
+    """Run a Huber regression by reweighted least squares: features ``[m, p]`` of mean 1, target ``[m]``, prior ``[p]``."""
     weights, noise = np.ones_like(target), _RESOLUTION
     solution = prior
     for _ in range(_ITERATIONS):
@@ -165,10 +170,10 @@ def _huber(features: NDArray, target: NDArray, prior: NDArray) -> NDArray[np.flo
 def _nonnegative(
     features: NDArray, target: NDArray, prior: NDArray, weights: NDArray, noise: float
 ) -> NDArray[np.float64]:
-    """``argmin_x>=0  sum_i weights_i (features_i . x - target_i)^2 + noise^2 |x - prior|^2``, exactly.
+    """Solve ``argmin_x>=0  sum_i weights_i (features_i . x - target_i)^2 + noise^2 |x - prior|^2`` exactly.
 
-    The problem is strictly convex, so its solution is the best among those that fix some coefficients at 0 and leave the
-    others free. There are at most four: all of the 16 cases are tried, on a triangle of 5 x 5.
+    The problem is strictly convex. Its solution fixes some coefficients at 0 and leaves the others free. There are at most
+    four coefficients, so the function tries all of the at most 16 cases, on a QR triangle of at most 5 x 5 numbers.
     """
     root = np.sqrt(weights)
     count = len(prior)

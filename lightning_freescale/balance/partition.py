@@ -1,12 +1,13 @@
-"""Which rank trains which sample: pure functions from the costs of a global batch to the rank of each of its samples.
+"""Partition of a global batch: pure functions from the costs of its samples to the rank of each sample.
 
-Every rank computes the same plan from the same costs: no randomness, ties broken by index. Three modes:
+Every rank computes the same partition from the same costs: there is no randomness, and the index breaks ties. Three modes:
 
-* :func:`zigzag`: sort, deal there and back. Equal sample counts. FreeScale's balancing with fixed batch size.
-* :func:`fixed`: equal sample counts, least load on the heaviest rank. The default.
-* :func:`variable`: sample counts as they come, least time on the slowest rank, memory bounded in tokens.
+* :func:`zigzag`: sort by cost, then assign to ranks forwards and backwards in turn. Equal sample counts. This is the
+  balancing with fixed batch size of the FreeScale paper.
+* :func:`fixed`: equal sample counts, minimal load on the heaviest rank. The default.
+* :func:`variable`: sample counts may differ, minimal time on the slowest rank, memory bounded in tokens.
 
-Eight histories on two ranks, one of which costs more than all others together:
+Example: eight histories on two ranks. One history costs more than all others together.
 
     >>> import numpy as np
     >>> lengths = np.array([70, 900, 410, 30, 120, 60, 200, 80])
@@ -23,7 +24,7 @@ Eight histories on two ranks, one of which costs more than all others together:
     >>> [round(lower_bound(costs, 2, mode)) for mode in ("zigzag", "fixed", "variable")]
     [1460, 1460, 1296]
 
-``fixed`` and ``variable`` reach their bounds: no plan does better while the longest history is trained whole.
+``fixed`` and ``variable`` reach their bounds here: no partition is better as long as a history stays on one rank.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Mode = Literal["zigzag", "fixed", "variable"]
 
 
 def zigzag(costs: ArrayLike, ranks: int) -> NDArray[np.int64]:
-    """Deal the samples by descending cost: ranks 0, 1, 2, ..., 2, 1, 0, 0, 1, 2, ...
+    """Assign the samples by descending cost to ranks 0, 1, 2, ..., 2, 1, 0, 0, 1, 2, ...
 
     Args:
         costs: ``[n]`` cost of each sample, in any unit; finite, not negative.
@@ -55,10 +56,10 @@ def zigzag(costs: ArrayLike, ranks: int) -> NDArray[np.int64]:
 
 
 def fixed(costs: ArrayLike, ranks: int) -> NDArray[np.int64]:
-    """Equal sample counts, least load on the heaviest rank; never worse than :func:`zigzag`.
+    """Minimise the load of the heaviest rank under equal sample counts; never worse than :func:`zigzag`.
 
-    Samples go, largest first, to the lightest rank that is not full; then the heaviest rank exchanges samples with
-    lighter ones until it is within 0.001% of :func:`lower_bound` or no exchange helps.
+    The most expensive sample comes first. Each sample goes to the lightest rank that is not full. Then the heaviest rank
+    swaps samples with lighter ranks until it is within 0.001% of :func:`lower_bound` or no swap helps.
 
     Args:
         costs: ``[n]`` cost of each sample, in any unit; finite, not negative.
@@ -78,23 +79,23 @@ def variable(
     max_tokens: int | None = None,
     shares: ArrayLike | None = None,
 ) -> NDArray[np.int64]:
-    """Sample counts as they come, least time on the slowest rank; never worse than :func:`fixed`.
+    """Minimise the time of the slowest rank; sample counts may differ. Never worse than :func:`fixed`.
 
     Args:
         costs: ``[n]`` cost of each sample, in any unit; finite, not negative.
-        ranks: number of ranks. A rank can end up without samples, for instance if ``n < ranks``.
-        tokens: ``[n]`` integers, what each sample takes of a rank's memory (its history length, as a rule).
-        max_tokens: most tokens on one rank, together with ``tokens``. A bound too tight for the batch is an error.
-            Under a bound the comparison with :func:`fixed` holds where the plan of :func:`fixed` respects it.
-        shares: ``[ranks]`` target share of the work of each rank, in any unit: the time of a rank is its load over its
-            share. Equal by default.
+        ranks: number of ranks. A rank may get no samples, for instance if ``n < ranks``.
+        tokens: ``[n]`` integers, the memory that each sample takes, usually its history length. Needs ``max_tokens``.
+        max_tokens: largest sum of ``tokens`` on one rank. A bound that the batch cannot meet is an error. With a bound the
+            result is never worse than :func:`fixed` only if the partition of :func:`fixed` meets the bound, too.
+        shares: ``[ranks]`` target share of the work of each rank, in any unit. The time of a rank is its load divided by
+            its share. Equal by default.
 
     Returns:
         ``[n]`` int64, the rank of each sample.
     """
     if (tokens is None) != (max_tokens is None):
         raise ConfigurationError(
-            f"tokens and max_tokens bound the memory together; max_tokens is {max_tokens}, "
+            f"tokens and max_tokens: pass both or none; max_tokens is {max_tokens}, "
             f"tokens {'is missing' if tokens is None else 'is given'}"
         )
     return _C.variable(
@@ -114,22 +115,22 @@ PARTITIONS: dict[Mode, Callable[[ArrayLike, int], NDArray[np.int64]]] = {
 
 
 def lower_bound(costs: ArrayLike, ranks: int, mode: Mode = "fixed") -> float:
-    """Load of the heaviest rank that no plan of this mode can go below, in the unit of ``costs`` (``[n]``).
+    """Return a lower bound for the load of the heaviest rank in this mode, in the unit of ``costs [n]``.
 
-    It is the mean load or, if larger, what the largest sample forces on its rank: its own cost and, where counts are
-    equal (``zigzag``, ``fixed``), the smallest ``n // ranks - 1`` samples as company.
+    The bound is the larger one of two loads: the mean load, and the least load of the rank with the most expensive sample.
+    In the modes with equal counts (``zigzag``, ``fixed``) that rank also has the cheapest ``n // ranks - 1`` samples.
     """
     if mode not in PARTITIONS:
-        raise ConfigurationError(f"mode: {mode!r} is none of {', '.join(PARTITIONS)}")
+        raise ConfigurationError(f"mode: {mode!r} is unknown; choose one of {', '.join(PARTITIONS)}")
     ascending = np.sort(_reals(costs))
     if not ascending.size:
         return 0.0
-    company = 0 if mode == "variable" else max(len(ascending) // ranks - 1, 0)
-    return float(max(ascending.sum() / ranks, ascending[-1] + ascending[:company].sum()))
+    others = 0 if mode == "variable" else max(len(ascending) // ranks - 1, 0)
+    return float(max(ascending.sum() / ranks, ascending[-1] + ascending[:others].sum()))
 
 
 def loads(costs: ArrayLike, ranks_of_samples: ArrayLike, world: int) -> NDArray[np.float64]:
-    """Total cost on each rank, ``[world]``, from the cost ``[n]`` and the rank ``[n]`` of each sample."""
+    """Return the total cost on each rank, ``[world]``, from the cost ``[n]`` and the rank ``[n]`` of each sample."""
     ranks = as_indices("ranks_of_samples", ranks_of_samples)
     if ranks.size and not 0 <= ranks.min() <= ranks.max() < world:
         raise ValueError(f"ranks_of_samples: {ranks.min()} to {ranks.max()}, outside 0 .. {world - 1}")
@@ -137,7 +138,9 @@ def loads(costs: ArrayLike, ranks_of_samples: ArrayLike, world: int) -> NDArray[
 
 
 def straggler(costs: ArrayLike, ranks_of_samples: ArrayLike, world: int) -> float:
-    """Mean idle time of the ranks over the time of the iteration, 0 to 1, where time is cost and all await the slowest.
+    """Return the mean idle time of the ranks as a fraction of the step time, from 0 to 1.
+
+    The function takes cost as time, and assumes that all ranks wait for the slowest one.
 
     Args:
         costs: ``[n]`` cost of each sample.

@@ -1,4 +1,7 @@
-"""Which samples make a global batch, and which rank takes which of them: the same on all ranks, nothing is exchanged."""
+"""``GlobalBatchSampler``: the sample indices of each local batch, balanced at the source.
+
+Every rank computes all global batches and their partition by itself, so the ranks need no communication.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from lightning_freescale.balance.planner import Planner
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError, InputError
 
 
-class LocalBatch(list[int]):
-    """Sample indices of one local batch, and the epoch they are drawn in: it reaches worker processes with them."""
+class BatchIndices(list[int]):
+    """The sample indices of one local batch, and their epoch. This is how worker processes learn the epoch."""
 
     def __init__(self, indices: Sequence[int], epoch: int = 0):
         super().__init__(indices)
@@ -24,13 +27,13 @@ class LocalBatch(list[int]):
 
 
 def check_enough(samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
-    """Every rank needs at least one batch, and every batch at least one sample."""
+    """Raise unless there are enough samples: one batch for every rank, and one sample for every batch."""
     if batch_size < 1:
         raise ConfigurationError(f"batch_size: must be at least 1, not {batch_size}")
     if samples < ranks:
         raise InputError(
-            f"dataset: {samples} samples for {ranks} ranks; every rank needs at least one, so train on at most {samples} "
-            "ranks or on more data"
+            f"dataset: {samples} samples for {ranks} ranks, but every rank needs at least one; use at most {samples} ranks "
+            "or more data"
         )
     if drop_last and samples < batch_size * ranks:
         raise InputError(
@@ -42,24 +45,24 @@ def check_enough(samples: int, batch_size: int, ranks: int, drop_last: bool) -> 
 class GlobalBatchSampler(DistributedSampler):
     """Yields the index list of each local batch, for ``DataLoader(dataset, sampler=..., batch_size=None)``.
 
-    Global batch ``g`` is a slice of a permutation that depends on ``(seed, epoch)`` alone. Its samples are dealt to the
-    ranks like cards or, with a planner, by their cost: every rank computes the same plan and reads its own samples. All
-    ranks have the same number of batches, and every batch at least one sample. The last global batch may be short; if it
-    has fewer samples than there are ranks, the epoch's first ones are repeated.
+    A global batch is a slice of a permutation of all samples, which depends only on ``seed`` and ``epoch``. The planner
+    assigns its samples to ranks by cost. Without a planner, rank ``r`` gets every ``num_replicas``-th sample, starting with
+    the ``r``-th. All ranks have the same number of batches, and every batch has at least one sample. The last global batch
+    may be short. If it has fewer samples than there are ranks, the first samples of the epoch are repeated in it.
 
-    Subclasses ``DistributedSampler`` because Lightning replaces every other sampler by one.
+    The base class is ``DistributedSampler``, because Lightning replaces any other sampler by one.
 
     Args:
-        dataset: anything with a length, the number of samples ``N``. A planner also needs its ``lengths``, ``[N]`` events
-            of each history, and takes its ``candidates``, ``[N]`` candidates of each sample, if it has them.
-        batch_size: samples per rank, or their mean if the planner makes counts differ; a global batch has
-            ``batch_size * num_replicas``.
+        dataset: any object whose length is the number of samples ``N``. With a planner it also needs ``lengths``, the
+            ``[N]`` history lengths, and may have ``candidates``, the ``[N]`` candidate counts.
+        batch_size: samples per rank; their mean if the planner makes the counts differ. A global batch has
+            ``batch_size * num_replicas`` samples.
         num_replicas: number of ranks.
         rank: this rank.
-        shuffle: permute the samples anew each epoch.
+        shuffle: permute the samples in each epoch.
         seed: equal on all ranks.
-        drop_last: leave out a last global batch that is not full.
-        planner: balances every global batch; equal on all ranks. A new one comes by :meth:`use`.
+        drop_last: drop the last global batch if it is not full.
+        planner: balances every global batch; equal on all ranks. :meth:`use` replaces it during an epoch.
     """
 
     def __init__(
@@ -78,10 +81,11 @@ class GlobalBatchSampler(DistributedSampler):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.batch_size, self.planner = batch_size, planner
         if planner is not None:
-            _ = self._lengths  # say now if there are none
-        self._origin = self._next_origin = (0, 0)  # batches and global samples of the epoch before its first batch here
-        self.drawn = 0  # batches of the epoch that are planned: loaders and their workers ask ahead of the training
-        self._coming: list[tuple[float, Planner]] = []  # planners to come, and the batch of the epoch each begins with
+            _ = self._lengths  # raises now if the dataset has none
+        # Where in the epoch the current and the next iteration begin: after this many batches, and samples of all ranks.
+        self._origin = self._next_origin = (0, 0)
+        self.planned = 0  # batches of the epoch that are planned; loaders and their workers run ahead of the training
+        self._next_planners: list[tuple[float, Planner]] = []  # later planners, and the first batch of each
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -93,7 +97,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def balanced(self) -> bool:
-        """Whether local batches are equal in cost."""
+        """Whether the samples are assigned to ranks by cost."""
         return self.planner is not None
 
     @property
@@ -101,63 +105,65 @@ class GlobalBatchSampler(DistributedSampler):
         return self.batch_size * self.num_replicas
 
     def __len__(self) -> int:
-        """Local batches per epoch, the same on every rank."""
+        """Return the number of local batches per epoch, equal on all ranks."""
         return self._batches_of(len(self.dataset))  # type: ignore[arg-type]
 
     def _batches_of(self, samples: int) -> int:
         return samples // self.global_batch_size if self.drop_last else -(-samples // self.global_batch_size)
 
     def use(self, planner: Planner, first: float) -> None:
-        """Plan with ``planner`` from batch ``first`` of this epoch on, or from the next epoch on if that comes earlier.
+        """Use ``planner`` from batch ``first`` of this epoch on, or from the next epoch on if that comes earlier.
 
-        Call it at the same step on all ranks, with the same arguments: they may have planned different numbers of batches
-        by then, but none of them ``first``.
+        All ranks must call this at the same step with the same arguments. They may have planned different numbers of
+        batches by then, but none of them may have planned batch ``first``.
         """
-        if first < self.drawn:
+        if first < self.planned:
             raise FreeScaleError(
-                f"rank {self.rank}: batch {self.drawn - 1} of epoch {self.epoch} is planned already, and the ranks were to "
-                f"plan anew from batch {first} on: its loader runs further ahead than it did"
+                f"rank {self.rank}: a new planner cannot start at batch {first} of epoch {self.epoch}, because batch "
+                f"{self.planned - 1} is planned already; the loader of this rank runs further ahead than before"
             )
-        self._coming.append((first, planner))
+        self._next_planners.append((first, planner))
 
-    def _turn_to(self, number: float) -> None:
-        """Put the planner into force that batch ``number`` is planned with."""
-        while self._coming and self._coming[0][0] <= number:
-            self.planner = self._coming.pop(0)[1]
+    def _switch_planner(self, number: float) -> None:
+        """Switch to the planner for batch ``number``."""
+        while self._next_planners and self._next_planners[0][0] <= number:
+            self.planner = self._next_planners.pop(0)[1]
 
     def position(self, batches: int) -> int:
-        """Samples, over all ranks, in the first ``batches`` batches of this epoch: what :meth:`resume` takes."""
+        """Return the number of samples of all ranks in the first ``batches`` batches of this epoch, for :meth:`resume`."""
         done, samples = self._origin
         return samples + (batches - done) * self.global_batch_size
 
     def resume(self, batches: int, position: int | None = None) -> int:
-        """Start the next iteration after ``batches`` batches of its epoch, without loading them. Applies once.
+        """Start the next iteration after ``batches`` batches of its epoch, without loading them. It applies once.
 
-        With ``position``, from a run on any number of ranks and of any batch size, the epoch goes on right after those
-        samples: none is repeated or lost.
+        Args:
+            batches: number of batches to skip.
+            position: the :meth:`position` of an earlier run, which may have had another number of ranks or another batch
+                size. The epoch continues right after it, so that no sample is repeated or lost.
 
         Returns:
-            The number of batches that count as done here; with those to come they make ``len(self)``.
+            The number of batches that count as done here. Together with the remaining batches they make ``len(self)``.
         """
         samples = batches * self.global_batch_size if position is None else position
-        to_come = self._batches_of(max(0, len(self.dataset) - samples))  # type: ignore[arg-type]
-        self._next_origin = (len(self) - to_come, samples)
+        remaining = self._batches_of(max(0, len(self.dataset) - samples))  # type: ignore[arg-type]
+        self._next_origin = (len(self) - remaining, samples)
         return self._next_origin[0]
 
     def __iter__(self) -> Iterator[Any]:
         self._origin, self._next_origin = self._next_origin, (0, 0)
-        self.drawn = self._origin[0]
+        self.planned = self._origin[0]
         return self._batches(*self._origin)
 
-    def _batches(self, done: int, samples: int) -> Iterator[LocalBatch]:
-        # A generator: the epoch is read at the first next(), for Lightning calls set_epoch() after iter().
+    def _batches(self, done: int, samples: int) -> Iterator[BatchIndices]:
+        # This is a generator, so it reads the epoch at the first next(): Lightning calls set_epoch() after iter().
         epoch, order = self.epoch, self._order()
-        self._turn_to(math.inf)
+        self._switch_planner(math.inf)
         for number in range(done, len(self)):
-            self._turn_to(number)
-            self.drawn = number + 1
+            self._switch_planner(number)
+            self.planned = number + 1
             batch = self._global_batch(order, samples + (number - done) * self.global_batch_size)
-            yield LocalBatch(self._own(batch).tolist(), epoch)
+            yield BatchIndices(self._own_samples(batch).tolist(), epoch)
 
     def _order(self) -> NDArray[np.int64]:
         samples = len(self.dataset)  # type: ignore[arg-type]
@@ -170,8 +176,8 @@ class GlobalBatchSampler(DistributedSampler):
         missing = max(0, self.num_replicas - len(batch))
         return np.concatenate([batch, order[:missing]])
 
-    def _own(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of this rank among those of a global batch, ``[n]``, in their order there."""
+    def _own_samples(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples of this rank in a global batch ``[n]``, in their order there."""
         if self.planner is None or self.num_replicas == 1:
             return batch[self.rank :: self.num_replicas]
         candidates = None if self._candidates is None else self._candidates[batch]
@@ -183,13 +189,13 @@ def _sizes(dataset: Sized, name: str) -> NDArray[np.int64]:
     if values is None or np.shape(values) != (len(dataset),):
         raise ConfigurationError(
             f"dataset.{name}: {'missing' if values is None else f'shape {np.shape(values)}'}; balancing by cost needs one "
-            f"number for each of {len(dataset)} samples (or set balance='off')"
+            f"number for each of {len(dataset)} samples; add them, or set balance='off'"
         )
     return np.asarray(values)
 
 
 class SequentialBatchSampler(GlobalBatchSampler, SequentialSampler):
-    """Unshuffled global batches. Says so by its type, which is how Lightning's ``overfit_batches`` asks."""
+    """Global batches in the order of the dataset. Lightning's ``overfit_batches`` looks for the type ``SequentialSampler``."""
 
     def __init__(self, dataset: Sized, batch_size: int, **options: Any):
         super().__init__(dataset, batch_size, shuffle=False, **options)

@@ -1,4 +1,4 @@
-"""Batches to move: a user's own type with everything in it, and what a sample of it is, without the code under test."""
+"""Test data: a dataset of lengths, batches of a user's own type and of ``SeqBatch``, and their samples as plain values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 
 
+class LengthDataset:
+    """A dataset that has only lengths, which are log-normal."""
+
+    def __init__(self, size: int, seed: int = 0):
+        self.lengths = np.minimum(np.random.default_rng(seed).lognormal(4, 1.2, size), 3000).astype(np.int64) + 1
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
 class Label(NamedTuple):
     click: Tensor  # [B] bool
     vector: Tensor  # [B, 3] bfloat16
@@ -20,7 +30,7 @@ class Label(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ad:
-    """A user's batch: nested, frozen, several dtypes and both kinds of jagged tensors."""
+    """A batch type of a user: nested and frozen, with several dtypes and both kinds of jagged tensors."""
 
     index: Tensor  # [B] int64
     features: KeyedJaggedTensor  # "a", "b", weighted, int32 lengths
@@ -37,7 +47,7 @@ def lengths_of(index: int) -> tuple[int, int, int]:
 
 
 def ad_batch(indices: list[int]) -> Ad:
-    """The samples ``indices``; every value is a function of its sample alone."""
+    """Return a batch of the samples ``indices``. Every value depends only on its sample."""
     n = len(indices)
     a, b, c = ([lengths_of(index)[key] for index in indices] for key in range(3))
 
@@ -60,7 +70,7 @@ def ad_batch(indices: list[int]) -> Ad:
 
 
 def seq_batch(indices: list[int], targets: bool = False, feature: bool = True) -> SeqBatch:
-    """A ``SeqBatch`` with an event feature and two negatives per sample."""
+    """Return a ``SeqBatch`` with an event feature and two negatives per sample."""
     lengths = [1 + lengths_of(index)[1] for index in indices]
     index = torch.repeat_interleave(torch.tensor(indices, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
     event = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(length) for length in lengths)])
@@ -80,7 +90,7 @@ def seq_batch(indices: list[int], targets: bool = False, feature: bool = True) -
 
 
 def contents(batch: Any) -> list[tuple]:
-    """The samples of a batch, each as plain values: what must arrive bit for bit."""
+    """Return the samples of a batch, each as a tuple of plain values."""
     if isinstance(batch, SeqBatch):
         per_event = batch.timestamps.split(batch.lengths.tolist())
         targets = [None] * batch.num_samples if batch.targets is None else batch.targets.tolist()

@@ -1,4 +1,4 @@
-"""AutoTune: on simulated ranks of different speed, shares of work come to follow the speeds."""
+"""``retune``: on simulated ranks of different speed, the shares converge to the speeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.balance import CostModel, Planner, autotune
-from lightning_freescale.balance.autotune import LEAST, MAX_STEP, TOLERANCE, retune
+from lightning_freescale.balance.autotune import MAX_CHANGE, MIN_SHARE, SPEED_TOLERANCE, retune
 
 speeds = st.lists(st.floats(0.4, 2.5), min_size=2, max_size=16)
 
@@ -24,17 +24,17 @@ def test_times_become_equal(speeds: list[float], start: object) -> None:
     for _ in range(60):
         shares = retune(shares, work=100 * shares, seconds=100 * shares / speed)
     seconds = shares / speed
-    assert np.abs(seconds / seconds.mean() - 1).max() < 2.5 * TOLERANCE
+    assert np.abs(seconds / seconds.mean() - 1).max() < 2.5 * SPEED_TOLERANCE
     assert shares.sum() == pytest.approx(1)
 
 
 @settings(max_examples=50, deadline=None)
 @given(speeds=speeds, seed=st.integers(0, 1000))
-def test_noise_does_not_keep_it_from_settling(speeds: list[float], seed: int) -> None:
+def test_shares_converge_in_spite_of_noise(speeds: list[float], seed: int) -> None:
     speed, rng = np.array(speeds), np.random.default_rng(seed)
     shares = np.full(len(speeds), 1 / len(speeds))
     for _ in range(60):
-        work = shares * rng.uniform(0.8, 1.2, len(speeds))  # a plan does not meet the shares exactly
+        work = shares * rng.uniform(0.8, 1.2, len(speeds))  # a partition does not meet the shares exactly
         shares = retune(shares, work, work / speed * np.exp(0.02 * rng.standard_normal(len(speeds))))
     seconds = shares / speed
     assert np.abs(seconds / seconds.mean() - 1).max() < 0.12
@@ -42,7 +42,7 @@ def test_noise_does_not_keep_it_from_settling(speeds: list[float], seed: int) ->
 
 @settings(max_examples=60, deadline=None)
 @given(shares=st.lists(st.floats(0.5, 2), min_size=1, max_size=8), data=st.data())
-def test_a_step_is_bounded_and_no_rank_is_starved(shares: list[float], data: st.DataObject) -> None:
+def test_changes_are_bounded_and_every_rank_keeps_a_share(shares: list[float], data: st.DataObject) -> None:
     count = len(shares)
     old = np.array(shares) / sum(shares)
     measured = st.lists(st.just(0.0) | st.floats(1e-3, 1e3), min_size=count, max_size=count)
@@ -50,21 +50,21 @@ def test_a_step_is_bounded_and_no_rank_is_starved(shares: list[float], data: st.
     for _ in range(data.draw(st.integers(1, 30))):
         new = retune(old, work, seconds)
         assert new.sum() == pytest.approx(1)
-        assert (new >= LEAST / count / (1 + LEAST)).all()
+        assert (new >= MIN_SHARE / count / (1 + MIN_SHARE)).all()
         change = new / old
-        assert change.max() <= (1 + MAX_STEP) / (1 - MAX_STEP) + 1e-9  # a step, and 1 restored as the sum
-        assert change.min() >= (1 - MAX_STEP) / (1 + MAX_STEP) - 1e-9
+        assert change.max() <= (1 + MAX_CHANGE) / (1 - MAX_CHANGE) + 1e-9  # one change, then normalisation to the sum 1
+        assert change.min() >= (1 - MAX_CHANGE) / (1 + MAX_CHANGE) - 1e-9
         assert (retune(old, work, seconds) == new).all()
         old = new
 
 
-def test_equal_ranks_are_left_alone() -> None:
+def test_shares_of_equally_fast_ranks_do_not_change() -> None:
     assert retune([1, 1, 1], [5, 5, 5], [1.0, 1.015, 0.99]).tolist() == [1 / 3] * 3
     assert retune([0.25, 0.75], [0, 0], [1.0, 1.0]).tolist() == [0.25, 0.75]
     assert retune([0.25, 0.75], [0, 3], [1.0, 1.0]).tolist() == [0.25, 0.75]
 
 
-def test_with_the_planner_a_slow_rank_stops_making_all_others_wait() -> None:
+def test_with_the_planner_idle_time_almost_disappears() -> None:
     """Four ranks, one of half the speed: idle time falls from a third to almost nothing."""
     rng = np.random.default_rng(0)
     speed, model = np.array([1.0, 1.0, 0.5, 1.0]), CostModel(1.0, 1 / 2048)

@@ -178,9 +178,9 @@ def test_the_state_travels_through_a_checkpoint() -> None:
 
 def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
     model = CostModel(linear=7)
-    with pytest.raises(CheckpointError, match="cost model: keys \\['linear', 'offset'\\] in the checkpoint"):
+    with pytest.raises(CheckpointError, match="cost model: the checkpoint has the keys \\['linear', 'offset'\\]"):
         model.load_state_dict({"linear": 1.0, "offset": 2.0})
-    with pytest.raises(ConfigurationError, match="quadratic: nan must be finite and not negative"):
+    with pytest.raises(ConfigurationError, match="quadratic: must be finite and not negative, not nan"):
         model.load_state_dict({**TRUTH.state_dict(), "quadratic": float("nan")})
     assert model == CostModel(linear=7)
 
@@ -188,8 +188,8 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("sums", "seconds", "message"),
     [
-        ([[1, 1, 0]], [1.0], r"sums: shape \(1, 3\) does not fit seconds of shape \(1,\)"),
-        ([[1, 1, 0, 1]], [1.0, 2.0], r"sums: shape \(1, 4\) does not fit"),
+        ([[1, 1, 0]], [1.0], r"sums, seconds: shapes \(1, 3\) and \(1,\)"),
+        ([[1, 1, 0, 1]], [1.0, 2.0], r"sums, seconds: shapes \(1, 4\) and \(2,\), expected"),
         ([[1, np.nan, 0, 1]], [1.0], "sums: must be finite and not negative"),
         ([[1, 1, 0, 1]], [0.0], r"seconds\[0\] = 0.0 must be finite and positive"),
         ([[1, 1, 0, 1]] * 2, [1.0, np.inf], r"seconds\[1\] = inf must be finite and positive"),
@@ -201,7 +201,7 @@ def test_measurements_that_are_none_are_refused(sums: list, seconds: list, messa
 
 
 def test_negative_coefficients_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"linear: -1.0 must be finite and not negative"):
+    with pytest.raises(ConfigurationError, match=r"linear: must be finite and not negative, not -1.0"):
         CostModel(linear=-1.0)
 
 

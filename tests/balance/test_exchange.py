@@ -1,4 +1,4 @@
-"""Samples exchanged between real ranks: all of them arrive, once, bit for bit; and nobody is left waiting."""
+"""Samples exchanged between real ranks: each arrives once, with all its values, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale.balance import CostModel, Planner, straggler
 from lightning_freescale.balance.exchange import ExchangeLoader, PeerFailed
-from lightning_freescale.balance.pack import sample_sizes
 from lightning_freescale.balance.partition import Mode
+from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
 from lightning_freescale.strategy.control import Control
-from lightning_freescale.strategy.prefetch import LookaheadLoader
+from lightning_freescale.strategy.prefetch import Prepared, PrefetchLoader
 from tests.balance.batches import ad_batch, contents, lengths_of, seq_batch
 from tests.ranks import run_ranks
 
@@ -91,7 +91,7 @@ def test_every_sample_arrives_once_bit_for_bit(world: int, kind: str, mode: Mode
     assert moved  # so that something was exchanged at all
 
 
-def test_the_comparison_sees_a_wrong_bit() -> None:
+def test_the_comparison_of_samples_detects_a_wrong_value() -> None:
     one, other = contents(ad_batch([3, 4])), contents(ad_batch([3, 4]))
     assert one == other
     batch = ad_batch([3, 4])
@@ -107,7 +107,7 @@ def _loads(rank: int, planner: Planner) -> tuple[list[float], dict]:
     return loads, vars(exchange.stats)
 
 
-def test_loads_become_even_and_the_cost_is_reported() -> None:
+def test_loads_become_balanced_and_the_cost_of_the_exchange_is_reported() -> None:
     planner = Planner("fixed", CostModel(1.0))
     before = [
         [sum(1 + lengths_of(index)[1] for index in local_indices(rank, step, 2)) for rank in range(2)]
@@ -130,14 +130,14 @@ def _even(rank: int) -> tuple[list[bool], dict]:
     return [given is own for given, own in zip(exchange, loaded, strict=True)], vars(exchange.stats)
 
 
-def test_nothing_moves_where_nothing_is_won() -> None:
+def test_samples_of_balanced_batches_do_not_move() -> None:
     for same, stats in run_ranks(_even, world=3):
         assert same == [True] * 5
         assert stats["bytes_sent"] == 0
 
 
 def _new_planner(rank: int) -> tuple[list[list[tuple]], int]:
-    """Every rank hears of a new planner at another batch."""
+    """Every rank gets a new planner at another batch."""
     by_length, by_square = Planner("fixed", CostModel(1.0)), Planner("variable", CostModel(0.0, 1.0))
     exchange = ExchangeLoader(Loader(rank, 3, seq_batch, steps=9), group=connect(rank), planner=by_length)
     steps = []
@@ -148,7 +148,7 @@ def _new_planner(rank: int) -> tuple[list[list[tuple]], int]:
     return steps, len(exchange.planners)
 
 
-def test_ranks_may_learn_of_a_new_planner_at_different_batches() -> None:
+def test_ranks_may_get_a_new_planner_at_different_batches() -> None:
     by_rank = run_ranks(_new_planner, world=3)
     assert [planners for _, planners in by_rank] == [2, 2, 2]
     for step in range(9):
@@ -158,7 +158,7 @@ def test_ranks_may_learn_of_a_new_planner_at_different_batches() -> None:
     assert max(counts[0]) - min(counts[0]) <= 1
 
 
-# ---- when a rank has no batch ----
+# ---- a rank has no batch ----
 
 
 def _uneven(rank: int, fails: bool) -> tuple[int, str]:
@@ -184,10 +184,10 @@ def test_a_rank_that_ends_early_is_named() -> None:
         assert outcome.startswith(f"InputError: the loader ended after 3 batches on rank 1, while rank {rank} has more")
 
 
-def test_a_rank_that_fails_raises_its_own_error_when_the_batch_is_due() -> None:
+def test_a_rank_that_fails_raises_its_own_error_at_that_batch() -> None:
     by_rank = run_ranks(_uneven, world=3, args=(True,))
     assert by_rank[1] == (3, "KeyError: 'disk of rank 1'")
-    assert by_rank[0] == by_rank[2] == (3, "PeerFailed: batch 3: not loaded on rank 1")
+    assert by_rank[0] == by_rank[2] == (3, "PeerFailed: batch 3: not loaded on rank 1; see the error there")
 
 
 def _refused(rank: int) -> tuple[int, str]:
@@ -202,12 +202,12 @@ def _refused(rank: int) -> tuple[int, str]:
     return len(steps), str(raised.value)
 
 
-def test_a_bad_batch_is_refused_where_it_was_loaded() -> None:
+def test_a_bad_batch_is_refused_on_the_rank_that_loaded_it() -> None:
     by_rank = run_ranks(_refused)
-    assert by_rank == [(2, "id 99 is outside its table"), (2, "batch 2: not loaded on rank 0")]
+    assert by_rank == [(2, "id 99 is outside its table"), (2, "batch 2: not loaded on rank 0; see the error there")]
 
 
-# ---- when samples cannot be told apart ----
+# ---- batches that cannot be split into samples ----
 
 
 def _plain(rank: int, kind: str) -> tuple[list[Any], str | None, int]:
@@ -238,10 +238,12 @@ def _plain(rank: int, kind: str) -> tuple[list[Any], str | None, int]:
     [
         ("ranks differ", 0, ["the batches of ranks 0 and 1 differ in batch.features[action]"] * 2),
         ("a number", 0, ["batch['step']: of type int, not a tensor with a row per sample"] * 2),
-        ("padding", 2, ["samples cannot be told apart on rank 1", "batch: it and those before differ in"]),
+        ("padding", 2, ["samples cannot be separated on rank 1", "batch: this batch and earlier ones differ in"]),
     ],
 )
-def test_all_ranks_train_what_they_loaded_from_there_on(kind: str, first_plain: int, reasons: list[str]) -> None:
+def test_ranks_train_what_they_load_from_the_first_inseparable_batch_on(
+    kind: str, first_plain: int, reasons: list[str]
+) -> None:
     by_rank = run_ranks(_plain, args=(kind,))
     for rank, (steps, reason, left) in enumerate(by_rank):
         assert reason is not None
@@ -263,7 +265,7 @@ def _dies(rank: int) -> None:
 
     with pytest.raises(FreeScaleError, match=r"rank 0: the exchange of samples for batch \d+ failed"):
         train()
-    with pytest.raises(FreeScaleError, match="ranks are no longer in step"):
+    with pytest.raises(FreeScaleError, match="the ranks may be at different batches"):
         next(iter(exchange))
 
 
@@ -273,10 +275,10 @@ def test_a_dead_rank_ends_the_others() -> None:
     assert list(raised.value.errors) == [1]  # type: ignore[attr-defined]  # the other rank came back by itself
 
 
-# ---- giving up, and starting again ----
+# ---- stopping an iteration, and starting another one ----
 
 
-def _abandoned(rank: int) -> list[list[tuple]]:
+def _stop_early(rank: int) -> list[list[tuple]]:
     exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=8), group=connect(rank), planner=Planner())
     for taken in (1, 3, 0, 2):
         iterator = iter(exchange)
@@ -288,8 +290,8 @@ def _abandoned(rank: int) -> list[list[tuple]]:
     return [contents(batch) for batch in exchange]
 
 
-def test_an_abandoned_iteration_neither_hangs_nor_leaks() -> None:
-    by_rank = run_ranks(_abandoned)
+def test_a_stopped_iteration_neither_hangs_nor_leaks() -> None:
+    by_rank = run_ranks(_stop_early)
     for step in range(8):
         everything = contents(seq_batch([index for rank in range(2) for index in local_indices(rank, step, 2)]))
         assert sorted(by_rank[0][step] + by_rank[1][step]) == sorted(everything)
@@ -335,7 +337,7 @@ def _state(rank: int) -> tuple[list[dict], bool, bool, int]:
     return states, hasattr(exchange, "load_state_dict"), hasattr(plain, "state_dict"), len(plain)
 
 
-def test_the_state_is_that_of_the_batch_handed_out() -> None:
+def test_the_state_belongs_to_the_batch_that_was_yielded_last() -> None:
     for states, loads, plain, length in run_ranks(_state):
         assert states == [{"given": number} for number in range(1, 6)]
         assert not loads
@@ -343,34 +345,34 @@ def test_the_state_is_that_of_the_batch_handed_out() -> None:
         assert length == 5
 
 
-# ---- behind the look-ahead loader, as the strategy uses it ----
+# ---- behind the prefetch loader, as the strategy uses it ----
 
 
-def _lookahead(rank: int, fails_at: int | None) -> tuple[list[list[tuple]], str]:
+def _prefetched(rank: int, fails_at: int | None) -> tuple[list[list[tuple]], str]:
     group = connect(rank)
     control = Control(timedelta(seconds=20))
     exchange = ExchangeLoader(
         Loader(rank, 2, seq_batch, fails_at=fails_at if rank == 1 else None), group=group, planner=Planner()
     )
-    loader = LookaheadLoader(
+    loader = PrefetchLoader(
         exchange,
-        stage=lambda batch: (batch, batch.num_samples, None),
+        prepare=lambda batch: Prepared(batch, batch.num_samples),
         control=control,
-        limit=lambda: 4,
-        on_stop=lambda: None,
+        limit=lambda _: 4,
+        on_request=lambda request: None,
     )
     seen: list[list[tuple]] = []
     try:
         for batch in loader:
-            seen.append(contents(batch))
-            assert [header.weight for header in loader.headers][rank] == batch.num_samples
+            seen.append(contents(batch.batch))
+            assert batch.weights[rank] == batch.batch.num_samples
     except Exception as error:
         return seen, f"{type(error).__name__}: {error}"
     return seen, f"{threads()} threads"
 
 
-def test_behind_the_lookahead_all_ranks_end_together() -> None:
-    (zero, end), (one, other_end) = run_ranks(_lookahead, args=(None,))
+def test_behind_the_prefetched_all_ranks_end_together() -> None:
+    (zero, end), (one, other_end) = run_ranks(_prefetched, args=(None,))
     assert end == other_end == "0 threads"
     assert len(zero) == len(one) == 4  # the limit
     for step in range(4):
@@ -378,8 +380,8 @@ def test_behind_the_lookahead_all_ranks_end_together() -> None:
         assert sorted(zero[step] + one[step]) == sorted(everything)
 
 
-def test_behind_the_lookahead_all_ranks_raise_the_error_of_one() -> None:
-    (zero, error), (one, other_error) = run_ranks(_lookahead, args=(2,))
+def test_behind_the_prefetched_all_ranks_raise_the_error_of_one() -> None:
+    (zero, error), (one, other_error) = run_ranks(_prefetched, args=(2,))
     assert len(zero) == len(one) == 2
     assert "rank 1: batch 2: KeyError: 'disk of rank 1'" in error
     assert error == other_error

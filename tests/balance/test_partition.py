@@ -294,7 +294,7 @@ def test_bounds_that_do_not_fit_are_refused(arguments: dict, message: str) -> No
 
 
 def test_an_unknown_mode_or_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="mode: 'fbs' is none of zigzag, fixed, variable"):
+    with pytest.raises(ValueError, match="mode: 'fbs' is unknown; choose one of zigzag, fixed, variable"):
         lower_bound([1], 1, "fbs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ranks_of_samples: 0 to 2, outside 0 \.\. 1"):
         straggler([1, 1], [0, 2], 2)

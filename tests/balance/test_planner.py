@@ -40,7 +40,7 @@ def test_variable_keeps_its_memory_bound() -> None:
     world=st.integers(1, 8),
     slow=st.floats(1e-6, 1.0),
 )
-def test_no_rank_goes_without_while_there_are_samples_for_all(lengths: list[int], world: int, slow: float) -> None:
+def test_every_rank_gets_a_sample_if_there_are_enough(lengths: list[int], world: int, slow: float) -> None:
     shares = (slow,) + (1.0,) * (world - 1)
     counts = np.bincount(Planner("variable", shares=shares)(lengths, world=world), minlength=world)
     assert counts.sum() == len(lengths)
@@ -49,8 +49,8 @@ def test_no_rank_goes_without_while_there_are_samples_for_all(lengths: list[int]
         assert counts.min() >= 1
 
 
-def test_the_rule_above_has_work_to_do() -> None:
-    costs = planner.rule_of_thumb()(LENGTHS)
+def test_without_that_rule_a_rank_with_a_small_share_gets_no_sample() -> None:
+    costs = planner.default_cost_model()(LENGTHS)
     assert 0 not in variable(costs, 4, shares=(1e-6, 1.0, 1.0, 1.0))
 
 
@@ -59,23 +59,25 @@ def test_the_default_cost_beats_the_batch_order() -> None:
     assert straggler(costs, Planner()(LENGTHS, world=4), 4) < straggler(costs, np.arange(64) // 16, 4) / 3
 
 
-def test_samples_stay_where_moving_them_wins_next_to_nothing() -> None:
-    home = np.arange(64) // 16
+def test_samples_stay_if_a_move_gains_too_little() -> None:
+    current = np.arange(64) // 16
     even = np.tile(LENGTHS[:16], 4)  # every rank has the same histories
     longer = even + 400 * (np.arange(64) == 5)
     for mode in ("fixed", "zigzag", "variable"):
         plan = Planner(mode)  # type: ignore[arg-type]
-        assert plan.from_home(home, even, world=4) is home
-        assert plan.from_home(home, longer, world=4).tolist() == plan(longer, world=4).tolist()
-    uneven = np.minimum(np.arange(64) // 8, 3)  # samples are dealt anew where one rank has more of them
-    assert Planner().from_home(uneven, np.full(64, 9), world=4).tolist() == Planner()(np.full(64, 9), world=4).tolist()
+        assert plan.reassign(current, even, world=4) is current
+        assert plan.reassign(current, longer, world=4).tolist() == plan(longer, world=4).tolist()
+    uneven = np.minimum(np.arange(64) // 8, 3)  # unequal sample counts always lead to a new partition
+    assert Planner().reassign(uneven, np.full(64, 9), world=4).tolist() == Planner()(np.full(64, 9), world=4).tolist()
 
 
 def test_settings() -> None:
     assert Planner.of("off") is None
     assert Planner.of("zigzag") == Planner("zigzag")
     assert Planner.of(own := Planner("variable", max_tokens=10)) is own
-    with pytest.raises(ConfigurationError, match="balance: 'even' is none of off, zigzag, fixed, variable"):
+    with pytest.raises(
+        ConfigurationError, match="balance: 'even' is unknown; choose one of off, zigzag, fixed, variable"
+    ):
         Planner.of("even")
     with pytest.raises(ConfigurationError, match="max_tokens and shares need balance='variable'"):
         Planner("fixed", max_tokens=10)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
-from lightning_freescale.balance.sampler import LocalBatch
+from lightning_freescale.balance.sampler import BatchIndices
 from lightning_freescale.data import Histories, HistoryDataset, NegativeSampler, SeqBatch, Synthetic
 from lightning_freescale.data.negatives import random_bits
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
@@ -73,7 +73,7 @@ def test_negatives_belong_to_the_user_and_the_epoch(distribution: str) -> None:
     data = dataset(6, distribution=distribution, item_counts=HISTORIES.item_counts, seed=5)
 
     def drawn(users: list[int], epoch: int) -> dict[int, list[int]]:
-        return dict(zip(users, rows(data[LocalBatch(users, epoch)], "negatives"), strict=True))
+        return dict(zip(users, rows(data[BatchIndices(users, epoch)], "negatives"), strict=True))
 
     together = drawn(list(range(40)), epoch=1)
     for part in ([7], [39, 0, 3], list(range(39, 9, -2))):
@@ -81,7 +81,7 @@ def test_negatives_belong_to_the_user_and_the_epoch(distribution: str) -> None:
     assert all(together[user] != other for user, other in drawn(list(range(40)), epoch=2).items())
     assert len({tuple(own) for own in together.values()}) == 40
     reseeded = dataset(6, distribution=distribution, item_counts=HISTORIES.item_counts, seed=6)
-    assert rows(reseeded[LocalBatch([0], 1)], "negatives") != [together[0]]
+    assert rows(reseeded[BatchIndices([0], 1)], "negatives") != [together[0]]
 
 
 def test_more_negatives_extend_fewer() -> None:

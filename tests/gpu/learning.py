@@ -43,7 +43,7 @@ class Recorder(pl.Callback):
         self.totals.append(torch.stack([outputs["loss"].detach().float() * tokens, tokens]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if (online := trainer.strategy._balancer.online) is not None:
+        if (online := trainer.strategy._balancer.cost_fit) is not None:
             self.learnt = {**online.planner.cost_model.state_dict(), "error": online.error}
 
 

@@ -11,13 +11,23 @@ import pytest
 from lightning_freescale import simulate as package
 from lightning_freescale.balance import CostModel
 from lightning_freescale.runtime.errors import ConfigurationError
-from lightning_freescale.simulate import FREESCALE, SIDES, SPARSE_DIST, TORCHREC, Cluster, Model, Result, Side, simulate
-from lightning_freescale.simulate.events import Ranks
-from lightning_freescale.simulate.schedules import Program, prioritized, synchronous
-from lightning_freescale.simulate.setting import Load, make_load
+from lightning_freescale.simulate import (
+    FREESCALE,
+    SPARSE_DIST,
+    TORCHREC,
+    VARIANTS,
+    Cluster,
+    ModelProfile,
+    SimulationResult,
+    TrainingVariant,
+    simulate,
+)
+from lightning_freescale.simulate.events import SimulatedRanks
+from lightning_freescale.simulate.loads import RankLoads, make_loads
+from lightning_freescale.simulate.schedules import StepOperations, prioritized, synchronous
 
-PRIORITIZED = Side("prioritized", "prioritized")
-MODEL = Model(CostModel(linear=1e-6, quadratic=5e-10), row_bytes=2048)
+PRIORITIZED = TrainingVariant("prioritized", "prioritized")
+MODEL = ModelProfile(CostModel(linear=1e-6, quadratic=5e-10), row_bytes=2048)
 CLUSTER = Cluster(ranks=8, bandwidth=2e9, latency=1e-5)
 
 
@@ -27,20 +37,27 @@ def histories(ranks: int, steps: int = 8, seed: int = 0) -> list[np.ndarray]:
 
 
 # ---- by hand ----------------------------------------------------------------------------------------------------------
-def last_step(side: Side, cluster: Cluster, model: Model, compute: float, steps: int = 6) -> tuple[float, dict]:
+def last_step(
+    variant: TrainingVariant, cluster: Cluster, model: ModelProfile, compute: float, steps: int = 6
+) -> tuple[float, dict]:
     """Seconds and parts of the last step but one. A rank's batch is four rows, of which one collides; a row takes a second."""
     shape = (steps, cluster.ranks)
-    load = Load(np.full(shape, compute), np.full(shape, 4.0), np.full(shape, 1.0), np.full(shape, 3.0), samples=1.0)
-    ranks = Ranks(cluster.ranks, cluster.latency)
-    program = Program(ranks, cluster, model, side, load)
-    run = prioritized(program) if side.schedule == "prioritized" else synchronous(program, side.schedule != "base")
+    loads = RankLoads(
+        np.full(shape, compute), np.full(shape, 4.0), np.full(shape, 1.0), np.full(shape, 3.0), samples=1.0
+    )
+    ranks = SimulatedRanks(cluster.ranks, cluster.latency)
+    operations = StepOperations(ranks, cluster, model, variant, loads)
+    if variant.schedule == "prioritized":
+        run = prioritized(operations)
+    else:
+        run = synchronous(operations, prefetch_ids=variant.schedule == "sparse_dist")
     seen = [(ranks.now[0], {name: part[0] for name, part in ranks.parts.items()}) for _ in run]
     (start, before), (end, after) = seen[-3:-1]
     return end - start, {name: after[name] - before[name] for name in after}
 
 
 TWO = Cluster(ranks=2, bandwidth=1.0)
-ROWS = Model(CostModel(0.0), row_bytes=1.0, optimizer=0.5, id_bytes=0.0)
+ROWS = ModelProfile(CostModel(0.0), row_bytes=1.0, optimizer=0.5, id_bytes=0.0)
 
 
 def test_torchrec_waits_for_rows_and_gradients() -> None:
@@ -107,26 +124,26 @@ def test_sms_taken_by_the_exchange_slow_compute() -> None:
 
 
 # ---- whatever the setting ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
-def test_the_parts_add_up(side: Side) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_the_parts_add_up(variant: TrainingVariant) -> None:
     cluster = replace(CLUSTER, nccl_slowdown=1.1)
-    result = simulate(side, cluster, replace(MODEL, dense_bytes=2e8, optimizer=1e-3, noise=0.05), histories(8))
+    result = simulate(variant, cluster, replace(MODEL, dense_bytes=2e8, optimizer=1e-3, noise=0.05), histories(8))
     assert result.bubble == pytest.approx(result.step - result.compute)
     assert result.qps == pytest.approx(8 * 32 / result.step)
     assert min(result.parts.values()) >= 0
 
 
-@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
-def test_without_a_link_to_wait_for_the_slowest_rank_is_the_step(side: Side) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_without_a_link_to_wait_for_the_slowest_rank_is_the_step(variant: TrainingVariant) -> None:
     cluster, batches = Cluster(ranks=8, bandwidth=np.inf), histories(8)
-    slowest = make_load(batches, cluster, MODEL, side.balance).compute.max(axis=1)[2:-1]
-    result = simulate(side, cluster, MODEL, batches)
+    slowest = make_loads(batches, cluster, MODEL, variant.balance).compute.max(axis=1)[2:-1]
+    result = simulate(variant, cluster, MODEL, batches)
     assert result.step == pytest.approx(slowest.mean())
     assert result.exposed == pytest.approx(0)
 
 
 def test_no_collisions_and_long_compute_expose_nothing() -> None:
-    model = Model(CostModel(linear=1e-5), row_bytes=2048, collisions=0.0)
+    model = ModelProfile(CostModel(linear=1e-5), row_bytes=2048, collisions=0.0)
     assert simulate(PRIORITIZED, replace(CLUSTER, latency=0.0), model, histories(8)).exposed == pytest.approx(0)
     assert simulate(TORCHREC, replace(CLUSTER, latency=0.0), model, histories(8)).exposed > 0.01  # it could have
 
@@ -137,14 +154,14 @@ def test_collisions_expose_more() -> None:
         for rate in np.linspace(0, 1, 6)
     ]
     assert all(np.diff(exposed) > 0)
-    synchronous_ = simulate(Side("", "sparse_dist", "fixed"), CLUSTER, MODEL, histories(8)).bubble
+    synchronous_ = simulate(TrainingVariant("", "sparse_dist", "fixed"), CLUSTER, MODEL, histories(8)).bubble
     assert exposed[-1] == pytest.approx(synchronous_, rel=0.02)  # all rows collide: nothing is left to hide
 
 
 @pytest.mark.parametrize("schedule", ["base", "sparse_dist", "prioritized"])
 def test_balance_helps(schedule: str) -> None:
-    def run(balance: str) -> Result:
-        return simulate(Side(balance, schedule, balance), CLUSTER, MODEL, histories(8))  # type: ignore[arg-type]
+    def run(balance: str) -> SimulationResult:
+        return simulate(TrainingVariant(balance, schedule, balance), CLUSTER, MODEL, histories(8))  # type: ignore[arg-type]
 
     off, zigzag, fixed, variable = map(run, ("off", "zigzag", "fixed", "variable"))
     assert fixed.step < zigzag.step < off.step
@@ -153,8 +170,8 @@ def test_balance_helps(schedule: str) -> None:
 
 
 def test_one_rank_has_no_bubble() -> None:
-    for side in SIDES:
-        result = simulate(side, replace(CLUSTER, ranks=1), replace(MODEL, dense_bytes=1e9), histories(1))
+    for variant in VARIANTS:
+        result = simulate(variant, replace(CLUSTER, ranks=1), replace(MODEL, dense_bytes=1e9), histories(1))
         assert result.bubble == pytest.approx(0)
 
 
@@ -170,8 +187,8 @@ def test_a_thousand_ranks() -> None:
     """Stragglers grow with the ranks unless samples are balanced."""
     few, many = (
         [
-            simulate(side, replace(CLUSTER, ranks=ranks), MODEL, histories(ranks, steps=5))
-            for side in (TORCHREC, FREESCALE)
+            simulate(variant, replace(CLUSTER, ranks=ranks), MODEL, histories(ranks, steps=5))
+            for variant in (TORCHREC, FREESCALE)
         ]
         for ranks in (64, 1024)
     )
@@ -187,8 +204,8 @@ def test_settings_are_checked() -> None:
         replace(MODEL, collisions=1.2)
     with pytest.raises(ConfigurationError, match="batches: 3 are too few"):
         simulate(TORCHREC, CLUSTER, MODEL, histories(8, steps=3))
-    with pytest.raises(ConfigurationError, match="balance: 'best' is none of"):
-        simulate(Side("", "base", "best"), CLUSTER, MODEL, histories(8))
+    with pytest.raises(ConfigurationError, match="balance: 'best' is unknown"):
+        simulate(TrainingVariant("", "base", "best"), CLUSTER, MODEL, histories(8))
 
 
 def test_the_example() -> None:

@@ -10,7 +10,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy, SeqBatch
-from lightning_freescale.balance.rest import EVEN
+from lightning_freescale.balance.exchange.comparison_schedule import BALANCED_IN_A_ROW
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
@@ -63,13 +63,13 @@ def fit(rank: int, name: str, balance: str, bad: int, done: Any) -> None:
         done[rank] = len(model.losses)
 
 
-IN_REST = EVEN + 4  # a batch that the ranks do not look at, for those before it were even
+SKIPPED = BALANCED_IN_A_ROW + 4  # a batch that the ranks do not compare, because those before it were balanced
 
 
 @pytest.mark.parametrize(
     ("name", "balance", "bad"),
     [(name, balance, 3) for name in BAD for balance in ("fixed", "off")]
-    + [(name, "fixed", IN_REST) for name in ("id above the table", "no batch")],
+    + [(name, "fixed", SKIPPED) for name in ("id above the table", "no batch")],
 )
 def test_bad_batch(name: str, balance: str, bad: int) -> None:
     done = torch.zeros(2, dtype=torch.int64).share_memory_()

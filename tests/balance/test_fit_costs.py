@@ -1,7 +1,7 @@
-"""``fit_costs`` through the Trainer: timed steps correct a wrong cost model, alike on all ranks, and nothing else changes.
+"""``fit_costs`` with the Trainer: measured steps correct a wrong cost model, equally on all ranks. Nothing else changes.
 
-A step takes time in proportion to the squares of its histories, by a clock that stands still otherwise: what a sample costs is
-known, whatever else runs here.
+A fake clock advances by the sum of the squared history lengths of each step. So the true cost of a sample is known, and other
+work on the machine does not disturb the test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale import FreeScaleStrategy, SeqBatch, SeqRecDataModule
-from lightning_freescale.balance import CostModel, Planner, fixed, loads, stopwatch
+from lightning_freescale.balance import CostModel, Planner, compute_timer, fixed, loads
 from lightning_freescale.models import HSTU
 from tests import toy
 from tests.ranks import run_ranks
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Sleeper(HSTU):
-    """Takes ``SQUARE`` seconds per squared event, ``slow`` times as long on the last rank. Notes what it was shown."""
+    """Takes ``SQUARE`` seconds per squared event, ``slow`` times as long on the last rank. Records the samples of each step."""
 
     slow = 1.0
     clock: Clock
@@ -72,11 +72,11 @@ class Sleeper(HSTU):
 
     def on_train_end(self) -> None:
         self.last = planner(self.trainer)
-        self.error = getattr(self.trainer.strategy._balancer.online, "error", None)
+        self.error = getattr(self.trainer.strategy._balancer.cost_fit, "error", None)
 
 
 def planner(trainer: pl.Trainer) -> Planner | None:
-    """What the train loader plans with."""
+    """Return the planner of the train loader."""
     balanced = trainer.strategy._balancer._balanced  # type: ignore[attr-defined]
     return balanced[0].planner if balanced else None
 
@@ -106,7 +106,7 @@ def fit(
     )
     model = Sleeper(data.num_items, embedding_dim=8, num_layers=1, num_heads=1, max_history=60, lr=1e-5)
     model.slow, model.save = slow, save
-    model.clock = stopwatch.time = Clock()  # type: ignore[assignment,attr-defined]
+    model.clock = compute_timer.time = Clock()  # type: ignore[assignment,attr-defined]
     trainer = toy.trainer(strategy, world, max_epochs=1)
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     return {"steps": model.steps, "first": model.first, "last": model.last, "error": model.error}
@@ -127,12 +127,12 @@ def _fit(rank: int, world: int, cache: Path, options: dict[str, Any]) -> dict[st
 
 
 def by_step(runs: list[dict[str, Any]], key: str) -> list[tuple[Any, ...]]:
-    """What each rank noted, by step."""
+    """Return what each rank recorded, by step."""
     return list(zip(*([step[key] for step in run["steps"]] for run in runs), strict=True))
 
 
 def same_training(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
-    """The same samples, losses and dense gradients in every step, dealt differently."""
+    """Check that every step has the same samples, losses and dense gradients, but another partition."""
 
     def users(of: list[dict[str, Any]]) -> list[list[int]]:
         return [sorted(user for own in step for user in own) for step in by_step(of, "users")]
@@ -143,12 +143,18 @@ def same_training(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> No
     assert users(runs) == users(plain)
     assert by_step(runs, "users") != by_step(plain, "users")
     assert losses(runs) == pytest.approx(losses(plain), rel=1e-6)
-    for (mine, *_), (theirs, *_) in zip(by_step(runs, "gradient"), by_step(plain, "gradient"), strict=True):
-        assert np.linalg.norm(mine - theirs) <= 1e-6 * np.linalg.norm(theirs)
+    differences = [
+        np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
+        for (mine, *_), (theirs, *_) in zip(by_step(runs, "gradient"), by_step(plain, "gradient"), strict=True)
+    ]
+    # Rounding of float32: another partition adds the same terms in another order. Terms that cancel make single steps worse.
+    # Wrong weights of the ranks would change gradients by more than 1e-3, see test_gradients.py.
+    assert np.mean(differences) <= 1e-6
+    assert max(differences) <= 1e-5
 
 
 def excess(runs: list[dict[str, Any]]) -> list[float]:
-    """Of each step, how much more the heaviest rank has than if true costs had been known."""
+    """Return for each step how much more work the heaviest rank has than with a partition by true costs."""
     found = []
     for step in by_step(runs, "lengths"):
         costs = np.concatenate(step).astype(float) ** 2
@@ -173,9 +179,9 @@ def test_a_wrong_cost_model_is_corrected(options: dict[str, Any], cache: Path, p
         assert run["first"].cost_model == WRONG
         assert run["last"] == runs[0]["last"]
         assert run["error"] == runs[0]["error"]
-    learnt = runs[0]["last"].cost_model
-    assert learnt.quadratic == pytest.approx(SQUARE, rel=0.05)
-    assert learnt.quadratic * 60 > 3 * learnt.linear  # of a history of 60 events, most of the time is quadratic
+    fitted = runs[0]["last"].cost_model
+    assert fitted.quadratic == pytest.approx(SQUARE, rel=0.05)
+    assert fitted.quadratic * 60 > 3 * fitted.linear  # of a history of 60 events, most of the time is quadratic
     same_training(runs, plain)
     if runs[0]["last"].mode == "fixed":  # with variable, the shares follow the times of a busy machine, too
         found = excess(runs)
@@ -183,7 +189,7 @@ def test_a_wrong_cost_model_is_corrected(options: dict[str, Any], cache: Path, p
         assert np.mean(found[-TAIL:]) < 0.5 * np.mean(found[: 2 * EVERY])
 
 
-def test_without_fit_costs_nothing_is_learnt(cache: Path, plain: list[dict[str, Any]]) -> None:
+def test_without_fit_costs_the_cost_model_does_not_change(cache: Path, plain: list[dict[str, Any]]) -> None:
     runs = run_ranks(_fit, args=(2, cache, {"source": Planner("fixed", WRONG), "fit_costs": False}))
     assert all(run["last"] == Planner("fixed", WRONG) and run["error"] is None for run in runs)
     same_training(runs, plain)
@@ -191,7 +197,7 @@ def test_without_fit_costs_nothing_is_learnt(cache: Path, plain: list[dict[str, 
     assert by_step(again, "loss") == by_step(runs, "loss")  # bit for bit
 
 
-def test_with_variable_a_slow_rank_gets_less(cache: Path, plain: list[dict[str, Any]]) -> None:
+def test_with_variable_a_slow_rank_gets_less_work(cache: Path, plain: list[dict[str, Any]]) -> None:
     runs = run_ranks(_fit, args=(2, cache, {"source": "variable", "slow": 2.0}))
     assert runs[0]["last"] == runs[1]["last"]
     fast, slow = runs[0]["last"].shares
@@ -201,18 +207,18 @@ def test_with_variable_a_slow_rank_gets_less(cache: Path, plain: list[dict[str, 
 
 
 @pytest.mark.parametrize(("way", "world"), [("source", 2), ("balance", 2), ("source", 3)])
-def test_what_was_learnt_survives_a_checkpoint_on_any_number_of_ranks(
+def test_fitted_costs_survive_a_checkpoint_on_any_number_of_ranks(
     way: str, world: int, cache: Path, plain: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     options = {way: Planner("fixed", WRONG), "prioritize": False}
-    path = tmp_path / "learnt.ckpt"
+    path = tmp_path / "fitted.ckpt"
     before = run_ranks(_fit, args=(2, cache, {**options, "save": path}))
     saved = torch.load(path / "meta.pt", weights_only=True)["balance"]
-    learnt = before[0]["last"].cost_model
-    assert saved == {"cost_model": learnt.state_dict(), "shares": None}
-    assert learnt != WRONG
+    fitted = before[0]["last"].cost_model
+    assert saved == {"cost_model": fitted.state_dict(), "shares": None}
+    assert fitted != WRONG
     after = run_ranks(_fit, world, args=(world, cache, {**options, "resume": path}))
-    assert all(run["first"] == Planner("fixed", learnt) for run in after)
+    assert all(run["first"] == Planner("fixed", fitted) for run in after)
     assert all(run["last"] == after[0]["last"] for run in after)
     assert all(run["last"].cost_model.quadratic > 0 for run in after)
 
@@ -224,7 +230,7 @@ def test_what_was_learnt_survives_a_checkpoint_on_any_number_of_ranks(
 
 
 class Epochs(toy.Model):
-    """Notes, when an epoch begins, how many process groups and exchanges there are, and what costs are known."""
+    """Records at the begin of each epoch the number of process groups, the exchange, and its planner."""
 
     def on_train_epoch_start(self) -> None:
         balancer = self.trainer.strategy._balancer  # type: ignore[attr-defined]
@@ -242,7 +248,7 @@ def _reload(rank: int, reload: int) -> tuple[list[int], int, list[Planner], list
     return list(groups), len(set(map(id, exchanges))), list(planners), model.seen
 
 
-def test_loaders_that_are_loaded_anew_keep_groups_and_what_was_learnt() -> None:
+def test_reloaded_loaders_keep_process_groups_and_fitted_costs() -> None:
     runs = run_ranks(_reload, args=(1,))
     for groups, exchanges, planners, _ in runs:
         assert exchanges == 4

@@ -1,4 +1,4 @@
-"""Batches taken apart and put together, on one rank: bit for bit, of any type."""
+"""Split batches of any type into samples, pack the samples, and build new batches from them: all values stay the same."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.balance.pack import (
-    CannotBalance,
-    agree,
-    check_layout,
-    pack,
-    put_together,
-    sample_sizes,
-    take_apart,
-)
+from lightning_freescale.balance.exchange import CannotBalance
+from lightning_freescale.balance.exchange.packing import build_batch, pack_samples
+from lightning_freescale.balance.exchange.split_batch import ONE_ROW_PER_SAMPLE, agree, check_layout, split_batch
+from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.runtime.errors import InputError
 from tests.balance.batches import Ad, ad_batch, contents, lengths_of, seq_batch
 from tests.toy import Batch, Samples, collate
@@ -35,26 +30,26 @@ KINDS = {"user's": ad_batch, "SeqBatch": seq_batch}
     kind=st.sampled_from(sorted(KINDS)),
     data=st.data(),
 )
-def test_samples_of_two_batches_make_a_third(first: list[int], second: list[int], kind: str, data: Any) -> None:
+def test_samples_of_two_batches_make_a_third_batch(first: list[int], second: list[int], kind: str, data: Any) -> None:
     make = KINDS[kind]
-    both = [take_apart(make(indices)) for indices in (first, second)]
-    owners = agree([samples.layout for samples in both])
+    both = [split_batch(make(indices)) for indices in (first, second)]
+    columns = agree([split.layout for split in both]).columns
     orders = [data.draw(st.permutations(range(len(indices)))) for indices in (first, second)]
     kept = [np.array(order[: data.draw(st.integers(0, len(order)))], dtype=np.int64) for order in orders]
-    packed = [pack(samples, owners, order) for samples, order in zip(both, kept, strict=True)]
-    lengths = np.concatenate([samples.lengths[order] for samples, order in zip(both, kept, strict=True)])
-    third = put_together(both[0], owners, lengths, np.concatenate([values for values, _ in packed]))
+    packed = [pack_samples(split, columns, order) for split, order in zip(both, kept, strict=True)]
+    lengths = np.concatenate([split.lengths[order] for split, order in zip(both, kept, strict=True)])
+    third = build_batch(both[0], columns, lengths, np.concatenate([values for values, _ in packed]))
     indices = [source[at] for source, order in zip((first, second), kept, strict=True) for at in order]
     assert contents(third) == contents(make(indices))
     assert type(third) is type(make([]))
     assert sum(sizes.sum() for _, sizes in packed) == sum(len(values) for values, _ in packed)
 
 
-def test_everything_about_the_type_stays() -> None:
+def test_types_dtypes_and_shapes_stay() -> None:
     batch = ad_batch([3, 1, 4])
-    samples = take_apart(batch)
-    owners = agree([samples.layout])
-    twin = put_together(samples, owners, samples.lengths, pack(samples, owners, np.arange(3))[0])
+    split = split_batch(batch)
+    columns = agree([split.layout]).columns
+    twin = build_batch(split, columns, split.lengths, pack_samples(split, columns, np.arange(3))[0])
     assert isinstance(twin, Ad)
     assert twin.nothing is None
     for field in ("index", "event_time", "image"):
@@ -68,15 +63,15 @@ def test_everything_about_the_type_stays() -> None:
     assert twin.features.stride() == 3
 
 
-def test_a_batch_as_a_newcomer_writes_it() -> None:
-    """A plain dataclass around a DataLoader's collate, and lists and mappings in place of it."""
+def test_usual_batch_types() -> None:
+    """A plain dataclass from a DataLoader's collate function, a list, and a mapping."""
     data = Samples(8)
     batch = collate([data[at] for at in range(8)])
     for nested in (batch, [batch.index, batch.features], {"x": batch.features, "y": (batch.label, batch.index)}):
-        samples = take_apart(nested)
-        owners = agree([samples.layout])
+        split = split_batch(nested)
+        columns = agree([split.layout]).columns
         order = [5, 0, 7]
-        part = put_together(samples, owners, samples.lengths[order], pack(samples, owners, np.array(order))[0])
+        part = build_batch(split, columns, split.lengths[order], pack_samples(split, columns, np.array(order))[0])
         expected = collate([data[at] for at in order])
         features = {Batch: lambda b: b.features, list: lambda b: b[1], dict: lambda b: b["x"]}[type(part)](part)
         assert features.to_dict().keys() == expected.features.to_dict().keys()
@@ -84,29 +79,29 @@ def test_a_batch_as_a_newcomer_writes_it() -> None:
         assert torch.equal(features.lengths(), expected.features.lengths())
 
 
-def test_timestamps_belong_to_the_events_whatever_the_numbers_allow() -> None:
+def test_timestamps_are_per_event_even_if_one_row_per_sample_would_fit() -> None:
     batch = seq_batch([1])
     one = dataclasses.replace(batch, features=batch.features, timestamps=batch.timestamps)
-    (at,) = [at for at, part in enumerate(take_apart(one).parts) if part.name == "batch.timestamps"]
-    assert take_apart(one).parts[at].owners == ((0,),)
+    (at,) = [at for at, tensor in enumerate(split_batch(one).tensors) if tensor.name == "batch.timestamps"]
+    assert split_batch(one).tensors[at].columns == ((0,),)
 
 
-def test_ranks_settle_what_one_alone_cannot_tell() -> None:
-    """On the first rank a tensor of one row fits samples and events; the second knows better."""
+def test_the_ranks_together_find_out_whether_rows_are_per_sample_or_per_event() -> None:
+    """On the first rank a tensor of one row fits both. On the second rank only one row per event fits."""
     alone = {"f": KeyedJaggedTensor(["k"], torch.tensor([5]), lengths=torch.tensor([1])), "time": torch.tensor([9])}
     pair = {
         "f": KeyedJaggedTensor(["k"], torch.tensor([5, 6, 7]), lengths=torch.tensor([1, 2])),
         "time": torch.tensor([9, 8, 7]),
     }
-    one, two = take_apart(alone), take_apart(pair)
-    assert agree([one.layout])[1] == (-1,)
-    assert agree([one.layout, two.layout])[1] == agree([two.layout, one.layout])[1] == (0,)
-    check_layout(two, one.layout, agree([one.layout, two.layout]))
-    with pytest.raises(InputError, match=r"batch\['time'\]: 3 rows do not fit the samples, as in batches before"):
-        check_layout(two, one.layout, agree([one.layout]))
+    one, two = split_batch(alone), split_batch(pair)
+    assert agree([one.layout]).columns[1] == ONE_ROW_PER_SAMPLE
+    assert agree([one.layout, two.layout]).columns[1] == agree([two.layout, one.layout]).columns[1] == (0,)
+    check_layout(two, agree([one.layout, two.layout]))
+    with pytest.raises(InputError, match=r"batch\['time'\]: 3 rows; earlier batches have one row per sample"):
+        check_layout(two, agree([one.layout]))
 
 
-def test_sizes() -> None:
+def test_sample_sizes() -> None:
     lengths, candidates = sample_sizes(seq_batch([3, 4, 5]))
     assert lengths.tolist() == [1 + lengths_of(index)[1] for index in (3, 4, 5)]
     assert candidates.tolist() == [2 * (length - 1) for length in lengths]
@@ -132,21 +127,21 @@ def test_sizes() -> None:
         ({"x": torch.zeros(2, device="meta")}, r"batch\['x'\]: on meta, but samples are exchanged on the host"),
     ],
 )
-def test_what_cannot_be_dealt_is_named(batch: Any, message: str) -> None:
+def test_a_part_that_cannot_be_split_is_named(batch: Any, message: str) -> None:
     with pytest.raises(CannotBalance, match=message):
-        take_apart(batch)
+        split_batch(batch)
 
 
-def test_a_batch_that_is_wrong_in_itself_is_an_error() -> None:
+def test_a_batch_with_wrong_lengths_is_an_input_error() -> None:
     features = KeyedJaggedTensor(["k"], torch.arange(3), lengths=torch.tensor([1, 1]), stride=2)
     with pytest.raises(InputError, match="lengths sum to 2 but there are 3 values") as raised:
-        take_apart({"x": features})
+        split_batch({"x": features})
     assert not isinstance(raised.value, CannotBalance)
 
 
-def test_batches_of_different_kinds_are_refused() -> None:
-    plain, featured = (take_apart(seq_batch([1, 2], feature=feature)) for feature in (False, True))
+def test_batches_of_different_layout_cannot_be_balanced() -> None:
+    plain, featured = (split_batch(seq_batch([1, 2], feature=feature)) for feature in (False, True))
     with pytest.raises(CannotBalance, match=r"the batches of ranks 0 and 1 differ in batch.features\[action\]"):
         agree([plain.layout, featured.layout])
-    with pytest.raises(CannotBalance, match=r"batch: it and those before differ in batch.features\[action\]"):
-        check_layout(featured, plain.layout, agree([plain.layout]))
+    with pytest.raises(CannotBalance, match=r"batch: this batch and earlier ones differ in batch.features\[action\]"):
+        check_layout(featured, agree([plain.layout]))

@@ -1,4 +1,4 @@
-"""What is timed of a step: a rank's own compute, and no wait for another rank."""
+"""The timer measures the compute of a rank, without its waits for other ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.balance.stopwatch import Stopwatch
+from lightning_freescale.balance.compute_timer import ComputeTimer
 from tests import toy
 from tests.ranks import run_ranks
 
 PAUSE = 0.05  # seconds
-SLOW = 1  # the rank that takes its time
+SLOW = 1  # the rank that sleeps
 
 
 class Slow(toy.Model):
-    """Rank ``SLOW`` takes a pause before the lookup, one before what it logs, and one in backward. The others wait for it."""
+    """Rank ``SLOW`` sleeps before the lookup, before it logs, and in backward. The other ranks wait for it."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -44,9 +44,9 @@ class Slow(toy.Model):
         self.walls.append(time.perf_counter() - self._began)
 
     def on_train_end(self) -> None:
-        online = self.trainer.strategy._balancer.online  # type: ignore[attr-defined]
-        self.seconds = [float(row[-1]) for row in online._observed]
-        self.sums = [row[:-1].tolist() for row in online._observed]
+        cost_fit = self.trainer.strategy._balancer.cost_fit  # type: ignore[attr-defined]
+        self.seconds = [float(row[-1]) for row in cost_fit._observed]
+        self.sums = [row[:-1].tolist() for row in cost_fit._observed]
 
 
 class Bags(Slow):
@@ -55,7 +55,7 @@ class Bags(Slow):
 
 
 class Dense(Slow):
-    """No tables: the dense AllReduce is all there is to wait for."""
+    """A model without tables: ranks wait only for the dense AllReduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,25 +84,25 @@ def test_waits_for_another_rank_are_not_counted(model: type[Slow], prioritize: b
     assert all(sums[-1] == 1 and sums[0] >= 0 for sums in quick["sums"])
 
 
-def test_a_step_without_backward_does_not_count() -> None:
-    watch = Stopwatch()
-    watch.start("no backward")
-    watch.end_forward()
-    watch.start("no gradient")
-    watch.end_forward()
-    watch.begin_backward(torch.zeros(()))
-    watch.end_step()
-    assert list(watch.take()) == []
+def test_a_step_without_backward_is_dropped() -> None:
+    timer = ComputeTimer()
+    timer.start("no backward")
+    timer.end_forward()
+    timer.start("no gradient")
+    timer.end_forward()
+    timer.begin_backward(torch.zeros(()))
+    timer.end_step()
+    assert list(timer.finished_steps()) == []
 
-    watch.start("whole")
-    with watch.waiting(), watch.waiting():
+    timer.start("whole")
+    with timer.waiting(), timer.waiting():
         pass
-    watch.end_forward()
+    timer.end_forward()
     loss = torch.ones((), requires_grad=True) * 2
-    watch.begin_backward(loss)
+    timer.begin_backward(loss)
     loss.backward()
-    watch.end_step()
-    ((note, seconds),) = watch.take()
-    assert note == "whole"
+    timer.end_step()
+    ((label, seconds),) = timer.finished_steps()
+    assert label == "whole"
     assert seconds > 0
-    assert list(watch.take()) == []
+    assert list(timer.finished_steps()) == []
