@@ -25,7 +25,11 @@ from lightning_freescale.models.attention.buckets import BUCKET_BASE, BUCKET_SHI
 _SHIFT, _BASE = tl.constexpr(BUCKET_SHIFT), tl.constexpr(BUCKET_BASE)
 _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _MASKED = tl.constexpr(-1e4)  # silu and its derivative are both 0 at this score
-_RUNTIME = ["heads", "positions", "times"]  # Triton would compile one binary for each class of values of these
+_RUNTIME = [
+    "heads",
+    "positions",
+    "times",
+]  # one binary serves all values; by default Triton specializes on some of them
 
 
 @triton.jit
