@@ -1,79 +1,193 @@
-"""Collisions: rows that two consecutive batches share, found at the rank that owns them.
+"""Collisions: rows that two consecutive batches share. The rank that owns a row finds them and tells the requesters.
 
-A batch N updates its rows after its backward. Rows that batch N+1 needs as well (*collisions*) must wait for that update;
-all others (*exclusive* rows) can be looked up while N still computes, and give the same values.
+Batch N updates its rows after its backward. Rows that batch N+1 uses too (*collision rows*) must wait for that update. The other
+rows of batch N+1 (*exclusive rows*) can be read while batch N still computes, and have the same values.
 
-Everything here costs time and memory of the batches, never of the table, and never waits for the device.
+None of this reads a weight, so it runs ahead of the tables. On CUDA the host does not wait for the device either: the counts that
+the host needs are copied to it one step before it uses them.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.bubbles.spans import Kind
+from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.embedding import all_to_all
+from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
+from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
+from lightning_freescale.embedding.local_tables import LocalTables
+from lightning_freescale.embedding.stages import CollisionMarks, CountedMarks, Requests, RoutedBatch, RowSet
+from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
 
 
 class CollisionDetector:
-    """Finds shared rows through one boolean per local row of the tables, cleared after use.
+    """Finds the rows that two batches share.
+
+    It keeps one flag (one byte) for each local row of the tables of one sharding group. The time of a call depends on the
+    size of the batches only: it sets the flags of one batch, reads those of the other, and clears what it has set.
 
     Args:
-        rows: local rows of all tables of one sharding group, laid end to end.
-        device: where the ids are.
+        rows: number of local rows of all tables of the sharding group.
+        device: the device of the ids.
     """
 
     def __init__(self, rows: int, device: torch.device):
-        self._touched = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._flags = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def __call__(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows of each batch the other one has too.
+        """Which ids of each batch have a row that the other batch uses too.
 
         Args:
-            first: ``[n]`` int64 row keys of batch N, repeated as often as they are asked for.
+            first: ``[n]`` int64 row keys of batch N, repeated as often as they are requested.
             second: ``[m]`` int64 row keys of batch N+1.
 
         Returns:
             ``[n]`` and ``[m]`` booleans.
+
+        >>> detect = CollisionDetector(10, torch.device("cpu"))
+        >>> detect(torch.tensor([1, 2, 2]), torch.tensor([2, 3]))
+        (tensor([False,  True,  True]), tensor([ True, False]))
         """
         return self._among(first, second), self._among(second, first)
 
     def _among(self, keys: Tensor, others: Tensor) -> Tensor:
-        self._touched.index_fill_(0, others, True)
-        found = self._touched[keys]
-        self._touched.index_fill_(0, others, False)
+        self._flags.index_fill_(0, others, True)
+        found = self._flags[keys]
+        self._flags.index_fill_(0, others, False)
         return found
 
 
-def partition(mask: Tensor) -> Tensor:
-    """Stable order that puts the positions where ``mask`` holds first: ``[n]`` bool to ``[n]`` int64.
+class CollisionFinder:
+    """Finds the collisions of consecutive batches of one module, and divides batches by them.
 
-    >>> partition(torch.tensor([False, True, False, True]))
-    tensor([1, 3, 0, 2])
+    Args:
+        tables: this rank's rows.
+        ids_group: the process group of TorchRec's all-to-all of ids. The marks queue behind the ids of the same batch there,
+            and not behind gradients of the batch before, which wait for their backward.
+        ids_stream: the stream on which collisions are found.
+        table_stream: the stream on which tables are read and updated.
     """
-    if not mask.numel():
-        return torch.empty(0, dtype=torch.int64, device=mask.device)
-    ahead = mask.cumsum(0)  # held up to and including each position
-    here = torch.arange(mask.numel(), device=mask.device)
-    order = torch.empty_like(here)
-    order[torch.where(mask, ahead - 1, ahead[-1] + here - ahead)] = here
-    return order
+
+    def __init__(
+        self,
+        tables: LocalTables,
+        ids_group: dist.ProcessGroup,
+        ids_stream: SideStream,
+        table_stream: SideStream,
+        timeline: Timeline,
+    ):
+        self._device, self._group, self._timeline = tables.device, ids_group, timeline
+        self._ids_stream, self._table_stream = ids_stream, table_stream
+        self.detectors = [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
+
+    def find(self, first: RoutedBatch, second: RoutedBatch) -> None:
+        """Find the rows that two consecutive batches share, and send the result to the requesters. All ranks must call it."""
+        first.with_next, second.with_previous = [], []
+        with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            for detect, a, b in zip(self.detectors, first.requests, second.requests, strict=True):
+                of_first, of_second = detect(a.row_keys, b.row_keys)
+                first.with_next.append(self._tell_requesters(a, of_first))
+                second.with_previous.append(self._tell_requesters(b, of_second))
+        for marks in (*first.with_next, *second.with_previous):
+            mark_used_on(self._table_stream, (marks.collides, marks.counted and marks.counted.requested_collides))
+
+    def _tell_requesters(self, requests: Requests, collides: Tensor) -> CollisionMarks:
+        transfer = all_to_all.start(
+            collides.to(torch.uint8),
+            requests.owner_wire,
+            requests.by_requester,
+            requests.by_owner,
+            self._group,
+            self._timeline,
+            Kind.ID_EXCHANGE,
+        )
+        marks = CollisionMarks(collides, transfer, None)
+        if self._device.type != "cuda":  # the wait would block the host: it waits when it needs the counts
+            return marks
+        return CollisionMarks(collides, transfer, self._count(requests, marks))
+
+    def _count(self, requests: Requests, marks: CollisionMarks) -> CountedMarks:
+        """Wait for the marks at the requester, and start to copy the sizes of both parts to the host."""
+        requested_collides = marks.transfer.wait().bool()
+        feature_offsets = requests.features.offsets()[:: requests.features.stride()].to(torch.int64)
+        rank, world_size = self._group.rank(), self._group.size()
+        sides = (requests.by_requester, requests.by_owner)
+        bounds = [place for counts in sides for ends in wire_bounds(counts, rank) for place in ends]
+        send_start, send_end, receive_start, receive_end = int64_on_device(bounds, self._device).split(world_size)
+        counts = split_counts(
+            marks.collides,
+            requested_collides,
+            requests.owner_wire,
+            (send_start, send_end),
+            (receive_start, receive_end),
+            feature_offsets,
+        )
+        return CountedMarks(requested_collides, Readback(counts))
+
+    # ---- the two parts of a batch -----------------------------------------------------------------------------------
+    def divide(
+        self, requests: list[Requests], marks: list[CollisionMarks] | None, without_marks: RowKind
+    ) -> list[dict[RowKind, RowSet]]:
+        """Divide the rows of a batch into collision rows and exclusive rows, for each sharding group.
+
+        Args:
+            marks: the collisions with one neighbouring batch. None if there is no neighbour: all rows are then of the kind
+                ``without_marks``, and the other kind has no entry.
+        """
+        with self._table_stream.work(self._ids_stream), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            if marks is None:
+                return [{without_marks: _all_rows(group)} for group in requests]
+            return [self._divide(group, marks_of) for group, marks_of in zip(requests, marks, strict=True)]
+
+    def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
+        counted = marks.counted or self._count(requests, marks)
+        features = requests.features
+        keys, lengths, world_size = features.keys(), features.lengths(), self._group.size()
+        sizes = [world_size, len(keys), len(keys), world_size]
+        by_requester, by_feature, all_by_feature, by_owner = (
+            part.tolist() for part in counted.counts.wait().split(sizes)
+        )
+        owned, requested = sum(by_requester), sum(by_owner)  # number of collision rows
+        values_offsets = features.offsets().to(torch.int64)
+        orders = split_orders(
+            marks.collides, counted.requested_collides, requests.owner_wire, requests.requester_wire, values_offsets
+        )
+        values, collisions = features.values()[orders.lookup], orders.collisions.to(lengths.dtype)
+
+        def part(values: Tensor, lengths: Tensor, length_per_key: list[int]) -> KeyedJaggedTensor:
+            return KeyedJaggedTensor(
+                keys, values, lengths=lengths, stride=features.stride(), length_per_key=length_per_key
+            )
+
+        return {
+            COLLISION: RowSet(
+                part(values[:owned], collisions, by_feature),
+                orders.wire[:owned],
+                by_requester,
+                orders.request[:requested],
+                by_owner,
+            ),
+            EXCLUSIVE: RowSet(
+                part(values[owned:], lengths - collisions, _minus(all_by_feature, by_feature)),
+                orders.wire[owned:],
+                _minus(requests.by_requester, by_requester),
+                orders.request[requested:],
+                _minus(requests.by_owner, by_owner),
+            ),
+        }
 
 
-def place_within(mask: Tensor) -> Tensor:
-    """Position of each element among those of its own kind: ``[n]`` bool to ``[n]`` int64.
-
-    >>> place_within(torch.tensor([False, True, False, True]))
-    tensor([0, 0, 1, 1])
-    """
-    ahead = mask.cumsum(0)
-    here = torch.arange(mask.numel(), device=mask.device)
-    return torch.where(mask, ahead - 1, here - ahead)
+def _all_rows(requests: Requests) -> RowSet:
+    return RowSet(
+        requests.features, requests.owner_wire, requests.by_requester, requests.requester_wire, requests.by_owner
+    )
 
 
-def masked_lengths(mask: Tensor, offsets: Tensor) -> Tensor:
-    """How many elements of each segment ``mask`` holds for: ``[n]`` bool, ``[s + 1]`` offsets to ``[s]`` lengths."""
-    return held_between(mask, offsets[:-1], offsets[1:])
-
-
-def held_between(mask: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """How many elements ``mask`` holds for from each start up to its end: ``[n]`` bool, twice ``[s]`` int64 to ``[s]``."""
-    ahead = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-    return ahead[ends] - ahead[starts]
+def _minus(all_counts: list[int], counts: list[int]) -> list[int]:
+    return [total - count for total, count in zip(all_counts, counts, strict=True)]

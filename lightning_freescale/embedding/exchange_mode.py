@@ -1,4 +1,4 @@
-"""Which path rows and gradients take: TorchRec's own exchange, or the schedule of the prioritized one. And over which groups."""
+"""Decides how rows and gradients are exchanged: synchronously by TorchRec, or prioritized. And over which process groups."""
 
 from __future__ import annotations
 
@@ -13,45 +13,55 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
-from lightning_freescale.embedding.mode_trial import Chooser, Verdict
-from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.stages import Groups
+from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
+from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 
 
-class Paths:
-    """``choose_transport -> open -> choose`` before every step ``-> close``; open and close once for each fit.
+class ExchangeMode:
+    """The exchange mode of a strategy.
+
+    Call ``choose_transport`` once. Then call, for each fit, ``open``, ``before_step`` before every step, and ``close``.
 
     Args:
-        prioritize, wanted: the strategy's ``prioritize`` and ``transport``.
-        timeout: after which a wait for another rank is an error.
+        prioritize: the strategy's ``prioritize``.
+        wanted_transport: the strategy's ``transport``.
+        timeout: a wait for another rank that takes longer is an error.
+
+    Attributes:
+        schedule: the schedule of prioritized steps; None if all steps are synchronous.
+        choice: the result of ``prioritize="auto"``; None until the trial is complete.
     """
 
     def __init__(
         self,
         prioritize: bool | Literal["auto"],
-        wanted: Literal["auto", "nccl", "gloo", "host"],
+        wanted_transport: Literal["auto", "nccl", "gloo", "host"],
         timeout: timedelta,
     ):
-        self._prioritize, self._wanted, self._timeout = prioritize, wanted, timeout
-        self.schedule: Schedule | None = None  # while steps are prioritized, or tried so
-        self.verdict: Verdict | None = None  # of prioritize="auto", once it is known
-        self._chooser: Chooser | None = None
+        self._prioritize, self._wanted_transport, self._timeout = prioritize, wanted_transport, timeout
+        self.schedule: ExchangeSchedule | None = None
+        self.choice: ModeChoice | None = None
+        self._trial: ModeTrial | None = None
         self._backend: str | None = None
-        self._groups: Groups | None = None
+        self._groups: ExchangeGroups | None = None
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
+        """Choose the backend of all process groups of the tables."""
         if self._backend is None:
             overlapped = bool(self._prioritize)
-            choice = transport.choose(self._wanted, device, overlapped=overlapped, one_host=one_host)
-            self._backend = choice.backend
+            self._backend = transport.choose(
+                self._wanted_transport, device, overlapped=overlapped, one_host=one_host
+            ).backend
 
     def table_group(self) -> Any:
-        """Where TorchRec's own exchanges run: ids, and the rows and gradients of steps that are not prioritized."""
-        ahead = self._prioritize and self._backend != "gloo"  # whose transfers do not wait in line
-        if ahead or self._backend == transport.BACKEND_NAME:
-            return self._new_group("low")  # ids of later batches do not queue behind this one's AllReduce
+        """The process group of TorchRec's own exchanges: ids, and the rows and gradients of synchronous steps."""
+        # Ids of later batches must not queue behind the AllReduce of this one. Transfers of gloo do not queue.
+        prefetches = self._prioritize and self._backend != "gloo"
+        if prefetches or self._backend == transport.BACKEND_NAME:
+            return self._new_group("low")
         return dist.group.WORLD
 
     def open(
@@ -62,45 +72,46 @@ class Paths:
         copies: SideStream | None,
         timeline: Timeline,
     ) -> None:
-        """Put the sharded modules of ``model`` on a schedule, if their exchange may be prioritized. A collective."""
+        """Make a schedule for the sharded modules of ``model``, unless all steps are synchronous. All ranks must call it."""
         modules = {
             name: module for name, module in model.named_modules() if isinstance(module, ShardedEmbeddingCollection)
         }
         if not self._prioritize or not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:
-            log_once("prioritize='auto': synchronous, for one rank has nobody to exchange with")
+            log_once("prioritize='auto': synchronous exchange, because a single rank exchanges nothing with others")
             return
         if self._groups is None:
-            self._groups = Groups(self._new_group("high"), self._new_group("low"))
-        self.schedule = Schedule(modules, self._groups, copies, timeline)
+            self._groups = ExchangeGroups(self._new_group("high"), self._new_group("low"))
+        self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
         if self._prioritize == "auto":
-            self.verdict, self._chooser = None, Chooser(self.schedule, device, gather)
+            self.choice, self._trial = None, ModeTrial(self.schedule, device, gather)
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
         assert self._backend is not None
         return transport.new_group(self._backend, priority, self._timeout)
 
-    def choose(self) -> None:
-        """Before a step: which path it takes, as long as ``"auto"`` tries both."""
-        if self._chooser is None:
+    def before_step(self) -> None:
+        """While ``"auto"`` measures both modes: set the mode of the next step."""
+        if self._trial is None:
             return
-        self.verdict = self._chooser.before_step()
-        if self.verdict is None:
+        self.choice = self._trial.before_step()
+        if self.choice is None:
             return
-        self._chooser = None
-        if not self.verdict.prioritized:  # a synchronous step has no use for what it takes
+        self._trial = None
+        if not self.choice.prioritized:  # synchronous steps need neither the schedule nor its process groups
             self.close()
-            self._leave_groups()
+            self._leave_gloo_groups()
 
     def close(self) -> None:
-        self._chooser = None
+        """Apply all gradients and remove the schedule from the modules."""
+        self._trial = None
         if self.schedule is not None:
             self.schedule.close()
             self.schedule = None
 
-    def _leave_groups(self) -> None:
-        """Of gloo: even if nobody uses a group, a thread of its own wakes a hundred times a second."""
+    def _leave_gloo_groups(self) -> None:
+        """Destroy the groups if they are gloo's: each has a thread that wakes a hundred times a second even without transfers."""
         if self._groups is not None and self._backend == "gloo":
             for group in self._groups:
                 dist.destroy_process_group(group)

@@ -1,4 +1,7 @@
-"""``prioritize="auto"``: try both paths on the first steps, keep the faster one. Switching between them is exact."""
+"""``prioritize="auto"``: measure the synchronous and the prioritized exchange on the first steps, and keep the faster one.
+
+Switching between the two changes no result, so the measured steps are normal training steps.
+"""
 
 from __future__ import annotations
 
@@ -8,108 +11,107 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_freescale.embedding.schedule import Schedule
+from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime.log import log_once
 
-WARM_UP = 3  # steps before the first measurement: kernels, buffers and connections are made in them
-BLOCK = 8  # steps of one path in a row; the first of them pays for the switch and the last for waiting at its end
-ROUNDS = 2  # blocks of each path, in turns, so that a drift of the data favours neither
-GAIN = 0.99  # the prioritized path must take less than this share of the synchronous one's time
+TRIAL_WARM_UP_STEPS = 3  # before the first measurement: these steps create kernels, buffers and connections
+BLOCK_STEPS = (
+    8  # consecutive steps in one mode; the first one includes the switch, the last one the final synchronization
+)
+BLOCKS_PER_MODE = 2  # the modes alternate, so that a trend in the data favours neither
+MAX_TIME_RATIO = 0.99  # prioritized is chosen if its steps take less than this fraction of the synchronous time
 
 
-class Verdict(NamedTuple):
-    """What the trial found. Seconds are a step's, on the slowest rank."""
+class ModeChoice(NamedTuple):
+    """The result of the trial. Times are seconds per step on the slowest rank."""
 
     prioritized: bool
     seconds: float
     synchronous_seconds: float
 
     def __str__(self) -> str:
-        chosen, other = ("prioritized", "synchronous") if self.prioritized else ("synchronous", "prioritized")
-        mine, theirs = self.seconds, self.synchronous_seconds
-        if not self.prioritized:
-            mine, theirs = theirs, mine
-        return f"{chosen} exchange, {mine * 1e3:.1f} ms a step against {theirs * 1e3:.1f} {other}"
+        times = {"prioritized": self.seconds, "synchronous": self.synchronous_seconds}
+        chosen, other = sorted(times, reverse=not self.prioritized)
+        return f"{chosen} exchange, {times[chosen] * 1e3:.1f} ms a step against {times[other] * 1e3:.1f} {other}"
 
 
-class Trial:
-    """Says for each step which path it takes, and collects how long the blocks last.
+class TrialTimes:
+    """Decides which mode each step of the trial uses, and collects the times of the blocks.
 
-    >>> trial = Trial()
-    >>> [trial.prioritized(step) for step in (0, 3, 10, 11, 18, 19)]
+    >>> [TrialTimes.prioritized(step) for step in (0, 3, 10, 11, 18, 19)]
     [False, False, False, True, True, False]
     """
 
-    steps = WARM_UP + 2 * ROUNDS * BLOCK
+    steps = TRIAL_WARM_UP_STEPS + 2 * BLOCKS_PER_MODE * BLOCK_STEPS
 
     def __init__(self) -> None:
-        self._start = 0.0
-        self.seconds: dict[bool, list[float]] = {False: [], True: []}  # per step, one entry a block
+        self._block_start = 0.0
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}  # per step, one entry for each block
 
     @staticmethod
     def prioritized(step: int) -> bool:
-        """Whether ``step`` of the trial takes the prioritized path."""
-        return step >= WARM_UP and ((step - WARM_UP) // BLOCK) % 2 == 1
+        """Whether ``step`` of the trial is prioritized."""
+        return step >= TRIAL_WARM_UP_STEPS and ((step - TRIAL_WARM_UP_STEPS) // BLOCK_STEPS) % 2 == 1
 
     @staticmethod
     def at_boundary(step: int) -> bool:
-        """Whether a block begins or ends before ``step``: the device is synchronised there, and nowhere else."""
-        return step >= WARM_UP and (step - WARM_UP) % BLOCK == 0
+        """Whether a block starts or ends before ``step``. Only there the host waits for the device."""
+        return step >= TRIAL_WARM_UP_STEPS and (step - TRIAL_WARM_UP_STEPS) % BLOCK_STEPS == 0
 
     def note(self, step: int, now: float) -> None:
-        """Take the time ``now`` (seconds) before ``step``, at a boundary."""
-        if step > WARM_UP:
-            self.seconds[self.prioritized(step - 1)].append((now - self._start) / BLOCK)
-        self._start = now
+        """At a boundary, before ``step``: note the time ``now`` in seconds."""
+        if step > TRIAL_WARM_UP_STEPS:
+            self.seconds[self.prioritized(step - 1)].append((now - self._block_start) / BLOCK_STEPS)
+        self._block_start = now
 
     def result(self) -> tuple[float, float]:
-        """Seconds a step of the synchronous and the prioritized path on this rank: the better block of each."""
+        """Seconds per synchronous and per prioritized step on this rank, in the faster block of each."""
         return min(self.seconds[False]), min(self.seconds[True])
 
 
-def decide(results: Sequence[tuple[float, float]]) -> Verdict:
-    """The verdict on all ranks' results: equal everywhere, because it is a function of all of them.
+def decide(results: Sequence[tuple[float, float]]) -> ModeChoice:
+    """Choose a mode from the results of all ranks. It is a function of all results, so every rank chooses the same.
 
     >>> print(decide([(0.040, 0.031), (0.052, 0.032)]))
     prioritized exchange, 32.0 ms a step against 52.0 synchronous
     >>> print(decide([(0.0100, 0.0100)]))
     synchronous exchange, 10.0 ms a step against 10.0 prioritized
     """
-    synchronous, prioritized = (max(side) for side in zip(*results, strict=True))
-    return Verdict(prioritized < GAIN * synchronous, prioritized, synchronous)
+    synchronous, prioritized = (max(times) for times in zip(*results, strict=True))
+    return ModeChoice(prioritized < MAX_TIME_RATIO * synchronous, prioritized, synchronous)
 
 
-class Chooser:
-    """Takes a schedule through the trial and leaves it on the faster path, the same on all ranks.
+class ModeTrial:
+    """Runs the trial on a schedule, and leaves the schedule in the faster mode. All ranks end in the same mode.
 
     Args:
-        schedule: of the steps to come.
-        device: that computes them.
-        gather: ``(synchronous, prioritized)`` seconds of every rank, from this rank's. A collective.
+        schedule: the schedule of the steps to measure.
+        device: the device that computes them.
+        gather: gathers ``(synchronous, prioritized)`` seconds of every rank. All ranks call it together.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: ExchangeSchedule,
         device: torch.device,
         gather: Callable[[tuple[float, float]], list[tuple[float, float]]],
     ):
         self._schedule, self._device, self._gather = schedule, device, gather
-        self._trial, self._step = Trial(), 0
+        self._times, self._step = TrialTimes(), 0
         schedule.activate(False)
 
-    def before_step(self) -> Verdict | None:
-        """Take the time, choose the path of the step, and in the end decide: then there is a verdict, and nothing more to do."""
+    def before_step(self) -> ModeChoice | None:
+        """Set the mode of the next step. Returns the choice when the trial is complete, and None before."""
         step, self._step = self._step, self._step + 1
-        if self._trial.at_boundary(step):
+        if self._times.at_boundary(step):
             self._schedule.flush()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self._trial.note(step, time.perf_counter())
-        if step < self._trial.steps:
-            self._schedule.activate(self._trial.prioritized(step))
+            self._times.note(step, time.perf_counter())
+        if step < self._times.steps:
+            self._schedule.activate(self._times.prioritized(step))
             return None
-        verdict = decide(self._gather(self._trial.result()))
-        self._schedule.activate(verdict.prioritized)
-        log_once(f"prioritize='auto': {verdict}")
-        return verdict
+        choice = decide(self._gather(self._times.result()))
+        self._schedule.activate(choice.prioritized)
+        log_once(f"prioritize='auto': {choice}")
+        return choice

@@ -1,27 +1,33 @@
-"""The order of a step: what is exchanged when, so that the exchange hides behind dense compute and changes nothing.
+"""The order of a step: what is exchanged when, so that the exchange hides behind dense compute and changes no result.
 
-Step N, for every prioritized module (time goes down; `|` runs in the background meanwhile):
+Step N of one module. Time goes down. The right column travels in the background, until the line that needs it:
 
-    begin_step      ask for the ids of N+2
-    forward         join the collision and exclusive rows of N
-                    send the exclusive gradients of N-1                   | they travel
-    before_backward apply the exclusive gradients of N-1
-                    look up and send the exclusive rows of N+1            | they travel
-                    find the collisions of N+1 with N+2                   | requesters are told
-    backward        send the collision gradients of N                     | they travel
-    after_backward  apply the collision gradients of N
-                    look up and send the collision rows of N+1            | they travel during the dense optimizer step
+    hook              this rank                                               in the background
+    ----------------  ------------------------------------------------------  ---------------------------------------
+    begin_step        send the ids of N+2 to their owners                     ids of N+2              -> before_backward
+    forward           join the exclusive and the collision rows of N
+                      send the gradients of the exclusive rows of N-1         exclusive gradients N-1 -> before_backward
+    before_backward   apply the gradients of the exclusive rows of N-1
+                      read and send the exclusive rows of N+1                 exclusive rows N+1      -> forward N+1
+                      find the collisions of N+1 with N+2, tell requesters    collision marks         -> next step
+    backward          send the gradients of the collision rows of N           collision gradients N   -> after_backward
+    after_backward    apply the gradients of the collision rows of N
+                      read and send the collision rows of N+1                 collision rows N+1      -> forward N+1
+    (dense optimizer step)
 
-Rows are read and written in the order of the synchronous run: a row of N+1 is looked up early only if N does not update it
-(exclusive) and after the exclusive gradients of N-1 are in; a collision row is looked up after N's update of it.
-Exclusive gradients could leave as soon as they are known. They wait until the collision rows, for which the next forward waits,
-are there: transfers of one machine, or of several ranks on it, meet on the same engines and wires.
-Ids and collisions run one more batch ahead: they need no weights, and their sizes are on the host when they are used.
+Why nothing changes: every row is read and written in the order of the synchronous run. A row of N+1 is read early only if batch N
+does not update it (an exclusive row), and after the exclusive gradients of N-1 have been applied. A collision row is read after
+batch N has updated it.
+
+Ids and collisions run one batch further ahead than rows. They need no weights, and this way the sizes of the transfers have
+reached the host when it needs them.
+
+``reference_step.py`` has the same step as straight-line code over plain tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,225 +35,239 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
-from lightning_freescale.embedding.stages import COLLISION, EXCLUSIVE, BatchState, Groups
-from lightning_freescale.runtime.host_pacing import HostPacer
+from lightning_freescale.embedding.stages import (
+    ComputingBatch,
+    FetchingBatch,
+    RequestedBatch,
+    ReturningBatch,
+    RoutedBatch,
+)
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 
 MORE_THAN_ONCE = "called more than once a step"
 NOT_IN_BATCH = "called with features that are not part of the batch"
+VARIABLE_BATCH_SIZE = "called with a batch size that varies by feature"
 
 
-class Lane:
-    """One module on the schedule: the batches on their way through it, and whether it is prioritized at all.
+class ScheduledModule:
+    """One module in the schedule: the three batches that it works on, and whether its exchange is prioritized.
 
-    The first step is synchronous and shows which KeyedJaggedTensor of the batch the module is called with. A module that is
-    called with any other object, or more than once a step, stays synchronous: its rows would change under the prefetch.
+    The first step is synchronous. It shows which KeyedJaggedTensor of the batch the module is called with. A module that is
+    called with another object, or more than once a step, stays synchronous: prefetched rows could become stale.
+
+    Attributes:
+        exchange: the operations on the module.
+        kjt_index: which KeyedJaggedTensor of the batch the module is called with; None if that is not known yet.
+        synchronous_reason: why the module stays synchronous for good; None if it does not.
+        active: whether steps are prioritized at present.
     """
 
-    def __init__(self, name: str, moves: PrioritizedEmbedding):
-        self.name, self.moves = name, moves
-        self.pace = HostPacer(moves.device)
-        self.slot: int | None = None  # which KeyedJaggedTensor of the batch, once known
-        self.off: str | None = None  # why the module stays synchronous
-        self.active = True  # whether steps are prioritized for the time being
-        self.calls: list[KeyedJaggedTensor] = []  # of this step, with gradients
-        self.late: BatchState | None = None  # its exclusive gradients are not applied yet, maybe not even sent
-        self.current: BatchState | None = None
-        self.next: BatchState | None = None
-        self.after: BatchState | None = None
-        self._synchronous: Callable[..., Any] = type(moves.module).forward
+    def __init__(self, name: str, exchange: PrioritizedEmbedding):
+        self.name, self.exchange = name, exchange
+        self.kjt_index: int | None = None
+        self.synchronous_reason: str | None = None
+        self.active = True
+        self.calls: list[KeyedJaggedTensor] = []  # arguments of this step's calls that need gradients
+        self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
+        self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
+        self.after_next: RequestedBatch | RoutedBatch | None = None
+        self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
 
-    # ---- the module's forward ------------------------------------------------------------------------------------------
+    # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the module's ``forward``: prioritized for the batch that is due, synchronous for all else."""
+        """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
         features = args[0] if args else kwargs.get("features")
-        if torch.is_grad_enabled() and self.moves.module.training:
+        if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
-            if self.slot is not None and self.active:
-                current = self.current
-                if current is not None and current.kjt is features and not current.used:
-                    output = self.moves.join(current, self._gradient_arrived)
-                    self.pace.forward_starts()
-                    self._send_late()
+            if self.kjt_index is not None and self.active:
+                if isinstance(self.current, FetchingBatch) and self.current.kjt is features:
+                    self.current, output = self.exchange.join(self.current)
+                    self.exchange.gradients.begin_forward()
                     return output
-                again = current is not None and current.kjt is features
-                self.turn_off(MORE_THAN_ONCE if again else NOT_IN_BATCH)
-        self.apply_late()
-        self.moves.table_stream.join()  # the synchronous path reads the tables as they are
-        return self._synchronous(self.moves.module, *args, **kwargs)
+                again = self.current is not None and self.current.kjt is features
+                self.stay_synchronous(MORE_THAN_ONCE if again else NOT_IN_BATCH)
+        self.exchange.gradients.apply_late()
+        self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
+        return self._synchronous_forward(self.exchange.module, *args, **kwargs)
 
-    def _gradient_arrived(self, state: BatchState) -> None:
-        if all(gradient is not None for gradient in state.gradient):
-            self.pace.hold_host()
-            self.moves.send_gradients(state, COLLISION)
-
-    # ---- a step ----------------------------------------------------------------------------------------------------------
-    def begin(self, now: KeyedJaggedTensor, soon: KeyedJaggedTensor | None, later: KeyedJaggedTensor | None) -> None:
-        moves = self.moves
-        if self.current is None or self.current.kjt is not now:  # the first step, or the one before took no backward
-            self.apply_late()
+    # ---- a step -----------------------------------------------------------------------------------------------------
+    def begin_step(
+        self, kjt: KeyedJaggedTensor, next_kjt: KeyedJaggedTensor | None, after_next_kjt: KeyedJaggedTensor | None
+    ) -> None:
+        exchange = self.exchange
+        if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
+            exchange.gradients.apply_late()
             self.drop()
-            moves.take_over()
-            self.current = moves.ask(now)
-            moves.finish_ids(self.current)
-            moves.settle_rows(self.current)
-            moves.send_rows(self.current, EXCLUSIVE)
-        self.next = self._upcoming(self.next, soon)
-        self.after = self._upcoming(self.after, later)
-
-    def _upcoming(self, state: BatchState | None, kjt: KeyedJaggedTensor | None) -> BatchState | None:
-        if kjt is None:
-            return None
-        return state if state is not None and state.kjt is kjt else self.moves.ask(kjt)
+            exchange.resume()
+            self.current = exchange.plan_rows(exchange.route(exchange.request(kjt)))
+            exchange.send_rows(self.current, EXCLUSIVE)
+        if next_kjt is None:
+            self.next = None
+        elif self.next is None or self.next.kjt is not next_kjt:
+            self.next = exchange.request(next_kjt)
+        if after_next_kjt is None:
+            self.after_next = None
+        elif self.after_next is None or self.after_next.kjt is not after_next_kjt:
+            self.after_next = exchange.request(after_next_kjt)
 
     def before_backward(self) -> None:
-        current, moves = self.current, self.moves
-        self.apply_late()
-        if current is None or not current.used or current.gradients:
+        self.exchange.gradients.apply_late()
+        current = self.current
+        if not isinstance(current, ComputingBatch):  # no forward in this step, or this is its second backward
             return
-        if self.off is not None:  # turned off in this step: whatever else it does to the rows, nothing is prefetched
-            current.split_after = None
+        if (
+            self.synchronous_reason is not None
+        ):  # found in this step: prefetch nothing, and return all gradients at once
+            current.routed.with_next = None
         elif self.next is not None:
-            moves.finish_ids(self.next)
-            if current.split_after is None:
-                moves.collide(current, self.next)
-            moves.settle_rows(self.next)
-            moves.send_rows(self.next, EXCLUSIVE)
-            if self.after is not None:
-                moves.finish_ids(self.after)
-                moves.collide(self.next, self.after)
-        moves.settle_gradients(current)
-        self.pace.backward_starts()
+            self._prefetch_next(current)
+        self.current = self.exchange.gradients.expect(current)
+
+    def _prefetch_next(self, current: ComputingBatch) -> None:
+        exchange = self.exchange
+        assert self.next is not None
+        assert not isinstance(self.next, FetchingBatch)
+        upcoming = self._route(self.next)
+        if upcoming.with_previous is None:  # the first prioritized step: otherwise the previous step has found them
+            exchange.find_collisions(current.routed, upcoming)
+        self.next = exchange.plan_rows(upcoming)
+        exchange.send_rows(self.next, EXCLUSIVE)
+        if self.after_next is not None:
+            self.after_next = self._route(self.after_next)
+            exchange.find_collisions(upcoming, self.after_next)
+
+    def _route(self, batch: RequestedBatch | RoutedBatch) -> RoutedBatch:
+        return self.exchange.route(batch) if isinstance(batch, RequestedBatch) else batch
 
     def after_backward(self) -> None:
-        current, moves = self.current, self.moves
-        if current is None or all(gradient is None for gradient in current.gradient):
-            return  # no step was taken through this module
-        if not current.outgoing:  # some groups have no gradient: the loss does not depend on them
-            moves.send_gradients(current, COLLISION)
-        moves.apply_gradients(current, COLLISION)
-        self.late = current
-        if self.next is not None and self.off is None:
-            moves.send_rows(self.next, COLLISION)
-        self.current, self.next, self.after = self.next, self.after, None
+        current = self.current
+        if not isinstance(current, ReturningBatch) or not current.has_gradients:
+            return  # no backward went through this module
+        self.exchange.gradients.apply_collisions(current)
+        self.current = None
+        if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
+            self.exchange.send_rows(self.next, COLLISION)
+            self.current, self.next, self.after_next = self.next, self.after_next, None
 
-    def _send_late(self) -> None:
-        """Send the exclusive gradients of the step before, if they are still here."""
-        if self.late is not None and EXCLUSIVE not in self.late.outgoing:
-            self.moves.send_gradients(self.late, EXCLUSIVE)
-
-    def apply_late(self) -> None:
-        """Apply the exclusive gradients of the step before, if that is not done yet."""
-        self._send_late()
-        late, self.late = self.late, None
-        if late is not None:
-            self.moves.apply_gradients(late, EXCLUSIVE)
-
+    # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def drop(self) -> None:
-        """Forget what was prefetched. All ranks have issued the same transfers: let them finish."""
-        for state in (self.current, self.next, self.after):
-            if state is not None:
-                self.moves.finish_ids(state)
-                self.moves.await_rows(state)
-        self.current = self.next = self.after = None
+        """Forget the prefetched batches. All ranks have started the same transfers, so wait until they are complete."""
+        for batch in (self.current, self.next, self.after_next):
+            if isinstance(batch, RequestedBatch):
+                self.exchange.route(batch)
+            elif isinstance(batch, FetchingBatch):
+                self.exchange.await_rows(batch)
+        self.current = self.next = self.after_next = None
+        self.exchange.gradients.cancel()
 
-    def turn_off(self, reason: str) -> None:
-        self.off = reason
-        self.slot = None
-        log_once(f"prioritize: {self.name} is exchanged synchronously: it is {reason}")
+    def stay_synchronous(self, reason: str) -> None:
+        """Use TorchRec's own exchange for this module from now on."""
+        self.synchronous_reason = reason
+        self.kjt_index = None
+        log_once(f"prioritize: {self.name} is exchanged synchronously, because it is {reason}")
 
 
-class Schedule:
-    """Drives all prioritized modules through a step, in the same order on every rank."""
+class ExchangeSchedule:
+    """Leads all prioritized modules through a step, in the same order on every rank.
+
+    The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
+    """
 
     def __init__(
         self,
         modules: dict[str, ShardedEmbeddingCollection],
-        groups: Groups,
+        groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
     ):
-        self.lanes = [
-            Lane(name, PrioritizedEmbedding(module, groups, copies, timeline)) for name, module in modules.items()
+        self.modules = [
+            ScheduledModule(name, PrioritizedEmbedding(module, groups, copies, timeline))
+            for name, module in modules.items()
         ]
-        for lane in self.lanes:
-            lane.moves.module.forward = lane.forward  # as TorchRec's own pipelines do
+        for scheduled in self.modules:
+            scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
         self._batch: list[KeyedJaggedTensor] = []
 
     @property
     def prioritized(self) -> list[str]:
         """Names of the modules whose exchange is prioritized at present."""
-        return [lane.name for lane in self.lanes if lane.active and lane.slot is not None]
+        return [module.name for module in self.modules if module.active and module.kjt_index is not None]
 
     def activate(self, active: bool) -> None:
-        """Prioritize from the next step on, or go back to the synchronous path. Both paths give the same training."""
-        for lane in self.lanes:
-            if lane.active and not active:
-                lane.apply_late()
-                lane.drop()
-                lane.moves.table_stream.join()
-            lane.active = active
+        """Prioritize from the next step on, or use TorchRec's own exchange. Both give the same training."""
+        for module in self.modules:
+            if module.active and not active:
+                module.exchange.gradients.apply_late()
+                module.drop()
+                module.exchange.table_stream.join()
+            module.active = active
 
+    # ---- a step -----------------------------------------------------------------------------------------------------
     def begin_step(
-        self, batch: list[KeyedJaggedTensor], soon: list[KeyedJaggedTensor], later: list[KeyedJaggedTensor]
+        self,
+        batch: list[KeyedJaggedTensor],
+        next_batch: list[KeyedJaggedTensor],
+        after_next: list[KeyedJaggedTensor],
     ) -> None:
         """Before the forward of a batch.
 
         Args:
-            batch: the KeyedJaggedTensors of the batch, always in the same order.
-            soon: those of the next batch, empty if the data end before it.
-            later: those of the batch after the next.
+            batch: the KeyedJaggedTensors of the batch, in the same order in every step.
+            next_batch: those of the next batch; empty if the data end before it.
+            after_next: those of the batch after the next one; empty if the data end before it.
         """
         self._end_step()
         self._batch = batch
-        for lane in self.lanes:
-            if lane.slot is not None and lane.active:
-                lane.begin(*(_pick(part, lane.slot) for part in (batch, soon, later)))
+        for module in self.modules:
+            index = module.kjt_index
+            if index is not None and module.active:
+                module.begin_step(batch[index], _at(next_batch, index), _at(after_next, index))
 
     def before_backward(self) -> None:
-        for lane in self.lanes:
-            lane.before_backward()
+        for module in self.modules:
+            module.before_backward()
 
     def after_backward(self) -> None:
-        for lane in self.lanes:
-            lane.after_backward()
+        for module in self.modules:
+            module.after_backward()
 
     def _end_step(self) -> None:
-        """Look back at the step before: the first one shows what each module is called with."""
-        for lane in self.lanes:
-            if lane.slot is None and lane.off is None and lane.calls:
-                self._learn(lane)
-            if lane.off is not None:
-                lane.drop()
-            lane.calls = []
+        """Look at the calls of the previous step. The first step shows which features each module is called with."""
+        for module in self.modules:
+            if module.kjt_index is None and module.synchronous_reason is None and module.calls:
+                self._learn_features(module)
+            if module.synchronous_reason is not None:
+                module.drop()
+            module.calls = []
 
-    def _learn(self, lane: Lane) -> None:
-        slots = [index for index, kjt in enumerate(self._batch) if kjt is lane.calls[0]]
-        if len(lane.calls) > 1:
-            lane.turn_off(MORE_THAN_ONCE)
-        elif not slots:
-            lane.turn_off(NOT_IN_BATCH)
-        elif self._batch[slots[0]].variable_stride_per_key():
-            lane.turn_off("called with a batch size that varies by feature")
+    def _learn_features(self, module: ScheduledModule) -> None:
+        found = [index for index, kjt in enumerate(self._batch) if kjt is module.calls[0]]
+        if len(module.calls) > 1:
+            module.stay_synchronous(MORE_THAN_ONCE)
+        elif not found:
+            module.stay_synchronous(NOT_IN_BATCH)
+        elif self._batch[found[0]].variable_stride_per_key():
+            module.stay_synchronous(VARIABLE_BATCH_SIZE)
         else:
-            lane.slot = slots[0]
+            module.kjt_index = found[0]
 
+    # ---- the end ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
-        """Apply every gradient that is still out. What was prefetched stays valid: those rows are not among them."""
-        for lane in self.lanes:
-            lane.apply_late()
+        """Apply every gradient that has not been applied. These gradients change no prefetched row."""
+        for module in self.modules:
+            module.exchange.gradients.apply_late()
 
     def close(self) -> None:
-        """Flush, forget what was prefetched, give the modules their own forward back."""
+        """Flush, drop the prefetched batches, and give the modules their own forward back."""
         self.flush()
-        for lane in self.lanes:
-            lane.drop()
-            lane.moves.table_stream.join()
-            lane.moves.module.__dict__.pop("forward", None)
+        for module in self.modules:
+            module.drop()
+            module.exchange.table_stream.join()
+            module.exchange.module.__dict__.pop("forward", None)
 
 
-def _pick(batch: Iterable[KeyedJaggedTensor], slot: int) -> KeyedJaggedTensor | None:
-    parts = list(batch)
-    return parts[slot] if slot < len(parts) else None
+def _at(batch: Sequence[KeyedJaggedTensor], index: int) -> KeyedJaggedTensor | None:
+    return batch[index] if index < len(batch) else None

@@ -1,4 +1,4 @@
-"""A model on its shards: its tables over the ranks of a group, everything else data parallel."""
+"""Shards a model: the tables are split over the ranks of a process group, and everything else is data parallel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 
-# DistributedModelParallel hands these to DDP itself.
-_OF_THE_WRAPPER = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
+# DistributedModelParallel passes these to DDP itself.
+_WRAPPER_ARGUMENTS = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
 
 
 def shard(
@@ -29,18 +29,20 @@ def shard(
     dedup: bool = False,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> DistributedModelParallel:
-    """Shard the tables of ``module`` and wrap the rest. Tables that hold weights keep them. A collective.
+    """Shard the tables of ``module``, and wrap its other parameters in DDP. All ranks must call it.
+
+    Tables that hold weights keep them.
 
     Args:
-        group: on which TorchRec exchanges ids, rows and gradients; of all ranks.
-        local_size: ranks on this host.
-        sharding, optimizer, dedup: as the strategy's ``sharding``, ``embedding_optimizer`` and ``dedup``.
-        ddp_kwargs: for the dense part.
+        group: process group of all ranks, on which TorchRec exchanges ids, rows and gradients.
+        local_size: number of ranks on this host.
+        sharding, optimizer, dedup: the strategy's ``sharding``, ``embedding_optimizer`` and ``dedup``.
+        ddp_kwargs: arguments of DDP for the dense parameters.
     """
     sharders = make_sharders(module, optimizer, device, dedup)
     plan = make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
     kwargs = dict(ddp_kwargs or {})
-    wrapper = {"static_graph": False} | {name: kwargs.pop(name) for name in _OF_THE_WRAPPER if name in kwargs}
+    wrapper = {"static_graph": False} | {name: kwargs.pop(name) for name in _WRAPPER_ARGUMENTS if name in kwargs}
     weights = _table_weights(module)
     with _own_random_numbers(group.rank(), device):
         sharded = DistributedModelParallel(
@@ -56,7 +58,7 @@ def shard(
 
 
 class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
-    """The dense part's AllReduce stays on the default process group, whatever moves the rows of the tables."""
+    """Keeps the AllReduce of the dense parameters on the default process group, whichever group the tables use."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         assert dist.group.WORLD is not None
@@ -65,9 +67,10 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
 
 @contextmanager
 def _own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Let shards of tables on ``meta`` be drawn from other random numbers on every rank, and leave no trace after.
+    """Use other random numbers on every rank inside the ``with`` block, and restore the random state after it.
 
-    Ranks are seeded alike: without this, the shards of a table would all hold the same rows.
+    TorchRec draws the shards of tables on ``meta`` in here. All ranks have the same seed: without this, all shards of a table
+    would hold the same rows.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(torch.initial_seed() + 1 + rank)
@@ -75,7 +78,7 @@ def _own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
 
 
 def _table_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of the unsharded tables that hold any (those on ``meta`` do not), by their key in ``module.state_dict()``."""
+    """Weights of the unsharded tables, by their key in ``module.state_dict()``. Tables on ``meta`` have none."""
     return {
         f"{name}.{key}" if name else key: value
         for name, collection in embedding_modules(module).items()
@@ -88,7 +91,7 @@ def _table_weights(module: nn.Module) -> dict[str, Tensor]:
 def _fill_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy unsharded ``weights`` into the local shards of the sharded ``module``.
 
-    TorchRec initialises shards anew, which would drop weights loaded before sharding, and would make the initial model
+    TorchRec initializes shards again. That would drop weights that were loaded before sharding, and the initial model would
     depend on the number of ranks.
     """
     state = module.state_dict()

@@ -1,21 +1,88 @@
-"""What the tables' fused optimizer remembers, per-row state and how many steps it has counted; and its learning rate."""
+"""The fused optimizer of the tables: its options, its state, its step counts and its learning rate.
+
+FBGEMM's kernels update the rows inside the backward of their lookup. There is no separate optimizer step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
+from lightning_freescale.runtime.errors import ConfigurationError
 
+# The update of a row depends only on the gradient and the state of that row. So an update of half of a batch's rows, or a later
+# update, gives the same result. Optimizers that use norms of the table (LAMB, LARS) or counters over it are not listed.
+TABLE_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+CUDA_ONLY_OPTIMIZERS = ("adam",)  # FBGEMM's CPU kernels have no Adam
+DEFAULT_TABLE_OPTIMIZER: Mapping[str, Any] = {"optimizer": "rowwise_adagrad", "lr": 0.02}
+_FBGEMM_NAMES = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    """FBGEMM's arguments for ``options`` such as ``{"optimizer": "rowwise_adagrad", "lr": 0.02, "eps": 1e-8}``.
+
+    Raises:
+        ConfigurationError: if the optimizer is unknown or does not exist on ``device``, or if an option is unknown or invalid.
+    """
+    options = dict(DEFAULT_TABLE_OPTIMIZER if options is None else options)
+    name = options.pop("optimizer", DEFAULT_TABLE_OPTIMIZER["optimizer"])
+    if name not in TABLE_OPTIMIZERS:
+        raise ConfigurationError(
+            f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(TABLE_OPTIMIZERS)} "
+            "(their update of a row depends on that row alone, which keeps sharded and overlapped training exact)"
+        )
+    if name in CUDA_ONLY_OPTIMIZERS and device.type != "cuda":
+        on_cpu = [other for other in TABLE_OPTIMIZERS if other not in CUDA_ONLY_OPTIMIZERS]
+        raise ConfigurationError(
+            f"embedding_optimizer: optimizer {name!r} needs a CUDA device; on {device.type} choose one of {', '.join(on_cpu)}"
+        )
+    params: dict[str, Any] = {
+        "optimizer": TABLE_OPTIMIZERS[name],
+        "learning_rate": DEFAULT_TABLE_OPTIMIZER["lr"],
+    }
+    for key, value in options.items():
+        if key == "betas" and name == "adam":
+            params["beta1"], params["beta2"] = value
+        elif key in _FBGEMM_NAMES:
+            params[_FBGEMM_NAMES[key]] = value
+        else:
+            known = [*_FBGEMM_NAMES, *(["betas"] if name == "adam" else [])]
+            raise ConfigurationError(
+                f"embedding_optimizer: {key}={value!r} is unknown for {name!r}; known: {', '.join(known)}"
+            )
+    if params["learning_rate"] < 0:
+        raise ConfigurationError(f"embedding_optimizer: lr={params['learning_rate']} must not be negative")
+    return params
+
+
+def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
+    """Whether the user has attached optimizers to tables, with TorchRec's ``apply_optimizer_in_backward``."""
+    return any(
+        hasattr(parameter, "_optimizer_classes") for collection in collections for parameter in collection.parameters()
+    )
+
+
+# ---- state, for checkpoints ----------------------------------------------------------------------------------------
 def optimizer_tensors(sharded: DistributedModelParallel) -> dict[str, Any]:
-    """Per-row optimizer state by name, as sharded tensors that share memory with the kernels.
+    """Optimizer state of each row, by name, as sharded tensors that share memory with the kernels.
 
-    Only of tables this rank holds a part of: with table-wise sharding that may be none.
+    It has entries only for tables of which this rank holds a part. With table-wise sharding there may be none.
     """
     return {
         f"{table}.{name}": value
@@ -25,17 +92,18 @@ def optimizer_tensors(sharded: DistributedModelParallel) -> dict[str, Any]:
     }
 
 
+# ---- step counts ---------------------------------------------------------------------------------------------------
 def kernels_of(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """FBGEMM's kernels of one sharded collection on this rank."""
     return [kernel for lookup in getattr(module, "_lookups", ()) for kernel in kernels_in(lookup)]
 
 
 def kernels_in(lookup: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The kernels of one of its lookups, one for each group of tables."""
+    """FBGEMM's kernels of one lookup of a sharded collection: one kernel for each group of tables."""
     return [child for child in lookup.modules() if isinstance(child, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
-def _kernels(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:
+def _kernels_by_collection(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:
     """All kernels on this rank, each with the qualified name of its collection."""
     for name, child in module.named_modules():
         if isinstance(child, ShardedModule):
@@ -43,33 +111,38 @@ def _kernels(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddin
 
 
 def steps(module: nn.Module) -> dict[str, int]:
-    """Steps counted by the kernels of each collection (Adam corrects its bias by them). Reads the host's copy: no sync."""
+    """Number of steps that the kernels of each collection have counted, by the collection's name.
+
+    Adam corrects its bias by it. The host has a copy of the count, so the device is not awaited.
+    """
     counted: dict[str, int] = {}
-    for name, kernel in _kernels(module):
+    for name, kernel in _kernels_by_collection(module):
         counted[name] = max(counted.get(name, 0), int(kernel.iter_cpu))
     return counted
 
 
 def steps_of_all_ranks(module: nn.Module, gather: Callable[[Any], list[Any]]) -> dict[str, int]:
-    """:func:`steps`, also of collections this rank holds no table of. A collective."""
-    parts = gather(steps(module))
-    return {name: max(part.get(name, 0) for part in parts) for part in parts for name in part}
+    """:func:`steps`, with the collections of which this rank holds no table. All ranks must call it."""
+    by_rank = gather(steps(module))
+    return {name: max(counted.get(name, 0) for counted in by_rank) for counted in by_rank for name in counted}
 
 
 def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
-    """Let the kernels go on counting from ``counted``. They count every lookup, those of validation too."""
-    for name, kernel in _kernels(module):
+    """Set the step counts to ``counted``, as :func:`steps` returned them. The kernels also count lookups of validation."""
+    for name, kernel in _kernels_by_collection(module):
         if name in counted:
             kernel.iter_cpu.fill_(counted[name])
             kernel.iter.fill_(counted[name])
 
 
+# ---- learning rate -------------------------------------------------------------------------------------------------
 def follow_learning_rate(fused: Any, base: Sequence[float], dense: torch.optim.Optimizer) -> None:
-    """Give the tables the relative learning rate of ``dense``. FBGEMM reads the rate in forward.
+    """Scale the tables' learning rates by the same factor as the rate of ``dense``. FBGEMM reads the rates in forward.
 
     Args:
-        fused: optimizer of the tables; ``base`` are the rates that its groups began with.
-        dense: the model's first optimizer, which a scheduler may drive.
+        fused: optimizer of the tables.
+        base: initial learning rate of each of its groups.
+        dense: the model's first optimizer. A scheduler may change its learning rate.
     """
     if not base:
         return
@@ -78,4 +151,59 @@ def follow_learning_rate(fused: Any, base: Sequence[float], dense: torch.optim.O
     scale = group["lr"] / initial if initial else 1.0
     for own, rate in zip(fused.param_groups, base, strict=True):
         own["lr"] = rate * scale
-    fused.step()  # hands the rate to the kernels, changes no weight
+    fused.step()  # passes the rates to the kernels; changes no weight
+
+
+# ---- updates of the prioritized exchange ---------------------------------------------------------------------------
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What the update of a batch's rows depends on, apart from the gradients. Fixed in the forward of the batch's step."""
+
+    learning_rates: list[float]  # of each group of the fused optimizer
+    step: int  # number of the training step, from 1
+    divide_by_ranks: bool  # whether TorchRec divides gradients by the number of ranks
+
+
+class ModuleOptimizer:
+    """The fused optimizer of one sharded module, for updates that run later than their own step.
+
+    The kernels count each lookup as a step and use the present learning rate. The prioritized exchange updates the rows of one
+    step in two lookups, and one of them runs in the next step. So it sets count and rate before each of them.
+    """
+
+    def __init__(self, module: ShardedEmbeddingCollection):
+        self._module, self._kernels = module, kernels_of(module)
+        self._step = 0  # training steps of this module
+
+    def continue_count(self) -> None:
+        """Take over the step count of the kernels, after steps with TorchRec's own exchange."""
+        self._step = max((int(kernel.iter_cpu) for kernel in self._kernels), default=0)
+
+    def begin_step(self) -> UpdateSettings:
+        """Count a training step. Its rows are updated with the settings that hold now."""
+        self._step += 1
+        return UpdateSettings(self.learning_rates(), self._step, get_gradient_division())
+
+    def learning_rates(self) -> list[float]:
+        return [group["lr"] for group in self._module.fused_optimizer.param_groups]
+
+    def set_learning_rates(self, rates: list[float]) -> None:
+        if rates == self.learning_rates():
+            return
+        optimizer = self._module.fused_optimizer
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.step()  # passes the rates to the kernels; changes no weight
+
+    def count_next_lookup_as(self, step: int) -> None:
+        """Make the kernels count the next lookup as training step number ``step``."""
+        self._set_count(step - 1)
+
+    def restore_count(self) -> None:
+        """Set the kernels' count to the number of training steps of this module, whatever they have counted since."""
+        self._set_count(self._step)
+
+    def _set_count(self, count: int) -> None:
+        for kernel in self._kernels:
+            kernel.iter_cpu.fill_(count)
+            kernel.iter.fill_(count)

@@ -16,7 +16,7 @@ from benchmarks.harness.exchange.machine import Device, Emulation
 from benchmarks.harness.exchange.measurement import Options, describe, line_through, measure, summarise
 from benchmarks.harness.exchange.variants import BASE, COMPUTE, DENSE, PRIORITIZED, SPARSE_DIST, SYNC
 from benchmarks.harness.workload import Workload
-from lightning_freescale.embedding import prioritized
+from lightning_freescale.embedding import collisions, prioritized
 from tests.benchmarks.command import run_benchmark
 from tests.ranks import run_ranks
 
@@ -37,12 +37,12 @@ def every_row_collides() -> None:
     def detect(self: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones_like(first, dtype=torch.bool), torch.ones_like(second, dtype=torch.bool)
 
-    prioritized.CollisionDetector.__call__ = detect  # type: ignore[method-assign]
+    collisions.CollisionDetector.__call__ = detect  # type: ignore[method-assign]
 
 
 def one_row_goes_wrong() -> None:
-    inverse = prioritized._inverse
-    prioritized._inverse = lambda order: inverse(order).roll(1)
+    inverse = prioritized.inverse_permutation
+    prioritized.inverse_permutation = lambda order: inverse(order).roll(1)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_freescale.bubbles.attribution import account, attribute
 from lightning_freescale.bubbles.records import read_run
-from lightning_freescale.bubbles.timeline import Kind
-from lightning_freescale.embedding import prioritized
+from lightning_freescale.bubbles.spans import Kind
+from lightning_freescale.embedding import all_to_all
 from tests import toy
 from tests.bubbles.seam import Watched, fit
 from tests.ranks import run_ranks
@@ -57,7 +57,7 @@ class Busy(toy.Model):
 
 def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
     model = Busy(busy)
-    inner = prioritized.exchange
+    inner = all_to_all.start
 
     def exchange(*args: Any) -> Any:
         transfer = inner(*args)
@@ -66,9 +66,9 @@ def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
         if kind is not slow or step not in DELAYED:
             return transfer
         work = SlowWork(transfer.work)
-        return transfer._replace(work=work, watched=timeline.transfer(kind, work))
+        return transfer._replace(work=work, tracked=timeline.transfer(kind, work))
 
-    prioritized.exchange = exchange
+    all_to_all.start = exchange
     loader = torch.utils.data.DataLoader(toy.Samples(256), batch_size=2, collate_fn=toy.collate, shuffle=True)
     fit(
         2,

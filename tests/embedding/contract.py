@@ -17,9 +17,9 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale.embedding import plan as sharding
-from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.table_optimizer import kernels_of
-from tests.embedding.exchange import (
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
+from tests.embedding.training import (
     DIM,
     KEYS,
     ROWS,
@@ -50,7 +50,7 @@ PINNED = {
 }
 # Options of the output that the module holds as ``_<name>``; releases have some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
-OUTPUT_ARGUMENTS = {  # what PrioritizedEmbedding.join() passes
+OUTPUT_ARGUMENTS = {  # what PrioritizedEmbedding.join passes
     "awaitables_per_sharding",
     "features_per_sharding",
     "embedding_names_per_sharding",
@@ -210,7 +210,7 @@ def check_model_parallel(world: int) -> None:
     model.head = nn.Linear(DIM, 1)
     device, group = torch.device("cpu"), dist.group.WORLD
     apply_optimizer_in_backward(torch.optim.SGD, model.embeddings.parameters(), {"lr": 0.1})
-    assert sharding.brings_own_optimizer(model)
+    assert has_own_optimizer([model.embeddings])
     assert all(hasattr(parameter, "_optimizer_classes") for parameter in model.embeddings.parameters())
     sharders = sharding.make_sharders(model, None, device)
     plan = sharding.make_plan(model, sharders, "row_wise", device=device, world_size=world, local_size=world)
@@ -229,8 +229,8 @@ def check_model_parallel(world: int) -> None:
 def output_options(rank: int) -> set[str]:
     """The options that the prioritized exchange hands on to the module's output."""
     dist.init_process_group("gloo")
-    moves = make_schedule(build("row_wise", "sgd", 2)).lanes[0].moves
-    return set(moves._output_options)
+    exchange = make_schedule(build("row_wise", "sgd", 2)).modules[0].exchange
+    return set(exchange.output_options)
 
 
 def check_training(rank: int, world: int) -> dict[str, bool]:
@@ -249,18 +249,18 @@ def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False) -> b
     if prefetch_all:
         blind_to_collisions(schedule)
     got = train(module, batches, schedule)
-    assert schedule.lanes[0].off is None
-    assert schedule.lanes[0].slot == 0
+    assert schedule.modules[0].synchronous_reason is None
+    assert schedule.modules[0].kjt_index == 0
     first, second = tables(plain), tables(module)
     return expected == got and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def blind_to_collisions(schedule: Schedule) -> None:
+def blind_to_collisions(schedule: ExchangeSchedule) -> None:
     def detect(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
 
-    moves = schedule.lanes[0].moves
-    moves._detectors = [detect for _ in moves._detectors]  # type: ignore[misc]
+    finder = schedule.modules[0].exchange.finder
+    finder.detectors = [detect for _ in finder.detectors]  # type: ignore[misc]
 
 
 def check(world: int = 2) -> None:

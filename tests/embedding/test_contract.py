@@ -97,15 +97,16 @@ def foreign_private_names(source: str) -> set[str]:
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
+def private_names_used_in(package: str) -> set[str]:
+    files = sorted((ROOT / "lightning_freescale" / package).glob("*.py"))
+    return {name for file in files for name in foreign_private_names(file.read_text())}
+
+
 def test_every_private_name_is_pinned() -> None:
-    used = {
-        name
-        for file in sorted((ROOT / "lightning_freescale" / "embedding").glob("*.py"))
-        for name in foreign_private_names(file.read_text())
-    }
+    used = private_names_used_in("embedding")
     assert used  # the scan finds something
     assert used <= set(contract.PINNED), "pin them in tests/embedding/contract.py, with a check of what they mean"
-    strategy = foreign_private_names((ROOT / "lightning_freescale" / "strategy.py").read_text())
+    strategy = private_names_used_in("strategy")
     assert set(contract.PINNED) <= used | strategy, "pinned, but no longer used"
 
 

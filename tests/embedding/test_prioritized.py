@@ -11,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.stages import COLLISION, EXCLUSIVE
-from tests.embedding import exchange
-from tests.embedding.exchange import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
+from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.stages import ComputingBatch, FetchingBatch, ReturningBatch, RoutedBatch
+from tests.embedding import training
+from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
 from tests.ranks import run_ranks
 
 
@@ -48,9 +49,9 @@ def _compare(
             schedule.flush()
 
     got = train(module, mine, schedule, rates=rates, between=look)
-    lane = schedule.lanes[0]
-    assert lane.off is None, lane.off
-    assert len(mine) < 2 or lane.slot == 0
+    scheduled = schedule.modules[0]
+    assert scheduled.synchronous_reason is None, scheduled.synchronous_reason
+    assert len(mine) < 2 or scheduled.kjt_index == 0
     a, b = tables(plain), tables(module)
     return got == expected and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
@@ -124,63 +125,66 @@ def test_random_data(data: st.DataObject) -> None:
 
 
 # ---- negative controls: each shortcut is noticed -----------------------------------------------------------------------
-def prefetch_every_row(schedule: Schedule) -> None:
+def prefetch_every_row(schedule: ExchangeSchedule) -> None:
     def detect(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
 
-    schedule.lanes[0].moves._detectors = [detect for _ in schedule.lanes[0].moves._detectors]  # type: ignore[misc]
+    finder = schedule.modules[0].exchange.finder
+    finder.detectors = [detect for _ in finder.detectors]  # type: ignore[misc]
 
 
-def skip_the_division(schedule: Schedule) -> None:
-    moves = schedule.lanes[0].moves
-    update = moves._update
+def skip_the_division(schedule: ExchangeSchedule) -> None:
+    gradients = schedule.modules[0].exchange.gradients
+    update = gradients.update
 
-    def undivided(lookup: Any, dim: int, part: Any, received: torch.Tensor, state: Any) -> None:
-        state.divide = False
-        update(lookup, dim, part, received, state)
+    def undivided(group: int, rows: Any, received: torch.Tensor, batch: ComputingBatch) -> None:
+        settings = replace(batch.settings, divide_by_ranks=False)
+        update(group, rows, received, replace(batch, settings=settings))
 
-    moves._update = undivided  # type: ignore[method-assign]
-
-
-def skip_the_reordering(schedule: Schedule) -> None:
-    moves = schedule.lanes[0].moves
-    update = moves._update
-
-    def unordered(lookup: Any, dim: int, part: Any, received: torch.Tensor, state: Any) -> None:
-        update(lookup, dim, replace(part, back=torch.arange(len(part.wire))), received, state)
-
-    moves._update = unordered  # type: ignore[method-assign]
+    gradients.update = undivided  # type: ignore[method-assign]
 
 
-def look_up_the_next_row(schedule: Schedule) -> None:
-    """Of tables that have a group to themselves: their rows are looked up in wire order."""
-    moves = schedule.lanes[0].moves
-    settle = moves.settle_rows
+def skip_the_reordering(schedule: ExchangeSchedule) -> None:
+    gradients = schedule.modules[0].exchange.gradients
+    update = gradients.update
 
-    def shifted(state: Any) -> None:
-        settle(state)
-        for pieces in state.rows:
-            for part in pieces.values():
-                part.ids = None if part.ids is None else part.ids.roll(1)
+    def unordered(group: int, rows: Any, received: torch.Tensor, batch: ComputingBatch) -> None:
+        update(group, replace(rows, wire_position=torch.arange(len(rows.owner_wire))), received, batch)
 
-    moves.settle_rows = shifted  # type: ignore[method-assign]
+    gradients.update = unordered  # type: ignore[method-assign]
 
 
-def apply_late_gradients_after_the_prefetch(schedule: Schedule) -> None:
-    lane = schedule.lanes[0]
-    apply_late, send_rows = lane.apply_late, lane.moves.send_rows
-    lane.apply_late = lambda: None  # type: ignore[method-assign]
+def look_up_the_next_row(schedule: ExchangeSchedule) -> None:
+    """Applies to tables that are alone in their sharding group: their rows are read in wire order."""
+    exchange = schedule.modules[0].exchange
+    plan_rows = exchange.plan_rows
 
-    def send_first(state: Any, piece: str) -> None:
-        send_rows(state, piece)
-        if piece == EXCLUSIVE:
+    def shifted(batch: RoutedBatch) -> FetchingBatch:
+        fetching = plan_rows(batch)
+        for sets in fetching.row_sets:
+            for kind, rows in sets.items():
+                sets[kind] = replace(rows, ids=None if rows.ids is None else rows.ids.roll(1))
+        return fetching
+
+    exchange.plan_rows = shifted  # type: ignore[method-assign]
+
+
+def apply_late_gradients_after_the_prefetch(schedule: ExchangeSchedule) -> None:
+    exchange = schedule.modules[0].exchange
+    apply_late, send_rows = exchange.gradients.apply_late, exchange.send_rows
+    exchange.gradients.apply_late = lambda: None  # type: ignore[method-assign]
+
+    def send_first(batch: FetchingBatch, kind: RowKind) -> None:
+        send_rows(batch, kind)
+        if kind == EXCLUSIVE:
             apply_late()
 
-    lane.moves.send_rows = send_first  # type: ignore[method-assign]
+    exchange.send_rows = send_first  # type: ignore[method-assign]
 
 
-def todays_rate_for_yesterdays_gradient(schedule: Schedule) -> None:
-    schedule.lanes[0].moves._set_learning_rates = lambda rates: None  # type: ignore[method-assign]
+def todays_rate_for_yesterdays_gradient(schedule: ExchangeSchedule) -> None:
+    optimizer = schedule.modules[0].exchange.tables.optimizer
+    optimizer.set_learning_rates = lambda rates: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -207,23 +211,28 @@ def test_the_comparison_notices(sabotage: Any) -> None:
 
 
 # ---- it really is early ------------------------------------------------------------------------------------------------
-def order_of_moves(rank: int) -> list[tuple[str, str, int]]:
-    """(move, piece, batch) in the order they happen."""
+def order_of_operations(rank: int) -> list[tuple[str, str, int]]:
+    """(operation, kind of rows, batch) in the order in which they happen."""
     dist.init_process_group("gloo")
     module = build("row_wise", "sgd", 2)
     schedule = make_schedule(module)
-    moves, seen, number = schedule.lanes[0].moves, [], {}
-    kjts = [exchange.to_kjt(batch) for batch in random_batches(rank, 5, 0, lambda r, s: 6)]
-    for name in ("send_rows", "send_gradients", "apply_gradients"):
-        original = getattr(moves, name)
+    exchange, seen, number = schedule.modules[0].exchange, [], {}
+    kjts = [training.to_kjt(batch) for batch in random_batches(rank, 5, 0, lambda r, s: 6)]
+    operations = {
+        "send_rows": (exchange, "send_rows"),
+        "send_gradients": (exchange.gradients, "send"),
+        "apply_gradients": (exchange.gradients, "apply"),
+    }
+    for name, (owner, method) in operations.items():
+        original = getattr(owner, method)
 
-        def noted(state: Any, piece: str, name: str = name, original: Any = original) -> None:
-            if name != "apply_gradients" or state.outgoing.get(piece):
-                seen.append((name, piece, number[id(state.kjt)]))
-            original(state, piece)
+        def noted(batch: FetchingBatch | ReturningBatch, kind: str, name: str = name, original: Any = original) -> None:
+            if name != "apply_gradients" or batch.transfers.get(kind):
+                seen.append((name, kind, number[id(batch.kjt)]))
+            original(batch, kind)
 
-        setattr(moves, name, noted)
-    head = torch.nn.Linear(exchange.DIM, 1)
+        setattr(owner, method, noted)
+    head = torch.nn.Linear(training.DIM, 1)
     number.update({id(kjt): step for step, kjt in enumerate(kjts)})
     for step, kjt in enumerate(kjts):
         schedule.begin_step([kjt], kjts[step + 1 : step + 2], kjts[step + 2 : step + 3])
@@ -238,7 +247,7 @@ def order_of_moves(rank: int) -> list[tuple[str, str, int]]:
 
 
 def test_exclusive_rows_leave_before_backward_and_collisions_after_it() -> None:
-    for seen in run_ranks(order_of_moves):
+    for seen in run_ranks(order_of_operations):
         for step in (2, 3):  # a step in the middle
             at = seen.index
             assert at(("apply_gradients", EXCLUSIVE, step - 1)) < at(("send_rows", EXCLUSIVE, step + 1))
@@ -255,7 +264,7 @@ def count_collisions(rank: int, batches: list[Batches]) -> tuple[int, int, int]:
     module = build("row_wise", "sgd", len(batches))
     schedule = make_schedule(module)
     train(module, batches[rank], schedule)
-    stats = schedule.lanes[0].moves.stats
+    stats = schedule.modules[0].exchange.stats
     return stats.batches, stats.rows, stats.collisions
 
 

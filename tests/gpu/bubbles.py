@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lightning_freescale as fs
 from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness.gpu_cluster import reserved_sms
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
@@ -137,7 +137,7 @@ def main() -> None:
             print({name: round(value, 4) for name, value in one.items() if not isinstance(value, list)}, flush=True)
         print("RESULT " + json.dumps(everybody), flush=True)
         if options.output:
-            machine = f"{torch.cuda.get_device_name()} as {NODES} ranks: {own_cores.describe()}"
+            machine = f"{torch.cuda.get_device_name()} as {NODES} ranks: {reserved_sms.describe()}"
             head = report.head("profiler", machine, f"-m benchmarks.cluster {NODES} -- tests/gpu/bubbles.py")
             options.output.write_text(json.dumps(head | {"rows": everybody}, indent=1) + "\n")
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale.transport  # noqa: F401 - registers the backend
-from tests.embedding import exchange
-from tests.embedding.exchange import SHARDINGS, build, make_schedule, random_batches, tables, train
+from tests.embedding import training
+from tests.embedding.training import SHARDINGS, build, make_schedule, random_batches, tables, train
 
 STEPS = 25
-exchange.ROWS.update(one=4000, two=600)
-exchange.DIM = 32
+training.ROWS.update(one=4000, two=600)
+training.DIM = 32
 
 
 def main() -> None:
@@ -42,8 +42,8 @@ def main() -> None:
             "kind": kind,
             "optimizer": optimizer,
             "dedup": bool(options),
-            "saved": schedule.lanes[0].moves.stats.bytes_saved,
-            "lane": schedule.lanes[0].off or "prioritized",
+            "saved": schedule.modules[0].exchange.stats.bytes_saved,
+            "mode": schedule.modules[0].synchronous_reason or "prioritized",
             "loss": _worst([abs(x - y) / max(1.0, abs(x)) for x, y in zip(expected, got, strict=True)]),
             "weights": _worst([float((a[key] - b[key]).abs().max()) for key in a if a[key].numel()]),
             "repeat": _worst([float((a[key] - c[key]).abs().max()) for key in a if a[key].numel()]),
@@ -63,7 +63,7 @@ def _unordered(rank: int, world: int, backend: str | None) -> float:
     plain, module = (build("row_wise", "sgd", world, "cuda") for _ in range(2))
     train(plain, batches, None, "cuda")
     schedule = make_schedule(module, backend)
-    stream = schedule.lanes[0].moves.table_stream
+    stream = schedule.modules[0].exchange.table_stream
     work = stream.work
     stream.work = lambda *after, compute=False: work(*after)  # type: ignore[method-assign]
     train(module, batches, schedule, "cuda")

@@ -9,23 +9,25 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import launcher
 
 HERE = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 
-def result_of(script: str, *arguments: str, folder: Path | None = None, ranks: int = 4, own_cores: bool = False) -> Any:
+def result_of(
+    script: str, *arguments: str, folder: Path | None = None, ranks: int = 4, reserve_sms: bool = False
+) -> Any:
     """The JSON that rank 0 of ``script`` prints."""
     env = {} if folder is None else {"FOLDER": str(folder)}
     argv = [str(HERE / script), *arguments]
-    output = cluster.run(ranks, argv, timeout=300, own_cores=own_cores, env=env)[0]
+    output = launcher.run(ranks, argv, timeout=300, reserve_sms=reserve_sms, env=env)[0]
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
 
 
 def test_ranks_have_cores_of_their_own() -> None:
-    apart = result_of("own_cores.py", ranks=2, own_cores=True)
-    same = result_of("own_cores.py", "same", ranks=2, own_cores=True)  # the check is able to fail
+    apart = result_of("reserved_sms.py", ranks=2, reserve_sms=True)
+    same = result_of("reserved_sms.py", "same", ranks=2, reserve_sms=True)  # the check is able to fail
     for ranks, beside in ((apart, True), (same, False)):
         assert all(rank["own"] == rank["cores"] < rank["default"] for rank in ranks), ranks
         assert 2 * ranks[0]["cores"] <= ranks[0]["default"], ranks
@@ -39,7 +41,7 @@ def test_prioritized_equals_synchronous(backend: str) -> None:
     assert results["unordered"] > 1e-3  # the comparison is able to fail
     assert len(results["cases"]) == 20
     for case in results["cases"]:
-        assert case["lane"] == "prioritized", case
+        assert case["mode"] == "prioritized", case
         assert case["loss"] <= 1e-6, case
         assert case["weights"] <= 1e-5 * case["moved"], case
         assert (case["saved"] > 0) == case["dedup"], case

@@ -15,8 +15,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEm
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
 
-from lightning_freescale.embedding.schedule import Schedule
-from lightning_freescale.embedding.stages import Groups
+from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.schedule import ExchangeSchedule
 
 KEYS = ["a", "b", "c"]  # b and c share a table
 ROWS = {"one": 40, "two": 24}
@@ -112,7 +112,7 @@ def tables(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
 def train(
     module: ShardedEmbeddingCollection,
     batches: Batches,
-    schedule: Schedule | None,
+    schedule: ExchangeSchedule | None,
     device: str = "cpu",
     rates: Callable[[int], float] = lambda step: 0.1,
     between: Callable[[int], None] = lambda step: None,
@@ -150,5 +150,6 @@ def train(
     return torch.stack(losses).tolist() if losses else []
 
 
-def make_schedule(module: ShardedEmbeddingCollection, backend: str | None = None) -> Schedule:
-    return Schedule({"embeddings": module}, Groups(dist.new_group(backend=backend), dist.new_group(backend=backend)))
+def make_schedule(module: ShardedEmbeddingCollection, backend: str | None = None) -> ExchangeSchedule:
+    groups = ExchangeGroups(dist.new_group(backend=backend), dist.new_group(backend=backend))
+    return ExchangeSchedule({"embeddings": module}, groups)

@@ -1,4 +1,6 @@
-"""One of two ranks on one GPU: does a kernel of rank 1 run while rank 0 holds all its own cores? Started by ``test_cluster.py``.
+"""One of two ranks on one GPU: does a kernel of rank 1 run while rank 0 occupies all SMs that are reserved for rank 0?
+
+``test_cluster.py`` starts it.
 
 With the argument ``same`` both ranks have the same cores. Prints one JSON line on rank 0.
 """
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness.gpu_cluster import reserved_sms
 
 HOLD = r"""
 extern "C" __global__ void hold(int* seen, long long cycles) {
@@ -32,11 +34,11 @@ LONG = 6_000_000_000  # cycles: three seconds
 
 def main() -> None:
     if sys.argv[1:] == ["same"]:
-        os.environ[own_cores.PART] = "0/2"
+        os.environ[reserved_sms.PART] = "0/2"
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), torch.device("cuda")
-    own_cores.use(device)
-    cores = ctypes.CDLL(None).own_cores()
+    reserved_sms.use(device)
+    cores = ctypes.CDLL(None).reserved_sms()
     hold = torch.cuda._compile_kernel(HOLD, "hold")
     seen = torch.zeros(2, 1024, dtype=torch.int32, device=device)
 

@@ -1,0 +1,84 @@
+"""The transfer itself: an asynchronous all-to-all of rows, and the process groups that the two kinds of rows use.
+
+Masks, rows and gradients all travel through :func:`start`. Both ends list the rows in wire order (see ``index.py``).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.bubbles.spans import Kind
+from lightning_freescale.bubbles.timeline import Timeline, TrackedTransfer
+
+
+class RowKind(StrEnum):
+    """Whether the neighbouring batch uses a row too: a collision row must wait for an update, an exclusive row need not."""
+
+    COLLISION = "collision"
+    EXCLUSIVE = "exclusive"
+
+
+COLLISION, EXCLUSIVE = RowKind.COLLISION, RowKind.EXCLUSIVE
+
+
+class ExchangeGroups(NamedTuple):
+    """One process group for each kind of row, so that a collision row never queues behind exclusive rows."""
+
+    collision: dist.ProcessGroup
+    exclusive: dist.ProcessGroup
+
+    def of(self, kind: RowKind) -> dist.ProcessGroup:
+        return self.collision if kind == COLLISION else self.exclusive
+
+
+class PendingAllToAll(NamedTuple):
+    """An all-to-all that has started. ``wait()`` blocks the host on CPU and the current stream on CUDA."""
+
+    work: Any
+    received: Tensor
+    sent: Tensor  # must stay alive until the transfer is complete
+    tracked: TrackedTransfer
+
+    def wait(self) -> Tensor:
+        """Wait for the transfer, and return what this rank has received: ``[sum(receive), ...]`` in wire order."""
+        with self.tracked.waiting():
+            self.work.wait()
+        return self.received
+
+
+def start(
+    source: Tensor,
+    order: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    timeline: Timeline,
+    kind: Kind,
+    into: Tensor | None = None,
+) -> PendingAllToAll:
+    """Start an all-to-all of the rows ``source[order]``. Both ends list the rows in wire order.
+
+    Args:
+        source: ``[n, ...]`` rows.
+        order: ``[sum(send)]`` positions in ``source``, in wire order.
+        send: ``[W]`` number of rows for each rank.
+        receive: ``[W]`` number of rows from each rank.
+        group: the process group of the transfer.
+        timeline: records the transfer as a span of ``kind``.
+        into: ``[sum(receive), ...]`` receive buffer; allocated here by default.
+    """
+    rank = group.rank()
+    own = send[rank]
+    sent = source.index_select(0, order[: len(order) - own])
+    received = source.new_empty((sum(receive), *source.shape[1:])) if into is None else into
+    from_others, from_self = received.split([len(received) - own, own])
+    counts = [[0 if peer == rank else rows for peer, rows in enumerate(side)] for side in (receive, send)]
+    work = dist.all_to_all_single(from_others, sent, counts[0], counts[1], group=group, async_op=True)
+    if own:  # copied while the other rows travel
+        torch.index_select(source, 0, order[len(order) - own :], out=from_self)
+    return PendingAllToAll(work, received, sent, timeline.transfer(kind, work, sent.nbytes))

@@ -1,0 +1,211 @@
+"""The way of a gradient from autograd to the table, all of it in this file.
+
+    step N    before backward   expect()             collisions with batch N+1 decide which gradients are urgent
+              backward          JoinRows.backward    autograd hands over the gradient of the module's output
+                                _send_collisions()   when the gradients of all sharding groups are there:
+                                                     the host waits while it is far ahead of the GPU,
+                                                     and the gradients of collision rows leave for the owners
+              after backward    apply_collisions()   the owners update the collision rows
+    step N+1  forward           send_late()          the gradients of exclusive rows leave for the owners
+              before backward   apply_late()         the owners update the exclusive rows
+
+Gradients of exclusive rows could leave as soon as they are known. They wait until the collision rows of batch N+1 have arrived,
+because the next forward waits for those rows, and all transfers of a host share the same copy engines and network links.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.bubbles.spans import Kind
+from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.embedding import all_to_all
+from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
+from lightning_freescale.embedding.collisions import CollisionFinder
+from lightning_freescale.embedding.index import inverse_permutation
+from lightning_freescale.embedding.local_tables import LocalTables
+from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturningBatch, ReturnSet, RowSet
+from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.host_pacing import HostPacer
+from lightning_freescale.runtime.streams import SideStream, mark_used_on
+
+
+class JoinRows(torch.autograd.Function):
+    """Puts the rows of both kinds into batch order. Its backward hands the gradient to :class:`GradientReturn`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        returns: GradientReturn,
+        batch: ComputingBatch,
+        group: int,
+        order: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        """Return ``rows[order]``.
+
+        Args:
+            anchor: ``[0]``, requires a gradient, so that autograd calls backward. The rows themselves are no leaf of the graph.
+            order: ``[m]`` position in ``rows`` of each id of the batch.
+            rows: ``[m, D]`` the collision rows, and then the exclusive rows.
+        """
+        ctx.returns, ctx.batch, ctx.group = returns, batch, group
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.returns.hand_over(ctx.batch, ctx.group, gradients[0])
+        return (None,) * 6
+
+
+class GradientReturn:
+    """Returns the gradients of one module's rows to their owners, and applies them there.
+
+    Args:
+        tables: this rank's rows.
+        finder: divides a batch into collision rows and exclusive rows.
+        groups: process groups of the transfers.
+        table_stream: the stream on which tables are read and updated.
+    """
+
+    def __init__(
+        self,
+        tables: LocalTables,
+        finder: CollisionFinder,
+        groups: ExchangeGroups,
+        table_stream: SideStream,
+        timeline: Timeline,
+    ):
+        self._tables, self._finder, self._groups = tables, finder, groups
+        self._stream, self._timeline = table_stream, timeline
+        self._world_size = groups.collision.size()
+        self._pacer = HostPacer(tables.device)
+        self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
+        self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
+
+    # ---- step N -----------------------------------------------------------------------------------------------------
+    def expect(self, batch: ComputingBatch) -> ReturningBatch:
+        """Before the backward: decide which gradients leave first. Without a next batch all of them do."""
+        requests = batch.routed.requests
+        row_sets = self._finder.divide(requests, batch.routed.with_next, COLLISION)
+        with self._stream.work():
+            returning = ReturningBatch(
+                batch,
+                [
+                    {kind: _return_set(group, rows) for kind, rows in sets.items()}
+                    for group, sets in zip(requests, row_sets, strict=True)
+                ],
+            )
+        self._pacer.backward_starts()
+        self._expected = returning
+        return returning
+
+    def hand_over(self, batch: ComputingBatch, group: int, gradient: Tensor) -> None:
+        """In the backward: autograd has computed the gradient of one sharding group, ``[m, D]`` in batch order."""
+        if batch.gradients[group] is not None:
+            raise FreeScaleError(
+                "backward ran twice through the embeddings of one step, which would update their rows twice. "
+                "Run one backward for each step, or set prioritize=False."
+            )
+        batch.gradients[group] = gradient
+        if all(other is not None for other in batch.gradients):
+            self._send_collisions(batch)
+
+    def _send_collisions(self, batch: ComputingBatch) -> None:
+        if self._expected is None or self._expected.computing is not batch:
+            raise FreeScaleError(
+                "the gradient of embedding rows arrived outside of the backward of their own step. "
+                "Run the backward of each loss in its own training step, or set prioritize=False."
+            )
+        self._pacer.hold_host()
+        self.send(self._expected, COLLISION)
+
+    def apply_collisions(self, batch: ReturningBatch) -> None:
+        """After the backward: update the collision rows."""
+        if COLLISION not in batch.transfers:  # some groups have no gradient: the loss does not depend on them
+            self.send(batch, COLLISION)
+        self.apply(batch, COLLISION)
+        self._expected, self._late = None, batch
+
+    # ---- step N+1 ---------------------------------------------------------------------------------------------------
+    def begin_forward(self) -> None:
+        """In the forward of the next step, when its rows have been joined."""
+        self._pacer.forward_starts()
+        self.send_late()
+
+    def send_late(self) -> None:
+        """Send the gradients of the previous step's exclusive rows, unless they have been sent."""
+        if self._late is not None and EXCLUSIVE not in self._late.transfers:
+            self.send(self._late, EXCLUSIVE)
+
+    def apply_late(self) -> None:
+        """Update the previous step's exclusive rows, unless that has been done."""
+        self.send_late()
+        late, self._late = self._late, None
+        if late is not None:
+            self.apply(late, EXCLUSIVE)
+
+    def cancel(self) -> None:
+        """Expect no backward any more: the batch is dropped."""
+        self._expected = None
+
+    # ---- the two operations -----------------------------------------------------------------------------------------
+    def send(self, batch: ReturningBatch, kind: RowKind) -> None:
+        """As requester: start to send the gradients of one kind of rows to the owners."""
+        batch.transfers[kind] = []
+        gradients = batch.computing.gradients
+        mark_used_on(self._stream, gradients)
+        # Collision gradients are sent first, so only they must wait for the compute stream.
+        with self._stream.work(compute=kind == COLLISION):
+            for gradient, sets in zip(gradients, batch.row_sets, strict=True):
+                if kind not in sets or gradient is None:  # no gradient: the loss does not depend on this group
+                    continue
+                rows = sets[kind]
+                batch.transfers[kind].append(
+                    all_to_all.start(
+                        gradient,
+                        rows.batch_position,
+                        rows.by_owner,
+                        rows.by_requester,
+                        self._groups.of(kind),
+                        self._timeline,
+                        Kind.GRADIENT_EXCHANGE,
+                    )
+                )
+
+    def apply(self, batch: ReturningBatch, kind: RowKind) -> None:
+        """As owner: update the rows of one kind, with the learning rates and the step count of the batch's own step."""
+        if kind not in batch.transfers:
+            return
+        optimizer, settings = self._tables.optimizer, batch.computing.settings
+        present_rates = optimizer.learning_rates()
+        optimizer.set_learning_rates(settings.learning_rates)
+        transfers = iter(batch.transfers.pop(kind))
+        with self._stream.work(), self._timeline.span(Kind.LOOKUP):
+            for group, (gradient, sets) in enumerate(zip(batch.computing.gradients, batch.row_sets, strict=True)):
+                if kind in sets and gradient is not None:
+                    self.update(group, sets[kind], next(transfers).wait(), batch.computing)
+            optimizer.restore_count()
+        optimizer.set_learning_rates(present_rates)
+
+    def update(self, group: int, rows: ReturnSet, received: Tensor, batch: ComputingBatch) -> None:
+        """Update rows with ``received``, the ``[n, D]`` gradients in wire order."""
+        if not received.numel():
+            return
+        gradient = received.index_select(0, rows.wire_position)  # a gather of rows is faster than a scatter
+        if batch.settings.divide_by_ranks:
+            gradient.div_(self._world_size)
+        self._tables.update(group, rows.features, gradient, batch.settings)
+
+
+def _return_set(requests: Requests, rows: RowSet) -> ReturnSet:
+    request_to_batch = requests.batch_position
+    return ReturnSet(
+        **vars(rows),
+        wire_position=inverse_permutation(rows.owner_wire),
+        batch_position=rows.requester_wire if request_to_batch is None else request_to_batch[rows.requester_wire],
+    )

@@ -1,0 +1,74 @@
+"""The table rows of one sharded module that this rank owns: number them, read them, update them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
+
+
+class LocalTables:
+    """This rank's rows of the tables of one ``ShardedEmbeddingCollection``, by sharding group.
+
+    Attributes:
+        module: the sharded collection. Its parameters stay where they are.
+        device: the device of the tables.
+        optimizer: the fused optimizer of the tables.
+        dims: row width ``D`` of each sharding group.
+        num_rows: local rows of each sharding group, all of its tables together.
+    """
+
+    def __init__(self, module: ShardedEmbeddingCollection):
+        self.module = module
+        self.device = torch.device(module._device or "cpu")
+        self.optimizer = ModuleOptimizer(module)
+        self.dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
+        self.num_rows: list[int] = []
+        self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table
+        self._weights: list[list[Tensor]] = []  # [rows, D] by group: the table of each feature
+        for lookup in module._lookups:
+            first_key, rows, weights = [], 0, []
+            for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
+                for table, weight in zip(config.embedding_tables, kernel.split_embedding_weights(), strict=True):
+                    first_key += [rows] * len(table.feature_names)  # the features of one table share its rows
+                    weights += [weight.detach()] * len(table.feature_names)  # the same object for features of one table
+                    rows += table.local_rows
+            self._weights.append(weights)
+            self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
+            self.num_rows.append(rows)
+
+    def row_keys(self, group: int, ids: Tensor, feature: Tensor) -> Tensor:
+        """Number of each id's row among all local rows of the group: ``[n]`` ids and ``[n]`` feature indices to ``[n]`` int64."""
+        return ids.to(torch.int64) + self._first_key[group][feature]
+
+    def only_table(self, group: int) -> Tensor | None:
+        """``[rows, D]``, the table that all features of the group use; None if they use several tables."""
+        weights = self._weights[group]
+        return weights[0] if weights and all(table is weights[0] for table in weights) else None
+
+    def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
+        """The rows of all ids of ``features``: ``[n, D]`` in lookup order.
+
+        Plain reads of the tables are faster than the forward of FBGEMM's kernels, which prepares an update.
+        """
+        rows = torch.empty(features.values().numel(), self.dims[group], device=self.device)
+        counts = features.length_per_key()
+        tables = self._weights[group]
+        for table, ids, into in zip(tables, features.values().split(counts), rows.split(counts), strict=True):
+            torch.index_select(table, 0, ids, out=into)
+        return rows
+
+    def update(self, group: int, features: KeyedJaggedTensor, gradient: Tensor, settings: UpdateSettings) -> None:
+        """Update the rows of all ids of ``features``. Several gradients of one row are summed first.
+
+        Args:
+            gradient: ``[n, D]`` in lookup order.
+            settings: learning rates and step count must be those of the gradient's own step. The caller sets the rates.
+        """
+        self.optimizer.count_next_lookup_as(settings.step)
+        with torch.enable_grad():
+            rows = self.module._lookups[group](features).view(-1, self.dims[group])
+        rows.backward(gradient)  # the fused optimizer runs in here
