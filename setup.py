@@ -1,4 +1,4 @@
-"""Builds the C++17 core. Metadata lives in pyproject.toml."""
+"""Builds the C++17 core. The metadata of the package is in pyproject.toml."""
 
 import sys
 from pathlib import Path
@@ -9,10 +9,10 @@ from setuptools import setup
 sources = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
 headers = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 
-# Where the compiler has only a static libstdc++, its symbols must stay private: half of them would be bound to torch's copy.
+# If the compiler links libstdc++ statically, its symbols must stay private. Otherwise some would bind to torch's copy of it.
 link_arguments = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
 
-ParallelCompile().install()  # one compiler per core
+ParallelCompile().install()  # one compiler process per core
 setup(
     ext_modules=[
         Pybind11Extension(

@@ -1,4 +1,5 @@
-// The Python face of the C++ core: takes NumPy arrays apart, releases the GIL, puts NumPy arrays together.
+// Python bindings of the partition solver and of jagged arrays: they read NumPy arrays, call the C++ functions without
+// the GIL, and return NumPy arrays.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -20,14 +21,15 @@ void bind_transport(py::module_& module);  // transport/bindings.cpp
 
 namespace {
 
-// `work` must touch no Python object: other threads run Python meanwhile.
+// `work` must not use Python objects, because other threads run Python meanwhile.
 template <typename Work>
 auto without_gil(Work&& work) {
   py::gil_scoped_release release;
   return work();
 }
 
-// Converted by the Python layer; `py::arg().noconvert()` keeps a wrong dtype from being copied in silence.
+// The Python modules convert to int64 beforehand. `py::arg().noconvert()` makes a wrong dtype an error, not a hidden
+// copy.
 using IndexArray = py::array_t<std::int64_t, py::array::c_style>;
 
 Indices indices(const IndexArray& array, const char* name) {
@@ -42,7 +44,7 @@ IndexArray to_numpy(std::vector<std::int64_t>&& values) {
   return IndexArray(static_cast<py::ssize_t>(owner->size()), owner->data(), free);
 }
 
-// Borrows the rows of an array, which may be read-only or a memory map: nothing is copied here.
+// The rows of an array, which may be read-only or a memory map. Nothing is copied.
 Rows rows(const py::array& values) {
   if (values.ndim() == 0) throw std::invalid_argument("values: must have at least one dimension");
   if (!(values.flags() & py::array::c_style))
@@ -64,7 +66,7 @@ py::array copy_slices(const py::array& values, Indices starts, Indices lengths, 
   py::array out = empty_rows(values, total);
   const Rows source = rows(values);
   auto* target = static_cast<std::byte*>(out.mutable_data());
-  py::gil_scoped_release release;  // also while a memory map is paged in
+  py::gil_scoped_release release;  // reading a memory map may wait for the disk
   gather(source, starts, lengths, target);
   return out;
 }
@@ -129,7 +131,7 @@ IndexArray py_variable(const RealArray& costs, std::int64_t ranks, const std::op
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "C++ core of lightning_freescale; use it through the Python modules, which document it.";
+  module.doc() = "The C++ core of lightning_freescale. Use it through the Python modules, which document it.";
   module.def(
       "lengths_to_offsets",
       [](const IndexArray& lengths) { return to_numpy(lengths_to_offsets(indices(lengths, "lengths"))); },

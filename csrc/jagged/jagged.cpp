@@ -1,17 +1,13 @@
+// Checks of jagged arrays, and the loops that reorder them.
 #include "jagged.h"
 
 #include <cstring>
-#include <stdexcept>
 #include <string>
+
+#include "../invalid_argument.h"
 
 namespace freescale {
 namespace {
-
-std::string at(const char* name, std::int64_t i, std::int64_t value) {
-  return std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(value);
-}
-
-[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 void check_same_size(const char* name, Indices indices, const char* other_name, Indices other) {
   if (indices.size != other.size)
@@ -49,7 +45,7 @@ std::int64_t check_slices(std::int64_t rows, Indices starts, Indices lengths) {
 void gather(Rows values, Indices starts, Indices lengths, std::byte* out) {
   for (std::int64_t i = 0; i < starts.size; ++i) {
     const std::size_t bytes = static_cast<std::size_t>(lengths[i]) * values.bytes;
-    if (bytes == 0) continue;  // an empty array may have no address to copy from
+    if (bytes == 0) continue;  // an empty array may have a null address
     std::memcpy(out, values.data + starts[i] * values.bytes, bytes);
     out += bytes;
   }

@@ -1,7 +1,8 @@
-// Jagged index kernels: samples of different lengths, stored one after another as rows of a flat array.
+// Jagged arrays: samples of different lengths, stored one after another as rows of a flat array. These functions
+// reorder the samples.
 //
-// A row is opaque bytes, so one kernel serves every dtype and every trailing shape. Nothing here knows Python. Bad
-// input throws std::invalid_argument that names the argument and the value, before any byte is moved.
+// A row is a number of bytes, so the functions work for every dtype and every shape of a row. Nothing here depends on
+// Python. Invalid input throws std::invalid_argument with the argument and the value, before any byte is copied.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace freescale {
 
-// A borrowed array of 64-bit integers: lengths, starts, ranks or positions.
+// An array of 64-bit integers: lengths, starts, ranks or positions. It does not own the memory.
 struct Indices {
   const std::int64_t* data;
   std::int64_t size;
@@ -21,21 +22,21 @@ struct Indices {
   std::int64_t operator[](std::int64_t i) const { return data[i]; }
 };
 
-// Borrowed rows: `count` rows of `bytes` bytes each, contiguous.
+// `count` contiguous rows of `bytes` bytes each. It does not own the memory.
 struct Rows {
   const std::byte* data;
   std::int64_t count;
   std::int64_t bytes;
 };
 
-// Which slices of an array to copy, one after another, and how many rows that makes.
+// Slices of an array to copy one after another, and the number of rows in all of them.
 struct Slices {
   std::vector<std::int64_t> starts;
   std::vector<std::int64_t> lengths;
   std::int64_t total = 0;
 };
 
-// Samples grouped by rank: old position of each [n], and how many samples and rows go to each rank [world].
+// Samples grouped by rank: the old position of each sample [n], and the samples and rows of each rank [world].
 struct Groups {
   std::vector<std::int64_t> order;
   std::vector<std::int64_t> samples;
@@ -48,7 +49,8 @@ std::vector<std::int64_t> lengths_to_offsets(Indices lengths);
 // Number of rows that `gather` writes. Throws unless every slice lies inside `rows` rows.
 std::int64_t check_slices(std::int64_t rows, Indices starts, Indices lengths);
 
-// Copies rows starts[i] .. starts[i] + lengths[i] for every i, one slice after another. The slices are checked already.
+// Copies rows starts[i] .. starts[i] + lengths[i] for every i, one slice after another. The slices must have
+// passed check_slices.
 void gather(Rows values, Indices starts, Indices lengths, std::byte* out);
 
 // The slices that put sample order[i] at position i. Throws unless the lengths sum to `rows` and `order` is a

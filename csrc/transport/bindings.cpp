@@ -1,4 +1,4 @@
-// The Python face of the transport, wrapped by lightning_freescale/transport/host_staged.py.
+// Python bindings of the transport. lightning_freescale/transport/host_staged.py wraps them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -11,13 +11,13 @@ namespace freescale {
 namespace {
 
 using namespace transport;
-using Ungil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-// A forked child inherits the object but none of its threads: there it must never be destroyed.
-std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts, bool high,
-                                  std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
+// A forked child inherits the object but none of its threads, so the child must not destroy it.
+std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts,
+                                  bool high_priority, std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
                                   std::string bind_to, std::size_t network_threads, bool early_flag) {
-  Settings settings{high, chunk_bytes, buffer_bytes, timeout, std::move(bind_to), network_threads, early_flag};
+  Settings settings{high_priority, chunk_bytes, buffer_bytes, timeout, std::move(bind_to), network_threads, early_flag};
   auto* queue = new Queue(std::move(device), rank, std::move(hosts), std::move(settings));
   return std::shared_ptr<Queue>(queue, [process = getpid()](Queue* pointer) {
     if (process != getpid()) return;
@@ -26,9 +26,9 @@ std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std:
   });
 }
 
-std::vector<Part> parts(const std::vector<Address>& addresses, const std::vector<std::size_t>& bytes) {
-  if (addresses.size() != bytes.size()) throw std::invalid_argument("as many addresses as sizes are needed");
-  std::vector<Part> list;
+std::vector<Buffer> buffers(const std::vector<Address>& addresses, const std::vector<std::size_t>& bytes) {
+  if (addresses.size() != bytes.size()) throw std::invalid_argument("there must be as many sizes as addresses");
+  std::vector<Buffer> list;
   for (std::size_t i = 0; i < addresses.size(); ++i) list.push_back({addresses[i], bytes[i]});
   return list;
 }
@@ -48,7 +48,7 @@ py::dict as_dict(const Report& report) {
 
 void bind_transport(py::module_& module) {
   py::class_<Device, std::shared_ptr<Device>>(module, "TransportDevice").def_property_readonly("name", &Device::name);
-  module.def("cuda_device", &cuda_device, py::arg("ordinal"), Ungil());
+  module.def("cuda_device", &cuda_device, py::arg("ordinal"), ReleaseGil());
   module.def("host_device", &host_device);
   module.def("cuda_facts", [] {
     const CudaFacts facts = cuda_facts();
@@ -58,30 +58,30 @@ void bind_transport(py::module_& module) {
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(module, "TransportExchange")
       .def("done", &Exchange::done)
-      .def("hold", &Exchange::hold, py::arg("stream"))
-      .def("block", &Exchange::block, py::arg("seconds"), Ungil())
+      .def("block_stream", &Exchange::block_stream, py::arg("stream"))
+      .def("wait", &Exchange::wait, py::arg("seconds"), ReleaseGil())
       .def_property_readonly("name", &Exchange::name);
 
   py::class_<Queue, std::shared_ptr<Queue>>(module, "TransportQueue")
       .def(py::init(&make_queue), py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("hosts"),
-           py::arg("high"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"), py::arg("bind_to"),
-           py::arg("network_threads"), py::arg("early_flag") = false)
+           py::arg("high_priority"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"),
+           py::arg("bind_to"), py::arg("network_threads"), py::arg("early_flag") = false)
       .def("address", &Queue::address)
-      .def("connect", &Queue::connect, py::arg("addresses"), Ungil())
-      .def("seal", &Queue::seal)
+      .def("connect", &Queue::connect, py::arg("addresses"), ReleaseGil())
+      .def("unlink_segment", &Queue::unlink_segment)
       .def(
           "exchange",
           [](Queue& queue, const std::string& kind, const std::vector<Address>& out,
              const std::vector<std::size_t>& out_bytes, const std::vector<Address>& in,
-             const std::vector<std::size_t>& in_bytes, Handle caller) {
-            return queue.exchange(kind, parts(out, out_bytes), parts(in, in_bytes), caller);
+             const std::vector<std::size_t>& in_bytes, StreamHandle caller) {
+            return queue.exchange(kind, buffers(out, out_bytes), buffers(in, in_bytes), caller);
           },
-          py::arg("kind"), py::arg("out"), py::arg("out_bytes"), py::arg("into"), py::arg("into_bytes"),
-          py::arg("stream"), Ungil())
+          py::arg("kind"), py::arg("send"), py::arg("send_bytes"), py::arg("receive"), py::arg("receive_bytes"),
+          py::arg("stream"), ReleaseGil())
       .def("failure", &Queue::failure)
       .def("report", [](const Queue& queue) { return as_dict(queue.report()); })
       .def("streams", &Queue::streams)
-      .def("close", &Queue::close, py::arg("seconds"), Ungil());
+      .def("close", &Queue::close, py::arg("seconds"), ReleaseGil());
 }
 
 }  // namespace freescale

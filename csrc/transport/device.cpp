@@ -1,3 +1,4 @@
+// The priority gates of a device.
 #include "device.h"
 
 #include <stdexcept>
@@ -14,7 +15,7 @@ Gate Device::claim_gate() {
     return {&gate_words_[i].out, &gate_words_[i].in};
   }
   throw std::runtime_error("more than " + std::to_string(max_gates) +
-                           " high-priority groups are open on one device; destroy some, or make them low-priority");
+                           " high-priority groups are open on one device; destroy some, or make some low-priority");
 }
 
 void Device::release_gate(const Gate& gate) {

@@ -1,6 +1,7 @@
-// What the transport needs of a device: streams that copy, set words and wait for words, each in order and none of them
-// blocking the host. Two devices exist: CUDA, through its driver, where copies run on copy engines; and host memory,
-// whose streams are threads, so that the whole protocol runs and is tested where no GPU is.
+// The devices that the transport works on. A device has streams. A stream copies between tensors and host memory,
+// writes 32-bit words of host memory and waits for them, all in order and without blocking the host. There are two
+// devices: CUDA (cuda_device.cpp), where copy engines copy, and host memory (host_device.cpp), where a stream is a
+// thread. The second one exists so that the whole protocol can run and be tested on machines without a GPU.
 #pragma once
 
 #include <atomic>
@@ -13,38 +14,39 @@
 
 namespace freescale::transport {
 
-using Word = std::uint32_t;      // a counter in shared memory; it wraps
-using Address = std::uintptr_t;  // of a tensor, in the device's memory
-using Handle = std::uintptr_t;   // the caller's stream; 0 is the default one
+using Word = std::uint32_t;            // a counter or a flag in shared memory; counters wrap at 2^32
+using Address = std::uintptr_t;        // of a tensor, in the memory of the device
+using StreamHandle = std::uintptr_t;   // a stream of the caller; 0 is the default stream
 
-// True when counter `word` has come to `value` or past it, modulo 2^32.
+// Whether the counter `word` is at `value` or past it, modulo 2^32.
 inline bool reached(Word word, Word value) { return static_cast<std::int32_t>(word - value) >= 0; }
 inline Word load(const Word* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline void store(Word* word, Word value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-// A point in a stream's order of work.
-class Mark {
+// A point in a stream's order of work, like a CUDA event.
+class Event {
  public:
-  virtual ~Mark() = default;
-  virtual bool passed() = 0;
-  // The caller's stream goes on only when this point has passed. No-op on host memory: there the host itself waits.
-  virtual void hold(Handle caller) = 0;
+  virtual ~Event() = default;
+  virtual bool done() = 0;  // whether the stream has reached this point
+  // Makes the caller's stream wait for this point. Does nothing on host memory, where the host itself waits.
+  virtual void block_stream(StreamHandle caller) = 0;
 };
 
 class Stream {
  public:
   virtual ~Stream() = default;
-  virtual void to_host(std::byte* host, Address source, std::size_t bytes) = 0;
-  virtual void from_host(Address target, const std::byte* host, std::size_t bytes) = 0;
-  virtual void write(Word* word, Word value) = 0;
-  virtual void await(const Word* word, Word value) = 0;  // until reached(*word, value)
-  virtual void after(std::shared_ptr<Mark> mark) = 0;    // what follows waits for the mark
-  virtual std::shared_ptr<Mark> mark() = 0;
-  virtual Handle handle() const = 0;
+  virtual void copy_to_host(std::byte* host, Address source, std::size_t bytes) = 0;
+  virtual void copy_from_host(Address target, const std::byte* host, std::size_t bytes) = 0;
+  virtual void write_word(Word* word, Word value) = 0;
+  virtual void wait_word(const Word* word, Word value) = 0;   // until reached(*word, value)
+  virtual void wait_event(std::shared_ptr<Event> event) = 0;  // until the event is done
+  virtual std::shared_ptr<Event> record() = 0;                // an event after all work queued so far
+  virtual StreamHandle handle() const = 0;
 };
 
-// Words that a high-priority transfer closes (0) while its copies run and opens (1) again; a low-priority chunk starts
-// only when they are open. One gate per direction, since each direction has a copy engine of its own.
+// Two words that give high-priority transfers precedence. A high-priority queue closes its gate (0) while its copies
+// run and opens it (1) again. A low-priority chunk starts only while all gates of its direction are open. There is one
+// word per direction, because each direction has its own copy engine.
 struct Gate {
   Word* out;
   Word* in;
@@ -54,21 +56,23 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual std::string name() const = 0;
-  virtual std::unique_ptr<Stream> stream() = 0;
-  virtual std::shared_ptr<Mark> mark(Handle caller) = 0;  // what the caller's stream holds now
+  virtual std::unique_ptr<Stream> new_stream() = 0;
+  virtual std::shared_ptr<Event> record(StreamHandle caller) = 0;  // an event after all work of the caller's stream
   virtual void pin(std::byte* memory, std::size_t bytes) = 0;
   virtual void unpin(std::byte* memory) = 0;
 
-  // The gates of the high-priority queues open on this device. Their memory lives as long as the device: a
-  // low-priority stream may still read a gate whose queue has closed.
+  // The gates of the high-priority queues that are open on this device. The memory of a gate lives as long as the
+  // device, because a low-priority stream may still read it after its queue has closed.
   Gate claim_gate();
   void release_gate(const Gate& gate);
   std::vector<Gate> gates() const;
-  std::atomic<int> urgent{0};  // high-priority queues with chunks for the network: low-priority ones let them go first
 
-  // Held while a queue issues operations that belong together. The device may run two streams as one queue: the
-  // closing and the opening of a gate must then not have another queue's wait for that gate between them.
-  std::mutex issue;
+  // How many network threads hold chunks of high-priority queues. While it is not 0, low-priority ones do not send.
+  std::atomic<int> urgent_senders{0};
+
+  // Held while a queue issues operations that must stay together. The device may run two streams as one hardware queue,
+  // so no wait of another queue for a gate may come between the closing and the opening of that gate.
+  std::mutex issue_mutex;
 
  protected:
   struct alignas(64) GateWords {
@@ -76,7 +80,7 @@ class Device {
     alignas(64) Word in;
   };
   static constexpr std::size_t max_gates = 32;
-  // Called by the implementation with pinned, zeroed memory for `max_gates` gates.
+  // The implementation calls this with pinned, zeroed memory for `max_gates` gates.
   void set_gate_memory(GateWords* words) { gate_words_ = words; }
 
  private:
@@ -86,13 +90,13 @@ class Device {
 };
 
 std::shared_ptr<Device> host_device();
-// Throws std::runtime_error that says what is missing.
+// Throws std::runtime_error with the reason if the driver or the device cannot be used.
 std::shared_ptr<Device> cuda_device(int ordinal);
 
-// What the CUDA driver offers here. `problem` is empty when there is a driver and a device.
+// What the CUDA driver offers on this machine. `problem` is empty if there is a driver and a device.
 struct CudaFacts {
   std::string problem;
-  int driver_version = 0;  // 13000 is 13.0
+  int driver_version = 0;  // 13000 means 13.0
   int devices = 0;
 };
 CudaFacts cuda_facts();

@@ -1,4 +1,4 @@
-// Whether another process of this host lives.
+// Finds out whether another process of this host is alive.
 #pragma once
 
 #include <sys/stat.h>
@@ -14,9 +14,9 @@ namespace freescale::transport {
 
 struct Process {
   std::int32_t number = 0;
-  std::uint64_t started = 0;     // in the kernel's ticks since boot; tells a reused number
-  std::uint64_t namespace_ = 0;  // processes of another namespace cannot be looked up by number
-  bool ended = false;            // a zombie, which nobody has waited for yet
+  std::uint64_t started = 0;     // kernel ticks since boot; differs if the number was reused
+  std::uint64_t namespace_ = 0;  // a process of another namespace cannot be found by its number
+  bool ended = false;            // it has ended, and its parent has not collected its exit status yet
 };
 
 inline std::uint64_t now_ns() {
@@ -25,16 +25,16 @@ inline std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(time.tv_sec) * 1000000000u + time.tv_nsec;
 }
 
-// What /proc says about a process; `number` is 0 when there is none.
-inline Process look_up(std::int32_t number) {
+// The process as /proc describes it; its `number` is 0 if there is no such process.
+inline Process find_process(std::int32_t number) {
   std::ifstream file("/proc/" + std::to_string(number) + "/stat");
   std::string text;
   if (!std::getline(file, text)) return {};
-  std::istringstream rest(text.substr(text.rfind(')') + 1));  // the name before it may hold anything
+  std::istringstream fields(text.substr(text.rfind(')') + 1));  // the name before ')' may contain any character
   Process process;
   process.number = number;
   std::string field;
-  for (int i = 3; i <= 22 && rest >> field; ++i) {
+  for (int i = 3; i <= 22 && fields >> field; ++i) {
     if (i == 3) process.ended = field == "Z" || field == "X";
     if (i == 22) process.started = std::stoull(field);
   }
@@ -47,7 +47,7 @@ inline std::uint64_t this_namespace() {
 }
 
 inline Process this_process() {
-  Process process = look_up(getpid());
+  Process process = find_process(getpid());
   process.number = getpid();
   process.namespace_ = this_namespace();
   return process;

@@ -1,20 +1,22 @@
-// Exchanges between the ranks of one group, moved by the streams of a device through host memory.
+// The queue of one group on one device: it moves exchanges between the ranks, by streams of the device and through host
+// memory. For each chunk, the streams do this:
 //
 //   sender's stream      wait until the slot is free | copy to host | sent += 1
 //   receiver's stream    wait for sent | copy from host | received += 1
 //
-// Between ranks of one host the words and the ring lie in shared memory and no thread takes part. Between hosts, each
-// rank's pumps carry chunks and counters over a wire; the streams see no difference.
+// Between ranks of one host the counters and rings lie in shared memory, and no host thread moves data. Between hosts,
+// the network threads of each rank carry chunks and counters over TCP; for the streams nothing changes.
 //
-// No deadlock. Number the operations of an exchange by (exchange, round, distance, out before in), where in a round
-// each rank sends one chunk to, and takes one chunk from, every peer, nearest first. Each operation waits only for
-// operations with a smaller number: those before it in its own stream, the matching send (out before in), and the
-// receiver's freeing of the slot (an earlier round). Every rank issues them in this order, so the smallest unfinished
-// one can always run, even if the device ran all streams as one queue. (A high-priority queue issues several rounds of
-// sends before the matching takes, at most half of its shortest ring: each wait still goes back by at least as much.)
-// The callers must issue exchanges in the same order on every rank.
+// Why there is no deadlock. Number the operations of an exchange by (exchange, round, distance, send before receive).
+// In a round each rank sends one chunk to every peer and receives one chunk from every peer, nearest peer first. Each
+// operation waits only for operations with a smaller number: those before it in its own stream, the matching send (send
+// before receive), and the receiver's release of the slot (an earlier round). Every rank issues them in this order, so
+// the smallest unfinished one can always run, even if the device ran all streams as one hardware queue. (A
+// high-priority queue issues several rounds of sends before the matching receives, at most as many as half of the slots
+// of its shortest ring, and each wait for a slot still goes back by at least as many rounds.) The callers must issue
+// exchanges in the same order on every rank.
 //
-// Priority. Before each of its chunks a low-priority queue waits for the gates of the device. A high-priority queue
+// Priority. A low-priority queue waits for the gates of the device before each of its chunks. A high-priority queue
 // closes its gate only around copies that have nothing left to wait for, so a closed gate always opens again.
 #pragma once
 
@@ -30,8 +32,9 @@
 #include <vector>
 
 #include "device.h"
-#include "lane.h"
+#include "ring.h"
 #include "segment.h"
+#include "segment_layout.h"
 #include "wire.h"
 
 namespace freescale::transport {
@@ -41,148 +44,157 @@ inline Clock::time_point after_seconds(double seconds) {
 }
 
 struct Settings {
-  bool high = false;                       // priority class
-  std::size_t chunk_bytes = 8 << 20;       // largest chunk
-  std::size_t buffer_bytes = 256 << 20;    // bound of the rings a rank sends from
-  double timeout = 1800;                   // seconds an exchange may take
-  std::string bind_to = "127.0.0.1";       // address peers on other hosts connect to
-  std::size_t network_threads = 2;         // for either direction, at most; no more than there are peers on other hosts
-  bool early_flag = false;                 // a fault, for tests: chunks are announced before they are copied
-  Word first_chunk = 0;                    // for tests: where the counters start, say shortly before they wrap
+  bool high_priority = false;
+  std::size_t chunk_bytes = 8 << 20;     // largest chunk
+  std::size_t buffer_bytes = 256 << 20;  // most bytes of the rings that a rank sends from
+  double timeout = 1800;                 // seconds that an exchange may take
+  std::string bind_to = "127.0.0.1";     // the address at which peers on other hosts connect to this rank
+  std::size_t network_threads = 2;       // most threads per direction; never more than there are peers on other hosts
+  bool early_flag = false;               // a fault for tests: announce chunks before they are copied
+  Word first_chunk = 0;                  // for tests: the first value of the counters, e.g. shortly before they wrap
 };
 
-struct Part {
+// The memory that goes to one rank, or comes from one rank.
+struct Buffer {
   Address address = 0;
   std::size_t bytes = 0;
 };
 
 struct Report {
-  std::size_t pinned_bytes = 0;       // of host memory, by this rank
-  std::size_t ring_bytes = 0;         // of the rings this rank sends from, so far
-  std::size_t ring_bound_bytes = 0;   // and at most
+  std::size_t pinned_bytes = 0;      // host memory that this rank has pinned
+  std::size_t ring_bytes = 0;        // memory of the rings that this rank sends from, so far
+  std::size_t ring_bound_bytes = 0;  // the most that it can become
   std::uint64_t exchanges = 0, sent_bytes = 0, received_bytes = 0;
 };
 
-// Why the queue has failed; shared with its exchanges, which may outlive it.
-class Verdict {
+// Why a queue has failed, once it has. The queue shares it with its exchanges, which may outlive the queue.
+class Failure {
  public:
-  bool give(const std::string& why);  // false when there is one already
-  bool given() const { return given_.load(std::memory_order_acquire); }
-  std::string why() const;
-  void check() const;  // throws when given
+  bool set(const std::string& reason);  // keeps the first reason; returns false if there was one already
+  bool is_set() const { return is_set_.load(std::memory_order_acquire); }
+  std::string reason() const;
+  void throw_if_set() const;
 
  private:
   mutable std::mutex mutex_;
-  std::string why_;
-  std::atomic<bool> given_{false};
+  std::string reason_;
+  std::atomic<bool> is_set_{false};
 };
 
-// One collective on its way.
+// One collective that has been issued.
 class Exchange {
  public:
-  // All three throw what the queue failed with.
+  // All three throw the reason if the queue has failed.
   bool done();
-  void hold(Handle caller);     // the caller's stream waits for it; the host does not
-  void block(double seconds);   // the host waits for it; when it throws, the tensors are no longer touched
+  void block_stream(StreamHandle caller);  // makes the caller's stream wait for it; the host does not wait
+  void wait(double seconds);  // makes the host wait; when it throws a failure, the tensors are no longer accessed
   const std::string& name() const { return name_; }
 
  private:
   friend class Queue;
-  void run_out();
+  void drain();
   struct Side {
-    std::vector<std::size_t> bytes;  // per rank
-    std::vector<std::optional<Word>> last;  // where the counter of chunks is after the last of them; none: no chunks
-    std::shared_ptr<Mark> mark;
+    std::vector<std::size_t> bytes;         // per rank
+    std::vector<std::optional<Word>> last;  // per rank: value of the counter after the last chunk; none without chunks
+    std::shared_ptr<Event> event;           // at the end of the stream's part of the exchange
   };
-  std::string name_;  // as in "all_to_all #17"
+  std::string name_;  // for example "all_to_all #17"
   Side out_, in_;
-  std::vector<std::optional<Word>> room_;  // per rank: what it must have taken before our last chunk has a slot
-  std::shared_ptr<const Verdict> verdict_;
+  std::vector<std::optional<Word>> slot_free_at_;  // per rank: when its counter reaches this, our last chunk has a slot
+  std::shared_ptr<const Failure> failure_;
 };
 
 class Queue {
  public:
-  // `hosts` names the host of every rank; ranks with equal names share memory.
+  // `hosts` names the host of every rank. Ranks with equal names share memory.
   Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts, Settings settings);
   ~Queue();
 
-  // Set-up, in three steps with a meeting of all ranks after each: every rank tells its address, connects to all
-  // addresses, and removes the name of its segment.
+  // The set-up has three steps. All ranks must finish a step before any rank starts the next: each rank publishes its
+  // address, connects to the addresses of all ranks, and unlinks its segment.
   std::string address() const;
   void connect(const std::vector<std::string>& addresses);
-  void seal();
+  void unlink_segment();
 
-  // `out[i]` goes to rank i, `in[i]` comes from rank i. Starts when what `caller` holds now is done. Returns at once.
-  std::shared_ptr<Exchange> exchange(const std::string& kind, const std::vector<Part>& out,
-                                     const std::vector<Part>& in, Handle caller);
+  // Sends `out[i]` to rank i and receives `in[i]` from rank i. Returns at once. The exchange starts when the work that
+  // the stream `caller` holds now is done.
+  std::shared_ptr<Exchange> exchange(const std::string& kind, const std::vector<Buffer>& out,
+                                     const std::vector<Buffer>& in, StreamHandle caller);
 
   std::optional<std::string> failure() const;
   Report report() const;
-  std::pair<Handle, Handle> streams() const { return {out_->handle(), in_->handle()}; }
+  std::pair<StreamHandle, StreamHandle> streams() const { return {out_->handle(), in_->handle()}; }
 
-  // Waits until everything issued is done, at most `seconds`, and ends. Throws if something was not done.
+  // Waits until every exchange is done, at most `seconds`, and frees everything. An exchange that is not done by then
+  // makes the queue fail.
   void close(double seconds);
 
  private:
-  struct Lane {  // this rank and one peer; also itself
-    bool remote = false;
-    Segment* peer = nullptr;  // on the same host
-    Layout view;              // of the peer's segment
+  // The connection of this rank to one peer, or to itself.
+  struct Channel {
+    bool remote = false;      // the peer is on another host
+    Segment* peer = nullptr;  // the peer's segment, if it is on the same host
+    SegmentLayout view;       // of the peer's segment
     Ring out, in;
     std::byte *out_ring = nullptr, *in_ring = nullptr;
-    std::optional<std::size_t> out_level, in_level;  // places that are committed and pinned
-    Word *sent = nullptr, *received = nullptr;       // written by our streams
-    Word *freed = nullptr, *arrived = nullptr;       // awaited by our streams
-    Ledger *ours = nullptr, *theirs = nullptr;
-    Word freed_release = 0, arrived_release = 0;     // after a failure: values that let every wait pass
-    // Of a remote peer:
-    std::unique_ptr<Ledger> told;
+    std::optional<std::size_t> out_level, in_level;  // levels of the rings whose memory is committed and pinned
+    Word *sent = nullptr, *received = nullptr;       // our streams write these
+    Word *freed = nullptr, *arrived = nullptr;       // our streams wait for these
+    Announcements *ours = nullptr, *theirs = nullptr;
+    Word freed_release = 0, arrived_release = 0;  // values that end every wait, used after a failure
+    // Only for a peer on another host:
+    std::unique_ptr<Announcements> their_announcements;  // built from the chunks that arrive
     std::deque<Chunk> pending;        // guarded by pending_mutex_
     std::optional<std::string> lost;  // guarded by pending_mutex_
-    Word posted = 0, credited = 0;    // of the thread that sends to it
-    Word landed = 0;                  // of the thread that receives from it
-    std::size_t committed = 0;        // bytes from the start of its ring, likewise
+    Word posted = 0, credited = 0;    // only the thread that sends to the peer uses these
+    Word next_arrival = 0;            // only the thread that receives from the peer uses this and the next
+    std::size_t committed = 0;        // bytes from the start of its ring that have memory
   };
-  struct Pump {  // two threads, and the remote peers they serve
+  // Two threads that serve some of the peers on other hosts.
+  struct NetworkThreads {
     std::vector<int> peers;
-    std::unique_ptr<Sender> sender;
-    std::unique_ptr<WireEnd> receiver;
-    bool urgent = false;  // of the thread that sends: counted in the device's `urgent`
-    std::thread sends, receives;
+    std::unique_ptr<WireSender> sender;
+    std::unique_ptr<WireEndpoint> receiver;
+    bool urgent = false;  // whether the device's `urgent_senders` counts the sending thread, which alone uses this
+    std::thread send_thread, receive_thread;
   };
-  using Pieces = std::vector<std::vector<Ring::Slot>>;  // per rank
-  class Events;
+  using SlotsByRank = std::vector<std::vector<Ring::Slot>>;
+  class Callbacks;
 
+  // queue.cpp: set-up and end
   int world() const { return static_cast<int>(hosts_.size()); }
-  void agree(const std::vector<std::string>& addresses);
-  void open_lane(int peer, const std::string& segment);
-
-  void place_ring(Lane& lane, int peer, bool out);
+  void agree_on_ring_size(const std::vector<std::string>& addresses);
+  void open_channel(int peer, const std::string& segment);
   void pin(std::byte* memory, std::size_t bytes);
-  void claim(const Exchange& exchange, Word number, Word kind);
-  std::optional<std::string> disagreement(int peer, Word number) const;
-  void enqueue(const std::vector<Part>& out, const std::vector<Part>& in, const Pieces& sends, const Pieces& takes);
-  void await_slot(const Lane& lane, const Ring::Slot& slot);
-  void send_rounds(const std::vector<Part>& out, const Pieces& sends, std::size_t first, std::size_t last);
-  void take_rounds(const std::vector<Part>& in, const Pieces& takes, std::size_t first, std::size_t last);
-  bool through(const Exchange& exchange) const;
-  bool finished_streams();
-  bool delivered() const;
+  bool streams_idle();
+  bool all_delivered() const;
 
-  // watch.cpp: off the path of the data
-  void watch();
-  void look_after(const Exchange& exchange, double seconds);
-  std::optional<std::string> gone(int peer);
+  // exchange.cpp: issue an exchange
+  void prepare_ring(Channel& channel, int peer, bool out);
+  void announce(const Exchange& exchange, Word number, Word kind);
+  std::optional<std::string> mismatch(int peer, Word number) const;
+  void enqueue(const std::vector<Buffer>& out, const std::vector<Buffer>& in, const SlotsByRank& sends,
+               const SlotsByRank& receives);
+  void wait_for_slot(const Channel& channel, const Ring::Slot& slot);
+  void send_rounds(const std::vector<Buffer>& out, const SlotsByRank& sends, std::size_t first, std::size_t last);
+  void receive_rounds(const std::vector<Buffer>& in, const SlotsByRank& receives, std::size_t first,
+                      std::size_t last);
+
+  // watchdog.cpp: detect timeouts and dead peers
+  void run_watchdog();
+  bool has_completed(const Exchange& exchange) const;
+  void check_exchange(const Exchange& exchange, double seconds);
+  std::optional<std::string> why_gone(int peer);
   void fail(const std::string& why);
   void release_waits();
 
-  // pump.cpp: between hosts
-  void start_pumps();
-  void stop_pumps();
+  // network_threads.cpp: move chunks and counters between hosts
+  void start_network_threads();
+  void stop_network_threads();
   void wake_senders();
-  bool put_ready(Pump& pump);
-  void send_chunks(Pump& pump);
-  void receive_chunks(WireEnd& receiver);
+  bool send_ready(NetworkThreads& threads);
+  void send_chunks(NetworkThreads& threads);
+  void receive_chunks(WireEndpoint& receiver);
 
   const int rank_;
   const std::vector<std::string> hosts_;
@@ -192,29 +204,29 @@ class Queue {
   std::optional<Gate> gate_;
   std::unique_ptr<Wire> wire_;
 
-  Segment own_;
+  Segment own_segment_;
   std::size_t ring_capacity_ = 0;
-  Layout layout_;
-  std::vector<std::unique_ptr<Segment>> peers_;
-  std::vector<Lane> lanes_;
+  SegmentLayout layout_;  // of our own segment
+  std::vector<std::unique_ptr<Segment>> peer_segments_;
+  std::vector<Channel> channels_;
   std::vector<std::byte*> pinned_;
 
   mutable std::mutex mutex_;  // held while an exchange is issued
   std::uint64_t exchanges_ = 0;
   Report report_;
-  const std::shared_ptr<Verdict> verdict_ = std::make_shared<Verdict>();
+  const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
 
   std::mutex fail_mutex_;
-  std::mutex watch_mutex_;  // guards the four below; never held in a call of the driver
+  std::mutex watchdog_mutex_;  // guards the four members below; never held during a call of the driver
   std::deque<std::shared_ptr<Exchange>> outstanding_;
-  std::vector<std::shared_ptr<Exchange>> finished_;  // until the next is issued: to free one is a call of the driver
-  Clock::time_point oldest_since_;  // when the first of them became the oldest
+  std::vector<std::shared_ptr<Exchange>> finished_;  // kept until the next exchange: freeing one calls the driver
+  Clock::time_point oldest_since_;                   // when the first of `outstanding_` became the oldest
   bool stop_ = false;
-  std::condition_variable watch_wakes_;
+  std::condition_variable watchdog_wakes_;
   mutable std::mutex pending_mutex_;
   std::atomic<bool> stop_sending_{false}, stop_receiving_{false};
-  std::vector<std::unique_ptr<Pump>> pumps_;
-  std::unique_ptr<std::thread> watch_;
+  std::vector<std::unique_ptr<NetworkThreads>> network_;
+  std::unique_ptr<std::thread> watchdog_;
   bool connected_ = false, closed_ = false;
 };
 

@@ -1,3 +1,4 @@
+// Segments of shared memory, as files in /dev/shm.
 #include "segment.h"
 
 #include <dirent.h>
@@ -22,7 +23,7 @@ namespace {
 constexpr const char* folder = "/dev/shm/";
 constexpr const char* prefix = "freescale-";
 
-[[noreturn]] void refuse(const std::string& what, int error) {
+[[noreturn]] void shared_memory_error(const std::string& what, int error) {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(error));
 }
 
@@ -34,9 +35,9 @@ std::string random_name() {
   return name;
 }
 
-// Removes what a process left that was killed before its peers had mapped its segment. Owners hold a lock on their file
-// while they live; a minute's grace covers the moment between creation and lock.
-void sweep() {
+// Removes segments of processes that were killed before their peers had mapped them. A living owner holds a lock on its
+// file. Files younger than a minute stay, because their owner may not have locked them yet.
+void remove_stale_segments() {
   DIR* listing = opendir(folder);
   if (!listing) return;
   while (const dirent* entry = readdir(listing)) {
@@ -53,7 +54,7 @@ void sweep() {
   closedir(listing);
 }
 
-std::mutex& here_mutex() {
+std::mutex& local_mutex() {
   static std::mutex mutex;
   return mutex;
 }
@@ -62,58 +63,58 @@ std::mutex& here_mutex() {
 
 Segment::Memory::~Memory() {
   if (data) munmap(data, bytes);
-  if (!linked.empty()) ::unlink((folder + linked).c_str());
+  if (!linked_name.empty()) ::unlink((folder + linked_name).c_str());
   if (file >= 0) close(file);
 }
 
-// Segments of this process by name. Two ranks in one process then use one mapping, as ThreadSanitizer needs in order to
-// see that they touch the same memory.
-static std::map<std::string, std::weak_ptr<void>>& here() {
+// The segments of this process by name. With them, two ranks in one process use one mapping. ThreadSanitizer needs that
+// to see that they access the same memory.
+static std::map<std::string, std::weak_ptr<void>>& local_segments() {
   static std::map<std::string, std::weak_ptr<void>> segments;
   return segments;
 }
 
 Segment Segment::create() {
-  sweep();
+  remove_stale_segments();
   auto memory = std::make_shared<Memory>();
   const std::string name = random_name();
   memory->file = ::open((folder + name).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (memory->file < 0) refuse("cannot create " + (folder + name), errno);
-  memory->linked = name;
-  if (flock(memory->file, LOCK_EX | LOCK_NB) != 0) refuse("cannot lock " + name, errno);
-  std::lock_guard lock(here_mutex());
-  here()[name] = memory;
+  if (memory->file < 0) shared_memory_error("cannot create " + (folder + name), errno);
+  memory->linked_name = name;
+  if (flock(memory->file, LOCK_EX | LOCK_NB) != 0) shared_memory_error("cannot lock " + name, errno);
+  std::lock_guard lock(local_mutex());
+  local_segments()[name] = memory;
   return Segment(name, memory);
 }
 
 Segment Segment::open(const std::string& name) {
   {
-    std::lock_guard lock(here_mutex());
-    const auto found = here().find(name);
-    if (found != here().end())
+    std::lock_guard lock(local_mutex());
+    const auto found = local_segments().find(name);
+    if (found != local_segments().end())
       if (auto memory = found->second.lock()) return Segment(name, std::static_pointer_cast<Memory>(memory));
   }
   if (name.rfind(prefix, 0) != 0 || name.find('/') != std::string::npos)
-    throw std::runtime_error("shared memory: '" + name + "' is no name of a segment");
+    throw std::runtime_error("shared memory: '" + name + "' is not the name of a segment");
   auto memory = std::make_shared<Memory>();
   memory->file = ::open((folder + name).c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (memory->file < 0) refuse("cannot open " + (folder + name) + " of a rank on the same host", errno);
+  if (memory->file < 0) shared_memory_error("cannot open " + (folder + name) + " of a rank on the same host", errno);
   struct stat status;
-  if (fstat(memory->file, &status) != 0) refuse("cannot inspect " + name, errno);
+  if (fstat(memory->file, &status) != 0) shared_memory_error("cannot inspect " + name, errno);
   if (status.st_uid != geteuid() || (status.st_mode & 0077) != 0)
     throw std::runtime_error("shared memory: " + (folder + name) + " belongs to another user");
   return Segment(name, memory);
 }
 
 void Segment::map(std::size_t bytes) {
-  std::lock_guard lock(here_mutex());
+  std::lock_guard lock(local_mutex());
   if (memory_->data) {
-    if (memory_->bytes != bytes) throw std::logic_error("shared memory: mapped with two sizes");
+    if (memory_->bytes != bytes) throw std::logic_error("shared memory: a segment was mapped with two sizes");
     return;
   }
-  if (ftruncate(memory_->file, static_cast<off_t>(bytes)) != 0) refuse("cannot size " + name_, errno);
+  if (ftruncate(memory_->file, static_cast<off_t>(bytes)) != 0) shared_memory_error("cannot size " + name_, errno);
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory_->file, 0);
-  if (data == MAP_FAILED) refuse("cannot map " + std::to_string(bytes) + " bytes", errno);
+  if (data == MAP_FAILED) shared_memory_error("cannot map " + std::to_string(bytes) + " bytes", errno);
   memory_->data = static_cast<std::byte*>(data);
   memory_->bytes = bytes;
 }
@@ -121,22 +122,23 @@ void Segment::map(std::size_t bytes) {
 void Segment::commit(std::size_t offset, std::size_t bytes) {
   const int error = posix_fallocate(memory_->file, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   if (error == 0) return;
-  refuse("cannot take " + std::to_string(bytes) + " bytes more (" + std::to_string(free_bytes()) +
-           " free in /dev/shm; enlarge it, e.g. docker run --shm-size, or lower FREESCALE_BUFFER_BYTES)",
-       error);
+  shared_memory_error("cannot take " + std::to_string(bytes) + " more bytes (" + std::to_string(free_bytes()) +
+                          " are free in /dev/shm; enlarge it, e.g. docker run --shm-size, or lower "
+                          "FREESCALE_BUFFER_BYTES)",
+                      error);
 }
 
 void Segment::unlink() {
-  std::lock_guard lock(here_mutex());
-  if (memory_->linked.empty()) return;
-  ::unlink((folder + memory_->linked).c_str());
-  here().erase(memory_->linked);
-  memory_->linked.clear();
+  std::lock_guard lock(local_mutex());
+  if (memory_->linked_name.empty()) return;
+  ::unlink((folder + memory_->linked_name).c_str());
+  local_segments().erase(memory_->linked_name);
+  memory_->linked_name.clear();
 }
 
 std::size_t Segment::free_bytes() {
   struct statvfs status;
-  if (statvfs(folder, &status) != 0) refuse("no /dev/shm on this machine", errno);
+  if (statvfs(folder, &status) != 0) shared_memory_error("this machine has no /dev/shm", errno);
   return static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
 }
 

@@ -1,4 +1,4 @@
-// The TCP wire: its sockets, and the ends of its links.
+// The network over TCP: what tcp_wire.cpp, which makes the connections, and tcp_endpoints.cpp, which uses them, share.
 #pragma once
 
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 namespace freescale::transport {
 
-inline constexpr Word tcp_magic = 0xF5CA1E01;  // also tells a peer of the other byte order
+inline constexpr Word tcp_magic = 0xF5CA1E01;  // a peer with the other byte order reads another number
 
 [[noreturn]] inline void network_error(const std::string& what, int error) {
   throw std::runtime_error("network: " + what + ": " + std::strerror(error));
@@ -37,9 +37,9 @@ class Socket {
   int file_;
 };
 
-using Sockets = std::map<int, std::shared_ptr<const Socket>>;  // by peer; not blocking
+using Sockets = std::map<int, std::shared_ptr<const Socket>>;  // by peer; all are non-blocking
 
-std::unique_ptr<Sender> tcp_sender(const Sockets& sockets);
-std::unique_ptr<WireEnd> tcp_receiver(const Sockets& sockets);
+std::unique_ptr<WireSender> tcp_sender(const Sockets& sockets);
+std::unique_ptr<WireEndpoint> tcp_receiver(const Sockets& sockets);
 
 }  // namespace freescale::transport

@@ -1,8 +1,9 @@
-// Between hosts. A wire is one-sided: a chunk that is put on it appears in the peer's ring and then in its `arrived`
-// counter. TCP is the wire of today; an RDMA engine implements the same calls with writes into the peer's memory.
+// The network between hosts. The interface is one-sided: a chunk that a sender puts appears in the ring of the peer,
+// and then the peer's `arrived` counter grows. TCP implements it (tcp_wire.cpp, tcp_endpoints.cpp). An RDMA
+// implementation could write into the peer's memory behind the same calls.
 //
-// Both directions of a link move at the same time, and several links: each sender and each receiver serves some of the
-// peers, and is used by one thread.
+// Both directions and several peers move at the same time. Each sender and each receiver serves some of the peers, and
+// one thread uses it.
 #pragma once
 
 #include <chrono>
@@ -20,50 +21,51 @@ namespace freescale::transport {
 using Clock = std::chrono::steady_clock;
 
 struct Chunk {
-  Word number;           // in the lane
-  Word exchange;         // it belongs to, for which
-  Word kind;             // the sender says what it is
-  Word unused;           // no byte of a frame is left to chance
-  std::uint64_t total;   // and how many bytes it sends to this peer in all
-  std::uint64_t offset;  // in the ring's region
+  Word number;           // in the ring
+  Word exchange;         // the exchange that it belongs to
+  Word kind;             // hash of the name of the collective
+  Word padding;          // explicit, so that a frame has no uninitialized bytes
+  std::uint64_t total;   // bytes that the sender sends to this peer in the whole exchange
+  std::uint64_t offset;  // from the start of the ring's region
   std::uint64_t bytes;
 };
 
-// What senders and receivers report to their queue, from within progress().
-class WireEvents {
+// What senders and receivers report to their queue. progress() calls these.
+class WireCallbacks {
  public:
-  virtual ~WireEvents() = default;
-  virtual std::byte* landing(int peer, const Chunk& chunk) = 0;  // where its bytes belong; throws on a bad chunk
-  virtual void arrived(int peer, const Chunk& chunk) = 0;        // all its bytes are there
-  virtual void credited(int peer, Word received) = 0;            // the peer has taken chunks up to this count
-  virtual void aborted(int peer, const std::string& why) = 0;    // the peer has failed and says why
-  virtual void lost(int peer, const std::string& why) = 0;       // nothing will come from it any more
+  virtual ~WireCallbacks() = default;
+  virtual std::byte* destination(int peer, const Chunk& chunk) = 0;  // where its bytes go; throws on an invalid chunk
+  virtual void arrived(int peer, const Chunk& chunk) = 0;            // all its bytes are there
+  virtual void credited(int peer, Word received) = 0;                // the peer has received this many chunks
+  virtual void aborted(int peer, const std::string& why) = 0;        // the peer has failed for this reason
+  virtual void lost(int peer, const std::string& why) = 0;           // the connection is lost; nothing more will come
 };
 
-// What one thread does for some of a wire's peers.
-class WireEnd {
+// One thread's share of the network: a sender or a receiver for some of the peers.
+class WireEndpoint {
  public:
-  virtual ~WireEnd() = default;
-  virtual void progress(WireEvents& events, std::chrono::microseconds patience) = 0;
-  virtual void wake() = 0;  // ends the patience of progress(); callable from any thread
+  virtual ~WireEndpoint() = default;
+  // Moves what can be moved, and waits at most `patience` for more.
+  virtual void progress(WireCallbacks& callbacks, std::chrono::microseconds patience) = 0;
+  virtual void wake() = 0;  // ends the wait in progress(); any thread may call it
 };
 
-class Sender : public WireEnd {
+class WireSender : public WireEndpoint {
  public:
-  virtual bool idle(int peer) const = 0;  // everything given to it for this peer is on its way
+  virtual bool idle(int peer) const = 0;  // whether everything for this peer has been handed to the network
   virtual void put(int peer, const Chunk& chunk, const std::byte* data) = 0;  // data stays valid until it is credited
   virtual void credit(int peer, Word received) = 0;
-  virtual void abort(const std::string& why) = 0;  // tells every peer
+  virtual void abort(const std::string& why) = 0;  // tells every peer the reason of a failure
 };
 
 class Wire {
  public:
   virtual ~Wire() = default;
-  virtual std::string address() const = 0;  // what peers connect to
+  virtual std::string address() const = 0;  // the address that peers connect to
   virtual void connect(const std::map<int, std::string>& peers, Clock::time_point deadline) = 0;
-  // Of peers that are connected, each with one sender and one receiver.
-  virtual std::unique_ptr<Sender> sender(const std::vector<int>& peers) = 0;
-  virtual std::unique_ptr<WireEnd> receiver(const std::vector<int>& peers) = 0;
+  // For peers that are connected. Each peer may have one sender and one receiver.
+  virtual std::unique_ptr<WireSender> sender(const std::vector<int>& peers) = 0;
+  virtual std::unique_ptr<WireEndpoint> receiver(const std::vector<int>& peers) = 0;
 };
 
 std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to);

@@ -15,5 +15,9 @@ class CheckpointError(FreeScaleError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+
 class ConfigurationError(FreeScaleError, ValueError):
     """A setting (optimizer, precision, sharding, ...) is unknown, or the training would not be exact with it."""

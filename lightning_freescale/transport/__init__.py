@@ -1,4 +1,23 @@
-"""Transport between ranks. Importing it registers the torch.distributed backend ``"freescale"``."""
+"""Transport between ranks: process groups whose transfers leave the GPU's SMs to compute.
+
+Importing this package registers the torch.distributed backend ``"freescale"``. :func:`choose` picks a backend for a machine,
+:func:`new_group` makes a process group of it.
+
+- ``choice``: what this machine can do (:func:`capabilities`), and which backend to use (:func:`choose`).
+- ``groups``: makes a process group of high or low priority.
+- ``options``: the settings of one ``freescale`` group.
+- ``backend``: the process group. It sends each collective to one of the two movers below, or to NCCL or gloo.
+- ``host_staged``: the mover of CUDA tensors. It wraps the C++ queue of ``csrc/transport``.
+- ``gloo``: the mover of CPU tensors.
+- ``rank_buffers``: the tensors of a collective as one byte buffer per rank, the form that both movers take.
+- ``rendezvous``: how ranks find each other before the first transfer, over the group's store.
+- ``errors``: the error of a transfer that fails.
+
+Threads. The thread that calls a collective only issues it. On CUDA, two streams for each group and device copy the data, one
+out and one in, by copy engines. The C++ queue starts one watchdog thread for each group and device, which detects timeouts and
+dead peers. For peers on other hosts it also starts a few threads that send and receive over TCP. With gloo, gloo's own threads
+move the data.
+"""
 
 from lightning_freescale.transport.backend import BACKEND_NAME, FreeScaleGroup, register
 from lightning_freescale.transport.choice import Capabilities, TransportChoice, capabilities, choose

@@ -1,19 +1,19 @@
-"""A torch.distributed backend, ``"freescale"``, whose transfers leave the GPU's cores to compute.
+"""The torch.distributed backend ``"freescale"``, whose transfers leave the GPU's SMs to compute.
 
     import lightning_freescale.transport                    # registers the backend
     group = dist.new_group(backend="freescale")             # or pg_options=transport.Options(priority="high")
     work = dist.all_to_all_single(output, input, group=group, async_op=True)
 
 ====================================  ==========================================================
-AllToAll, AllGather, broadcast        CUDA tensors: copy engines and host memory (host_staged.py);
-                                      CPU tensors: gloo. Uneven parts and every dtype.
+all-to-all, AllGather, broadcast      CUDA tensors: copy engines and host memory (host_staged.py);
+                                      CPU tensors: gloo. Uneven sizes and every dtype work.
 barrier                               gloo
-AllReduce, ReduceScatter, and every   the inner backend: NCCL (which uses GPU cores) for CUDA
-other collective                      tensors, gloo for CPU tensors
+AllReduce, ReduceScatter, and every   the inner backend: for CUDA tensors NCCL, which uses SMs, or
+other collective                      gloo where torch has no NCCL; for CPU tensors gloo
 ====================================  ==========================================================
 
-``wait()`` means what it means with NCCL: the current stream waits for the transfer, the host goes on. With CPU tensors
-it blocks the host, as with gloo.
+As with NCCL, ``wait()`` makes the current stream wait for the transfer and does not block the host. With CPU tensors it blocks
+the host, as with gloo.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from typing_extensions import override
 
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.transport.gloo import GlooMover
-from lightning_freescale.transport.host_staged import HostStaged
+from lightning_freescale.transport.host_staged import HostStagedMover
 from lightning_freescale.transport.options import Options
 from lightning_freescale.transport.rank_buffers import RankBuffers
 
 BACKEND_NAME = "freescale"
-_ProcessGroup: Any = dist.ProcessGroup  # untyped: its stubs overload each collective, this class does not
+_ProcessGroup: Any = (
+    dist.ProcessGroup
+)  # untyped, because its stubs overload each collective and the class below does not
 
 
 class FreeScaleGroup(_ProcessGroup):
-    """One ``freescale`` group. The methods below are c10d's; the ones not overridden run on the inner backends."""
+    """One ``freescale`` process group. It overrides methods of c10d; all other methods run on the inner backends."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Options):
         super().__init__(rank, size)
@@ -49,7 +51,7 @@ class FreeScaleGroup(_ProcessGroup):
         self._set_default_backend(kinds.GLOO)
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         self._store, self._timeout = store, timeout
-        self._movers: dict[torch.device, GlooMover | HostStaged] = {}
+        self._movers: dict[torch.device, GlooMover | HostStagedMover] = {}
         self._lock = threading.Lock()
         if torch.cuda.is_available():
             if options.reductions == "nccl" or (options.reductions == "auto" and dist.is_nccl_available()):
@@ -84,7 +86,7 @@ class FreeScaleGroup(_ProcessGroup):
     @override
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         if len(inputs) != 1 or len(outputs) != 1:
-            raise InputError(f"all_gather: one tensor per rank, not {len(inputs)}")
+            raise InputError(f"all_gather: pass one tensor per rank, not {len(inputs)}")
         send = RankBuffers.same(inputs[0], self.size(), "tensor")
         receive = RankBuffers.listed(outputs[0], self.size(), "tensor_list")
         return self._gather(inputs[0], outputs[0], send, receive)
@@ -98,7 +100,7 @@ class FreeScaleGroup(_ProcessGroup):
     @override
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if len(tensors) != 1:
-            raise InputError(f"broadcast: one tensor per rank, not {len(tensors)}")
+            raise InputError(f"broadcast: pass one tensor per rank, not {len(tensors)}")
         root, rank, world = (opts.rootRank if opts is not None else 0), self.rank(), self.size()
         others = [peer for peer in range(world) if peer != root]
         send = RankBuffers.only(tensors[0], others if rank == root else [], world, "tensor")
@@ -109,8 +111,8 @@ class FreeScaleGroup(_ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._gloo.barrier()
 
-    # Not left to the base class, which enters the inner backend with the GIL held: gloo's threads need it to let go of the
-    # tensors of an earlier exchange, and both would wait for ever.
+    # The base class would call the inner backend while it holds the GIL. Gloo's threads need the GIL to release the tensors of
+    # an earlier exchange, so both would wait forever. The overrides below call the inner backend from Python instead.
     @override
     def allreduce(self, tensors: list[Tensor], *args: Any) -> Any:
         return self._inner(tensors[0]).allreduce(tensors, *args)
@@ -142,15 +144,15 @@ class FreeScaleGroup(_ProcessGroup):
     def _inner(self, tensor: Tensor) -> Any:
         return self._gloo if tensor.device.type == "cpu" else self._cuda
 
-    # torch 2.13 calls the same collectives by these names
+    # torch 2.13 calls the same collectives by these names.
     all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
 
     def _gather(self, input: Tensor, outputs: list[Tensor], send: RankBuffers, receive: RankBuffers) -> Any:
         if receive.sizes[self.rank()] != send.sizes[0]:
             raise InputError(
-                f"all_gather: rank {self.rank()} gives {send.sizes[0]} bytes, but its place in the output "
-                f"has {receive.sizes[self.rank()]}"
+                f"all_gather: rank {self.rank()} sends {send.sizes[0]} bytes, but its part of the output "
+                f"has {receive.sizes[self.rank()]} bytes"
             )
         return self._exchange("all_gather", [input, *outputs], send, receive)
 
@@ -160,28 +162,30 @@ class FreeScaleGroup(_ProcessGroup):
             raise InputError(f"{kind}: all tensors must be on one device, not {sorted(map(str, devices))}")
         return self._mover(devices.pop()).exchange(kind, send, receive)
 
-    def _mover(self, device: torch.device) -> GlooMover | HostStaged:
-        """What moves tensors of this device. The first use of a queue is a collective: all ranks set it up together."""
+    def _mover(self, device: torch.device) -> GlooMover | HostStagedMover:
+        """The mover of this device's tensors. Making a host-staged mover is a collective: all ranks do it in their first call."""
         with self._lock:
             if device not in self._movers:
                 if device.type == "cpu" and self.freescale_options.cpu == "gloo":
                     self._movers[device] = GlooMover(self._gloo)
                 else:
                     store = dist.PrefixStore(f"queue/{device.type}", self._store)
-                    self._movers[device] = HostStaged(
+                    self._movers[device] = HostStagedMover(
                         store, self.rank(), self.size(), self._timeout, device, self.freescale_options
                     )
             return self._movers[device]
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Memory and traffic of the host-staged queues of this group, by device."""
-        return {str(device): mover.report() for device, mover in self._movers.items() if isinstance(mover, HostStaged)}
+        """Memory and traffic of the host-staged movers of this group, by device; :meth:`HostStagedMover.report` has the keys."""
+        return {
+            str(device): mover.report() for device, mover in self._movers.items() if isinstance(mover, HostStagedMover)
+        }
 
     @override
     def shutdown(self) -> None:
         try:
             for mover in self._movers.values():
-                if isinstance(mover, HostStaged):
+                if isinstance(mover, HostStagedMover):
                     mover.close(min(30.0, self._timeout.total_seconds()))
         finally:
             super().shutdown()
@@ -192,6 +196,6 @@ def _create(group: Any, pg_options: Any) -> FreeScaleGroup:
 
 
 def register() -> None:
-    """Make ``backend="freescale"`` known to torch.distributed. Doing it again changes nothing."""
+    """Register ``backend="freescale"`` with torch.distributed. A second call changes nothing."""
     if BACKEND_NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,4 +1,4 @@
-"""What the transport can do on this machine, and which backend to use for what."""
+"""What the transport can do on this machine, and which backend to use."""
 
 from __future__ import annotations
 
@@ -12,43 +12,54 @@ from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.transport.backend import BACKEND_NAME
-from lightning_freescale.transport.host_staged import refuse_single_connection
+from lightning_freescale.transport.host_staged import check_cuda_connections
 from lightning_freescale.transport.rendezvous import host_id
 
-ENOUGH_SHARED_MEMORY = 64 << 20  # bytes; less leaves a handful of small chunks
+MIN_SHARED_MEMORY_BYTES = 64 << 20  # with less, the rings between ranks hold only a few small chunks
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """``sm_free`` says whether CUDA tensors can move without GPU cores here, ``reason`` why, or why not."""
+    """What the transport can do on this machine.
+
+    Attributes:
+        sm_free: whether CUDA tensors can move without SMs.
+        reason: why, or why not.
+        driver: version of the CUDA driver, for example "13.0"; None without a driver.
+        devices: number of CUDA devices that this process sees.
+        shared_memory_bytes: free bytes in /dev/shm.
+        host: ranks with equal values share memory; other ranks use the network.
+        nccl: whether torch was built with NCCL.
+    """
 
     sm_free: bool
     reason: str
-    driver: str | None  # version of the CUDA driver, as in "13.0"
-    devices: int  # CUDA devices that this process sees
-    shared_memory_bytes: int  # free in /dev/shm
-    host: str  # ranks with equal values share memory; the others talk over the network
-    nccl: bool  # whether torch was built with NCCL
+    driver: str | None
+    devices: int
+    shared_memory_bytes: int
+    host: str
+    nccl: bool
 
 
 def capabilities() -> Capabilities:
-    """Look at this machine. Starts the CUDA driver: call it in the process of a rank, not before forking one."""
+    """Inspect this machine. It initializes the CUDA driver, so call it in the process of a rank and not before a fork."""
     problem, version, devices = _C.cuda_facts()
     shared = _C.shared_memory_free()
     if not problem and not torch.cuda.is_available():
         problem = "this torch has no CUDA"
-    if not problem and shared < ENOUGH_SHARED_MEMORY:
+    if not problem and shared < MIN_SHARED_MEMORY_BYTES:
         problem = (
-            f"/dev/shm has {shared >> 20} MiB free, {ENOUGH_SHARED_MEMORY >> 20} are needed (docker run --shm-size=2g)"
+            f"/dev/shm has {shared >> 20} MiB free and {MIN_SHARED_MEMORY_BYTES >> 20} MiB are needed; "
+            "enlarge it (docker run --shm-size=2g)"
         )
     if not problem:
         try:
-            refuse_single_connection()
+            check_cuda_connections()
         except ConfigurationError as error:
             problem = str(error)
     return Capabilities(
         sm_free=not problem,
-        reason=problem or "copy engines, pinned shared memory and stream-written words are available",
+        reason=problem or "copy engines, pinned shared memory and stream memory operations are available",
         driver=f"{version // 1000}.{version % 1000 // 10}" if version else None,
         devices=devices,
         shared_memory_bytes=shared,
@@ -59,7 +70,7 @@ def capabilities() -> Capabilities:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """A backend for ``dist.new_group`` and why it was chosen."""
+    """A backend for ``dist.new_group``, whether it moves data without SMs, and why it was chosen."""
 
     backend: str
     sm_free: bool
@@ -74,46 +85,50 @@ def choose(
     one_host: bool = True,
     found: Capabilities | None = None,
 ) -> TransportChoice:
-    """The backend for exchanges of tensors on ``device``. Says once what was chosen and why.
+    """Choose the backend for exchanges of tensors on ``device``. Logs the choice and its reason once.
 
     Args:
-        transport: the user's wish. ``"auto"`` takes the host-staged transport where the exchanges run beside compute,
-            which NCCL's kernels would slow down, and NCCL where nothing runs beside them, since it is faster alone.
-        overlapped: whether compute runs beside the exchanges.
-        one_host: whether all ranks share a host. Between hosts the host-staged transport speaks TCP, which NCCL beats on
-            faster networks: ``"auto"`` leaves it to NCCL.
-        found: what the machine can do; looked up when it is needed and not given.
+        transport: the user's setting. ``"auto"`` is the host-staged transport for exchanges that overlap with compute,
+            because NCCL's kernels would slow that compute down, and NCCL for other exchanges, because it is faster alone.
+        device: where the tensors are.
+        overlapped: whether the exchanges overlap with compute.
+        one_host: whether all ranks share a host. Between hosts the host-staged transport uses TCP, and NCCL is faster on
+            faster networks, so ``"auto"`` is NCCL there.
+        found: what the machine can do; inspected if it is needed and not given.
     """
     if transport not in ("auto", "nccl", "gloo", "host"):
         raise ConfigurationError(f"transport={transport!r}: use 'auto', 'nccl', 'gloo' or 'host'")
-    choice = _on_cpu(transport) if device.type == "cpu" else _on_cuda(transport, overlapped, one_host, found)
-    log_once(f"transport={transport!r}: {choice.backend}, {choice.reason}")
+    choice = (
+        _choose_on_cpu(transport) if device.type == "cpu" else _choose_on_cuda(transport, overlapped, one_host, found)
+    )
+    log_once(f"transport={transport!r}: the exchanges use {choice.backend}; {choice.reason}")
     return choice
 
 
-def _on_cpu(transport: str) -> TransportChoice:
+def _choose_on_cpu(transport: str) -> TransportChoice:
     if transport == "nccl":
         raise ConfigurationError("transport='nccl' moves CUDA tensors only; use 'auto' or 'gloo' on CPU")
     backend = BACKEND_NAME if transport == "host" else "gloo"
-    return TransportChoice(backend, False, "CPU tensors move over gloo; there are no GPU cores to spare")
+    return TransportChoice(backend, False, "CPU tensors move over gloo")
 
 
-def _on_cuda(transport: str, overlapped: bool, one_host: bool, found: Capabilities | None) -> TransportChoice:
+def _choose_on_cuda(transport: str, overlapped: bool, one_host: bool, found: Capabilities | None) -> TransportChoice:
     if transport == "gloo":
-        return TransportChoice("gloo", False, "asked for; it copies through host memory with the host waiting")
+        return TransportChoice("gloo", False, "it copies through host memory and blocks the host meanwhile")
     if transport == "nccl":
-        return TransportChoice("nccl", False, "asked for; its kernels use GPU cores")
+        return TransportChoice("nccl", False, "its kernels use SMs")
     found = found or capabilities()
     if transport == "host":
         if not found.sm_free:
             raise ConfigurationError(f"transport='host' cannot run here: {found.reason}; use 'auto' or 'nccl'")
-        return TransportChoice(BACKEND_NAME, True, "asked for; copy engines move the data")
+        return TransportChoice(BACKEND_NAME, True, "copy engines move the data and leave the SMs to compute")
     if found.nccl and not overlapped:
-        return TransportChoice("nccl", False, "no compute runs beside the exchanges, and NCCL is faster alone")
+        return TransportChoice("nccl", False, "the exchanges do not overlap with compute, and NCCL is faster alone")
     if found.nccl and not one_host:
         return TransportChoice(
-            "nccl", False, "ranks are on several hosts, where the SM-free transport has no network but TCP"
+            "nccl", False, "the ranks are on several hosts, where the SM-free transport only has TCP"
         )
     if found.sm_free:
-        return TransportChoice(BACKEND_NAME, True, "copy engines move the data and leave the GPU's cores to compute")
-    return TransportChoice("nccl" if found.nccl else "gloo", False, f"not SM-free: {found.reason}")
+        return TransportChoice(BACKEND_NAME, True, "copy engines move the data and leave the SMs to compute")
+    fallback = "nccl" if found.nccl else "gloo"
+    return TransportChoice(fallback, False, f"the SM-free transport cannot run here: {found.reason}")

@@ -1,4 +1,4 @@
-"""Movement of CPU tensors over an inner gloo group."""
+"""Exchanges of CPU tensors over an inner gloo group."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing_extensions import override
 from lightning_freescale.transport.rank_buffers import RankBuffers
 
 
-class _Unpacked(dist._Work):
+class _UnpackedWork(dist._Work):
     """An exchange into a staging buffer, followed by the copy into the caller's tensors."""
 
     def __init__(self, work: Any, staging: Tensor, target: RankBuffers):
         super().__init__()
 
         def unpack(arrived: Any) -> list[Tensor]:
-            arrived.value()  # raises what gloo raised
-            for part, source in zip(target.parts, staging.split(target.sizes), strict=True):
-                part.copy_(source)
-            return target.parts
+            arrived.value()  # raises the error of gloo, if there is one
+            for buffer, source in zip(target.buffers, staging.split(target.sizes), strict=True):
+                buffer.copy_(source)
+            return target.buffers
 
         self._future = work.get_future().then(unpack)
 
@@ -41,13 +41,17 @@ class _Unpacked(dist._Work):
 
 
 class GlooMover:
-    """Moves bytes over gloo, which knows a few dtypes alone; the caller hands in uint8 views."""
+    """Moves bytes over gloo. The tensors are uint8 views, because gloo supports only a few dtypes."""
 
     def __init__(self, group: Any):
         self._group = group
 
     def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> Any:
-        """Part ``i`` of ``send`` goes to rank ``i``; part ``i`` of ``receive`` comes from rank ``i``."""
+        """Send ``send.buffers[i]`` to rank ``i``, and receive ``receive.buffers[i]`` from rank ``i``. Returns a c10d Work.
+
+        Args:
+            kind: the name of the collective. Only :class:`HostStagedMover` uses it, in its messages.
+        """
         target = receive.whole if receive.whole is not None else torch.empty(receive.total, dtype=torch.uint8)
         work = self._group.alltoall_base(target, send.joined(), receive.sizes, send.sizes)
-        return work if receive.whole is not None else _Unpacked(work, target, receive)
+        return work if receive.whole is not None else _UnpackedWork(work, target, receive)

@@ -1,4 +1,4 @@
-"""Process groups for exchanges, whose transfers come first or give way."""
+"""Process groups for exchanges, of high or low priority."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning_freescale.transport.options import Options
 
 
 def new_group(backend: str, priority: Literal["high", "low"], timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A group of all ranks. A collective.
+    """Make a group of all ranks. This is a collective: every rank must call it.
 
     Args:
-        backend: as :func:`~lightning_freescale.transport.choose` names it; gloo has no priorities.
-        timeout: of its exchanges, torch's default if absent.
+        backend: a backend that :func:`~lightning_freescale.transport.choose` returned, for example ``"nccl"``.
+        priority: transfers of a ``"high"`` group overtake those of a ``"low"`` group. With gloo it has no effect.
+        timeout: how long one exchange may take; torch's default if it is None.
     """
     options: Any = None
     if backend == BACKEND_NAME:
@@ -24,5 +25,5 @@ def new_group(backend: str, priority: Literal["high", "low"], timeout: timedelta
     elif backend == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
     group = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
-    assert isinstance(group, dist.ProcessGroup)  # and not the marker of a rank that is no member
+    assert isinstance(group, dist.ProcessGroup)  # new_group returns something else on ranks that are not members
     return group

@@ -1,8 +1,9 @@
-"""Tensors moved through host memory by the device's copy engines: no kernel, and between ranks of one host no thread.
+"""Moves tensors through pinned host memory by copy engines. No kernel runs, and between ranks of one host no thread moves data.
 
-Every part of a tensor takes the same way, also the one a rank keeps for itself: device to pinned shared memory, a
-counter written by the stream, the peer's stream waits for the counter, host memory to device. A copy within a device
-would be shorter, but the GPU runs it on its cores. The protocol is in csrc/transport/queue.h.
+For each buffer, a stream copies it from the device to shared memory and increments a counter. The stream of the receiving rank
+waits for the counter and copies the data to its device. What a rank sends to itself takes the same path: a direct copy within
+a device would be shorter, but the GPU runs such copies on its SMs. ``csrc/README.md`` and ``csrc/transport/queue.h`` describe
+the protocol.
 """
 
 from __future__ import annotations
@@ -30,40 +31,40 @@ from lightning_freescale.transport.options import Options
 from lightning_freescale.transport.rank_buffers import RankBuffers
 from lightning_freescale.transport.rendezvous import Rendezvous, host_id, local_address
 
-_open: weakref.WeakSet[HostStaged] = weakref.WeakSet()
+_open_movers: weakref.WeakSet[HostStagedMover] = weakref.WeakSet()
 
 
-def refuse_single_connection() -> None:
-    """Raise when ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as some trainers set it."""
+def check_cuda_connections() -> None:
+    """Raise a ConfigurationError if ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which some training frameworks set."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
         raise ConfigurationError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a transfer that waits for a peer "
-            "would hold up the compute behind it. Unset it (or use 8 or more), or choose another transport."
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, so a transfer that waits for a peer "
+            "would block the compute behind it. Unset it, set it to 8 or more, or choose another transport."
         )
 
 
 @cache
 def _device(device: torch.device) -> _C.TransportDevice:
-    """One per process: high-priority groups of a device and low-priority ones know each other through it."""
+    """The C++ device, one per process and device, because high- and low-priority groups coordinate through it."""
     if device.type == "cpu":
         return _C.host_device()
-    refuse_single_connection()
+    check_cuda_connections()
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     return _C.cuda_device(index)
 
 
 @contextlib.contextmanager
-def _named() -> Iterator[None]:
-    """What the C++ queue raises, as the package's own error."""
+def _as_transport_error() -> Iterator[None]:
+    """Turn an error of the C++ queue into a TransportError."""
     try:
         yield
     except RuntimeError as error:
         raise error if isinstance(error, TransportError) else TransportError(str(error)) from None
 
 
-class _QueueWork(dist._Work):
-    """NCCL's semantics on CUDA: ``wait()`` makes the current stream wait. On CPU it blocks, as gloo's does."""
+class _HostStagedWork(dist._Work):
+    """A transfer. As with NCCL, ``wait()`` makes the current CUDA stream wait. On CPU it blocks the host, as with gloo."""
 
     def __init__(self, exchange: _C.TransportExchange, device: torch.device, outputs: list[Tensor], timeout: float):
         super().__init__()
@@ -71,12 +72,12 @@ class _QueueWork(dist._Work):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        with _named():
+        with _as_transport_error():
             if self._device.type == "cuda":
-                self._exchange.hold(torch.cuda.current_stream(self._device).cuda_stream)
+                self._exchange.block_stream(torch.cuda.current_stream(self._device).cuda_stream)
             else:
-                # Without a limit of the caller's own, the queue's timeout ends it, whose error says what was missing.
-                self._exchange.block(timeout.total_seconds() if timeout else 2 * self._timeout + 60)
+                # Without a timeout of the caller, the queue's own timeout comes first, whose error says what is missing.
+                self._exchange.wait(timeout.total_seconds() if timeout else 2 * self._timeout + 60)
         return True
 
     @override
@@ -87,7 +88,7 @@ class _QueueWork(dist._Work):
     def is_completed(self) -> bool:
         try:
             return self._exchange.done()
-        except RuntimeError:  # failed: wait() says why
+        except RuntimeError:  # it has failed; wait() raises the reason
             return True
 
     @override
@@ -112,7 +113,7 @@ class _QueueWork(dist._Work):
             future: Any = torch.futures.Future(devices=[self._device])
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 self.wait()
-                future.set_result(self._outputs)  # records what is done on this side stream
+                future.set_result(self._outputs)  # records the work of this side stream
             return future
         future = torch.futures.Future()
 
@@ -128,8 +129,12 @@ class _QueueWork(dist._Work):
         return future
 
 
-class HostStaged:
-    """The queue of one group on one device. Creating it is a collective."""
+class HostStagedMover:
+    """Moves the tensors of one group on one device, over a C++ queue. Creating it is a collective.
+
+    Args:
+        early_flag: a fault for tests. Chunks are announced before they are copied, so the receiver gets wrong bytes.
+    """
 
     def __init__(
         self,
@@ -142,17 +147,17 @@ class HostStaged:
         early_flag: bool = False,
     ):
         self.device, self._timeout = device, timeout.total_seconds()
-        meeting = Rendezvous(store, rank, world, timeout)
+        rendezvous = Rendezvous(store, rank, world, timeout)
         step = "hosts"
         try:
-            memory = _device(device)
-            self.hosts = meeting.tell(step, host_id())
+            cpp_device = _device(device)
+            self.hosts = rendezvous.share(step, host_id())
             step = "addresses"
             self._queue = _C.TransportQueue(
-                device=memory,
+                device=cpp_device,
                 rank=rank,
                 hosts=self.hosts,
-                high=options.priority == "high",
+                high_priority=options.priority == "high",
                 chunk_bytes=options.chunk_bytes,
                 buffer_bytes=options.buffer_bytes,
                 timeout=self._timeout,
@@ -160,48 +165,51 @@ class HostStaged:
                 network_threads=options.network_threads,
                 early_flag=early_flag,
             )
-            addresses = meeting.tell(step, self._queue.address())
+            addresses = rendezvous.share(step, self._queue.address())
             step = "connected"
             self._queue.connect(addresses)
-            meeting.tell(step, "")
+            rendezvous.share(step, "")
         except TransportError:
             raise
         except (RuntimeError, ValueError) as error:
-            meeting.give_up(step, error)
+            rendezvous.report_failure(step, error)
             raise TransportError(f"the transport cannot be set up: rank {rank}: {error}") from error
-        self._queue.seal()  # every rank has mapped our memory: its name is not needed any more
+        self._queue.unlink_segment()  # every rank has mapped our memory, so nobody needs its name any more
         self._streams: list[Any] = []
         if device.type == "cuda":
             self._streams = [torch.cuda.ExternalStream(handle, device=device) for handle in self._queue.streams()]
         self._in_use: deque[tuple[_C.TransportExchange, list[Tensor]]] = deque()
-        _open.add(self)
+        _open_movers.add(self)
 
-    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> _QueueWork:
-        """Part ``i`` of ``send`` goes to rank ``i``; part ``i`` of ``receive`` comes from rank ``i``."""
+    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> _HostStagedWork:
+        """Send ``send.buffers[i]`` to rank ``i``, and receive ``receive.buffers[i]`` from rank ``i``.
+
+        ``kind`` is the name of the collective, for messages. It must be the same on every rank.
+        """
         stream = torch.cuda.current_stream(self.device).cuda_stream if self._streams else 0
-        with _named():
+        with _as_transport_error():
             exchange = self._queue.exchange(
                 kind,
-                [part.data_ptr() for part in send.parts],
+                [buffer.data_ptr() for buffer in send.buffers],
                 send.sizes,
-                [part.data_ptr() for part in receive.parts],
+                [buffer.data_ptr() for buffer in receive.buffers],
                 receive.sizes,
                 stream,
             )
-        self._keep(exchange, send, receive)
-        return _QueueWork(exchange, self.device, receive.parts, self._timeout)
+        self._keep_alive(exchange, send, receive)
+        return _HostStagedWork(exchange, self.device, receive.buffers, self._timeout)
 
-    def _keep(self, exchange: _C.TransportExchange, send: RankBuffers, receive: RankBuffers) -> None:
-        """The caller may drop its tensors; their memory is in use until the transfer is done."""
+    def _keep_alive(self, exchange: _C.TransportExchange, send: RankBuffers, receive: RankBuffers) -> None:
+        """Keep the memory of the tensors until the transfer is done, even if the caller drops them."""
         if self._streams:
-            for stream, parts in zip(self._streams, (send, receive), strict=True):
-                for part in parts.parts:
-                    part.record_stream(stream)
+            for stream, buffers in zip(self._streams, (send, receive), strict=True):
+                for buffer in buffers.buffers:
+                    buffer.record_stream(stream)
             return
-        with contextlib.suppress(RuntimeError):  # a failure is told to whoever waits
+        with contextlib.suppress(RuntimeError):  # wait() raises the failure
             while self._in_use and self._in_use[0][0].done():
                 self._in_use.popleft()
-        self._in_use.append((exchange, [*send.parts, *receive.parts]))
+        self._in_use.append((exchange, [*send.buffers, *receive.buffers]))
 
     def check(self) -> None:
         """Raise if the queue has failed."""
@@ -210,11 +218,18 @@ class HostStaged:
             raise TransportError(failure)
 
     def report(self) -> dict[str, int]:
-        """Bytes pinned, in rings, at most in rings, sent and received, and the number of exchanges."""
+        """Memory and traffic so far.
+
+        ``pinned_bytes``: host memory that this rank has pinned. ``ring_bytes`` and ``ring_bound_bytes``: memory of the ring
+        buffers that it sends from, now and at most. ``exchanges``, ``sent_bytes``, ``received_bytes``: totals.
+        """
         return self._queue.report()
 
     def close(self, seconds: float) -> None:
-        """Wait for what is on its way, then give back memory and streams. Raises if something could not be finished."""
+        """Wait at most ``seconds`` for outstanding transfers, then free memory and streams.
+
+        Raises a TransportError if a transfer could not be finished, unless the group had failed before.
+        """
         known = self._queue.failure()
         self._queue.close(seconds)
         if known is None:
@@ -223,6 +238,6 @@ class HostStaged:
 
 @atexit.register
 def _close_all() -> None:
-    for engine in list(_open):
-        with contextlib.suppress(Exception):  # the process ends: nobody is left to be told
-            engine.close(2)
+    for mover in list(_open_movers):
+        with contextlib.suppress(Exception):  # the process ends, so nobody could handle an error
+            mover.close(2)

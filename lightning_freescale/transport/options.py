@@ -1,4 +1,4 @@
-"""Settings of one ``freescale`` process group."""
+"""The settings of one ``freescale`` process group."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any, Literal
 from lightning_freescale.runtime.errors import ConfigurationError
 
 
-def _environment(name: str, default: int) -> int:
+def _from_environment(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"{name}={text!r} is not a whole number") from None
+        raise ConfigurationError(f"the environment variable {name}={text!r} is not an integer") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Passed as ``dist.new_group(backend="freescale", pg_options=Options(...))``, equal on every rank.
+    """Pass it as ``dist.new_group(backend="freescale", pg_options=Options(...))``, with equal values on every rank.
 
     Args:
-        priority: class of the group's transfers. On a device, a ``"high"`` transfer that is ready goes before the
+        priority: priority of the group's transfers. On one device, a ``"high"`` transfer that is ready starts before the
             remaining chunks of every ``"low"`` one.
-        chunk_bytes: transfers are cut into chunks of at most this size (``FREESCALE_CHUNK_BYTES``). 4 to 16 MiB were
-            best on an H200.
-        buffer_bytes: bound of the pinned host memory that a rank sends from (``FREESCALE_BUFFER_BYTES``); it starts
-            small and grows with the transfers. Ranks on other hosts need as much again to receive into.
-        network_threads: that send to other hosts, and as many that receive (``FREESCALE_NETWORK_THREADS``); no more
-            than there are ranks there.
-        reductions: the inner backend for CUDA tensors of everything the transport does not do itself. ``"auto"``:
-            NCCL where it is built in, else gloo. CPU tensors always use gloo.
-        cpu: how CPU tensors move: ``"gloo"``, or ``"queue"``, the same queue that moves CUDA tensors with threads in
-            the place of copy engines. It exists to test the protocol where no GPU is.
+        chunk_bytes: a transfer is split into chunks of at most this many bytes (environment: ``FREESCALE_CHUNK_BYTES``).
+            4 to 16 MiB were fastest on an H200.
+        buffer_bytes: most bytes of pinned host memory that a rank sends from (``FREESCALE_BUFFER_BYTES``). The memory starts
+            small and grows with the transfers. If there are ranks on other hosts, a rank receives into as much again.
+        network_threads: most threads that send to other hosts, and most that receive from them
+            (``FREESCALE_NETWORK_THREADS``). There are never more than ranks on other hosts.
+        reductions: the backend of CUDA tensors for every collective that the transport does not implement. ``"auto"`` is
+            NCCL if torch was built with it, otherwise gloo. CPU tensors always use gloo.
+        cpu: what moves CPU tensors. ``"gloo"``, or ``"queue"``: the queue that moves CUDA tensors, with threads instead of
+            copy engines. ``"queue"`` is meant for tests of the protocol on machines without a GPU.
     """
 
     priority: Literal["high", "low"] = "low"
-    chunk_bytes: int = field(default_factory=lambda: _environment("FREESCALE_CHUNK_BYTES", 8 << 20))
-    buffer_bytes: int = field(default_factory=lambda: _environment("FREESCALE_BUFFER_BYTES", 256 << 20))
-    network_threads: int = field(default_factory=lambda: _environment("FREESCALE_NETWORK_THREADS", 2))
+    chunk_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_CHUNK_BYTES", 8 << 20))
+    buffer_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_BUFFER_BYTES", 256 << 20))
+    network_threads: int = field(default_factory=lambda: _from_environment("FREESCALE_NETWORK_THREADS", 2))
     reductions: Literal["auto", "nccl", "gloo"] = "auto"
     cpu: Literal["gloo", "queue"] = "gloo"
 
@@ -58,16 +58,19 @@ class Options:
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """The options passed to ``new_group``: an :class:`Options`, a dict of its fields, or nothing."""
+        """The options that were passed to ``new_group``: an :class:`Options`, a dict of its fields, or None for defaults."""
         if given is None:
             return cls()
         if isinstance(given, cls):
             return given
         if isinstance(given, dict):
-            unknown = sorted(given.keys() - {field.name for field in fields(cls)})
+            known = [field.name for field in fields(cls)]
+            unknown = sorted(given.keys() - set(known))
             if unknown:
-                raise ConfigurationError(f"pg_options: unknown field {unknown[0]!r} of the freescale backend")
+                raise ConfigurationError(
+                    f"pg_options: unknown field {unknown[0]!r} of the freescale backend; it has {', '.join(known)}"
+                )
             return cls(**given)
         raise ConfigurationError(
-            f"pg_options={given!r}: the freescale backend takes lightning_freescale.transport.Options"
+            f"pg_options={given!r}: the freescale backend takes lightning_freescale.transport.Options or a dict"
         )

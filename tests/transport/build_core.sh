@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Build the C++ core for a python3 that has torch and nothing else of ours: no pip, no pybind11 package (torch brings its
-# headers), no network. For GPU machines without this package's dependencies.   usage: build_core.sh [PYTHON]
+# Builds the C++ core for GPU machines that have only python3 with torch. It needs no pip, no network and no pybind11
+# package, because torch contains the headers of pybind11. Replaces the built extension in this tree.
+# usage: build_core.sh [PYTHON]
 set -euo pipefail
 python=${1:-python3}
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -17,7 +18,7 @@ cd "$root/csrc"
 compile() { g++ -O2 -std=c++17 -fPIC -fvisibility=hidden $includes -c "$1" -o "$objects/${1//\//_}.o"; }
 export -f compile
 export includes objects
-find . -name '*.cpp' -print0 | xargs -0 -P "$(nproc)" -I{} bash -c 'compile {}'
+find . -name '*.cpp' -printf '%P\0' | xargs -0 -P "$(nproc)" -I{} bash -c 'compile {}'
 g++ -shared -Wl,--exclude-libs,ALL "$objects"/*.o -o "$objects/core.so" -ldl -lpthread
 mv "$objects/core.so" "$root/lightning_freescale/_C$suffix"
 echo "built lightning_freescale/_C$suffix"

@@ -152,9 +152,12 @@ def _bad_calls(rank: int, world: int, group: Any) -> None:
     for call, message in [
         (lambda: dist.all_to_all_single(good, good.T, group=group), "contiguous"),
         (lambda: dist.all_to_all_single(good, good, [1, 2], [2, 2], group=group), "sum to its 4 rows"),
-        (lambda: dist.all_to_all_single(good, torch.zeros(3, 2), [2, 2], [], group=group), "3 rows do not divide"),
+        (
+            lambda: dist.all_to_all_single(good, torch.zeros(3, 2), [2, 2], [], group=group),
+            "3 rows cannot be divided equally",
+        ),
         (lambda: dist.all_to_all([good], [good], group=group), "1 tensors for 2 ranks"),
-        (lambda: dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(2), group=group), "gives 8 bytes"),
+        (lambda: dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(2), group=group), "sends 8 bytes"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,4 +1,5 @@
-// The ranks of a queue's tests: threads of one process that meet, and bytes whose place tells what they must be.
+// The ranks of the queue's tests, which are threads of one process, and buffers whose bytes depend only on their
+// position.
 #pragma once
 
 #include <condition_variable>
@@ -9,7 +10,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "../../csrc/transport/queue.h"
+#include "../../../csrc/transport/queue.h"
 
 using namespace freescale::transport;
 
@@ -19,7 +20,19 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error("FAILED: " + what);
 }
 
-// Where all ranks of a test meet.
+// The message of the exception that `body` throws; empty if it throws none.
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Makes all ranks of a test wait for each other.
 class Meeting {
  public:
   explicit Meeting(int world) : world_(world) {}
@@ -61,12 +74,12 @@ struct Group {
     meeting.wait();
     queue->connect(addresses);
     meeting.wait();
-    queue->seal();
+    queue->unlink_segment();
     return queue;
   }
 };
 
-// Runs `body(rank)` on every rank; the first exception is thrown again.
+// Runs `body(rank)` on every rank. An exception on any rank ends the process.
 void on_ranks(int world, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   std::vector<std::exception_ptr> errors(world);
@@ -81,7 +94,7 @@ void on_ranks(int world, const std::function<void(int)>& body) {
         } catch (const std::exception& error) {
           std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
         }
-        std::_Exit(1);  // the others would wait for this rank
+        std::_Exit(1);  // otherwise the other ranks would wait for this one
       }
     });
   for (auto& thread : threads) thread.join();
@@ -89,18 +102,25 @@ void on_ranks(int world, const std::function<void(int)>& body) {
 
 using Bytes = std::vector<unsigned char>;
 
+// Buffers of which only the one of `peer` is not empty.
+std::vector<Buffer> to_peer(int peer, int world, Bytes& bytes) {
+  std::vector<Buffer> list(world);
+  list[peer] = {reinterpret_cast<Address>(bytes.data()), bytes.size()};
+  return list;
+}
+
 unsigned char expected_byte(int exchange, int source, int target, std::size_t i) {
   return static_cast<unsigned char>((i * 131 + exchange * 29 + source * 7 + target * 3 + (i >> 8)) & 0xff);
 }
 
 struct Buffers {
   std::vector<Bytes> out, in;
-  std::vector<Part> sends, takes;
+  std::vector<Buffer> sends, receives;
   std::shared_ptr<Exchange> exchange;
   int number = 0;
 };
 
-// Sizes of exchange `number`, the same on every rank: many empty, most small, some of many chunks.
+// The bytes that each rank sends to each rank in exchange `number`: many 0, most small, some of many chunks.
 std::vector<std::vector<std::size_t>> sizes(int world, int number, std::size_t largest) {
   std::mt19937 random(number * 7919 + world);
   std::vector<std::vector<std::size_t>> bytes(world, std::vector<std::size_t>(world));
@@ -124,7 +144,7 @@ Buffers fill(int rank, int world, int number, std::size_t largest) {
   }
   for (int peer = 0; peer < world; ++peer) {
     buffers.sends.push_back({reinterpret_cast<Address>(buffers.out[peer].data()), buffers.out[peer].size()});
-    buffers.takes.push_back({reinterpret_cast<Address>(buffers.in[peer].data()), buffers.in[peer].size()});
+    buffers.receives.push_back({reinterpret_cast<Address>(buffers.in[peer].data()), buffers.in[peer].size()});
   }
   return buffers;
 }
@@ -139,7 +159,7 @@ long wrong_bytes(const Buffers& buffers, int rank) {
 
 Settings small(bool high = false) {
   Settings settings;
-  settings.high = high;
+  settings.high_priority = high;
   settings.chunk_bytes = 4096;
   settings.buffer_bytes = 256 << 10;
   settings.timeout = 60;

@@ -1,7 +1,7 @@
-// A CUDA driver for machines without one: its streams are threads and its device memory is host memory. It is stricter
-// than the real one, so that csrc/transport_cuda.cpp is held to the rules where no GPU is: a context must be current,
-// copies must use pinned memory that was registered in one piece, words must lie in pinned memory. As in the real one,
-// a copy to memory that is not pinned keeps all other threads out of the driver until it is done.
+// A CUDA driver for machines without a GPU: its streams are threads, and its device memory is host memory. It is
+// stricter than the real driver, to check the calls of csrc/transport/cuda_device.cpp: a context must be current,
+// copies must use pinned memory that was registered in one piece, and words must lie in pinned memory. As in the real
+// driver, a copy to memory that is not pinned blocks all other threads that call the driver until it is done.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// The wire over TCP: who connects to whom. One socket per pair of ranks.
+// The network over TCP: makes the connections, one socket for each pair of ranks on different hosts.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -20,11 +20,11 @@ namespace {
 struct Hello {
   Word magic;
   std::int32_t rank;
-  char token[32];  // of the listener: whoever knows it belongs to the group
+  char token[32];  // the random token of the listener, which only ranks of the group know
 };
 
 void set(const Socket& socket, int level, int option, int value) {
-  setsockopt(socket.file(), level, option, &value, sizeof value);  // each of these only makes things faster or clearer
+  setsockopt(socket.file(), level, option, &value, sizeof value);  // a failure changes speed, not correctness
 }
 
 bool wait_for(const Socket& socket, short events, Clock::time_point deadline) {
@@ -38,15 +38,15 @@ bool wait_for(const Socket& socket, short events, Clock::time_point deadline) {
   }
 }
 
-struct Resolved {
-  explicit Resolved(const std::string& host, const std::string& port, int flags) {
+struct ResolvedAddress {
+  explicit ResolvedAddress(const std::string& host, const std::string& port, int flags) {
     addrinfo hints{};
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags;
     if (const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &first))
       throw std::runtime_error("network: cannot resolve '" + host + "': " + gai_strerror(error));
   }
-  ~Resolved() { freeaddrinfo(first); }
+  ~ResolvedAddress() { freeaddrinfo(first); }
   addrinfo* first = nullptr;
 };
 
@@ -61,7 +61,7 @@ std::string random_token() {
 class TcpWire : public Wire {
  public:
   TcpWire(int rank, const std::string& bind_to) : rank_(rank), token_(random_token()) {
-    Resolved address(bind_to, "0", AI_PASSIVE);
+    ResolvedAddress address(bind_to, "0", AI_PASSIVE);
     listener_ = Socket(::socket(address.first->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!listener_) network_error("socket", errno);
     if (bind(listener_.file(), address.first->ai_addr, address.first->ai_addrlen) != 0)
@@ -78,34 +78,35 @@ class TcpWire : public Wire {
 
   std::string address() const override { return address_; }
 
-  // The higher rank of a pair calls the lower one.
+  // Of each pair, the higher rank connects to the lower one.
   void connect(const std::map<int, std::string>& peers, Clock::time_point deadline) override {
     std::size_t expected = 0;
     for (const auto& [peer, address] : peers) {
       if (peer < rank_)
-        adopt(peer, call(peer, address, deadline));
+        add_socket(peer, connect_to(peer, address, deadline));
       else
         ++expected;
     }
     while (expected > 0) {
       if (!wait_for(listener_, POLLIN, deadline))
-        throw std::runtime_error("network: rank " + std::to_string(rank_) + " waited in vain for " +
-                                 std::to_string(expected) + " rank(s) to connect to " +
-                                 address_.substr(0, address_.rfind(' ')));
+        throw std::runtime_error("network: " + std::to_string(expected) + " rank(s) did not connect to rank " +
+                                 std::to_string(rank_) + " at " + address_.substr(0, address_.rfind(' ')) +
+                                 " in time; check that the other hosts can reach this address, or set "
+                                 "FREESCALE_ADDRESS");
       Socket socket(accept4(listener_.file(), nullptr, nullptr, SOCK_CLOEXEC));
       if (!socket) continue;
-      const int peer = greeting(socket, deadline);
-      if (peer <= rank_ || !peers.count(peer) || sockets_.count(peer)) continue;  // a stranger: hang up
-      adopt(peer, std::move(socket));
+      const int peer = read_hello(socket, deadline);
+      if (peer <= rank_ || !peers.count(peer) || sockets_.count(peer)) continue;  // not an expected rank: disconnect
+      add_socket(peer, std::move(socket));
       --expected;
     }
     listener_ = Socket();
   }
 
-  std::unique_ptr<Sender> sender(const std::vector<int>& peers) override {
+  std::unique_ptr<WireSender> sender(const std::vector<int>& peers) override {
     return tcp_sender(sockets_of(peers));
   }
-  std::unique_ptr<WireEnd> receiver(const std::vector<int>& peers) override {
+  std::unique_ptr<WireEndpoint> receiver(const std::vector<int>& peers) override {
     return tcp_receiver(sockets_of(peers));
   }
 
@@ -116,20 +117,20 @@ class TcpWire : public Wire {
     return some;
   }
 
-  void adopt(int peer, Socket socket) {
+  void add_socket(int peer, Socket socket) {
     set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-    set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30000);  // milliseconds: a host that lost power is noticed
+    set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30000);  // milliseconds; detects a host that lost power
     set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
     set(socket, IPPROTO_TCP, TCP_KEEPIDLE, 10);
     fcntl(socket.file(), F_SETFL, fcntl(socket.file(), F_GETFL) | O_NONBLOCK);
     sockets_[peer] = std::make_shared<const Socket>(std::move(socket));
   }
 
-  Socket call(int peer, const std::string& address, Clock::time_point deadline) const {
+  Socket connect_to(int peer, const std::string& address, Clock::time_point deadline) const {
     const std::size_t first = address.find(' '), last = address.rfind(' ');
     if (first == std::string::npos || last <= first || address.size() - last - 1 != sizeof Hello{}.token)
-      throw std::runtime_error("network: rank " + std::to_string(peer) + " gave no address");
-    Resolved resolved(address.substr(0, first), address.substr(first + 1, last - first - 1), 0);
+      throw std::runtime_error("network: rank " + std::to_string(peer) + " published no valid address");
+    ResolvedAddress resolved(address.substr(0, first), address.substr(first + 1, last - first - 1), 0);
     Socket socket(::socket(resolved.first->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!socket) network_error("socket", errno);
     while (::connect(socket.file(), resolved.first->ai_addr, resolved.first->ai_addrlen) != 0) {
@@ -146,8 +147,8 @@ class TcpWire : public Wire {
     return socket;
   }
 
-  // The rank that calls, or -1 for a stranger.
-  int greeting(const Socket& socket, Clock::time_point deadline) const {
+  // The rank at the other end, or -1 if it is not a rank of the group.
+  int read_hello(const Socket& socket, Clock::time_point deadline) const {
     Hello hello{};
     std::size_t got = 0;
     deadline = std::min(deadline, Clock::now() + std::chrono::seconds(5));
@@ -157,8 +158,8 @@ class TcpWire : public Wire {
       if (size <= 0) return -1;
       got += size;
     }
-    const bool friendly = hello.magic == tcp_magic && std::memcmp(hello.token, token_.data(), sizeof hello.token) == 0;
-    return friendly ? hello.rank : -1;
+    const bool member = hello.magic == tcp_magic && std::memcmp(hello.token, token_.data(), sizeof hello.token) == 0;
+    return member ? hello.rank : -1;
   }
 
   int rank_;

@@ -1,4 +1,4 @@
-// Host memory as a device. A stream is a thread that runs its operations in order.
+// Host memory as a device, for tests without a GPU. A stream is a thread that runs its operations in order.
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -11,17 +11,17 @@
 namespace freescale::transport {
 namespace {
 
-class HostMark : public Mark {
+class HostEvent : public Event {
  public:
-  bool passed() override { return passed_.load(std::memory_order_acquire); }
-  void hold(Handle) override {}
-  void pass() { passed_.store(true, std::memory_order_release); }
+  bool done() override { return done_.load(std::memory_order_acquire); }
+  void block_stream(StreamHandle) override {}
+  void set_done() { done_.store(true, std::memory_order_release); }
 
  private:
-  std::atomic<bool> passed_{false};
+  std::atomic<bool> done_{false};
 };
 
-// Polls with growing patience until `done()` or `stop` is set.
+// Polls until `done()` or `stop`, at first without sleeping.
 template <typename Done>
 void poll(const std::atomic<bool>& stop, Done done) {
   for (int spins = 0; !done() && !stop.load(std::memory_order_relaxed); ++spins) {
@@ -39,33 +39,33 @@ class HostStream : public Stream {
   ~HostStream() override {
     {
       std::lock_guard lock(mutex_);
-      stop_ = true;  // a stream that waits for a word that never comes ends too
+      stop_ = true;  // this also ends a wait for a word that never changes
     }
     ready_.notify_one();
     thread_.join();
   }
 
-  void to_host(std::byte* host, Address source, std::size_t bytes) override {
+  void copy_to_host(std::byte* host, Address source, std::size_t bytes) override {
     push([=] { std::memcpy(host, reinterpret_cast<const std::byte*>(source), bytes); });
   }
-  void from_host(Address target, const std::byte* host, std::size_t bytes) override {
+  void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
     push([=] { std::memcpy(reinterpret_cast<std::byte*>(target), host, bytes); });
   }
-  void write(Word* word, Word value) override {
+  void write_word(Word* word, Word value) override {
     push([=] { store(word, value); });
   }
-  void await(const Word* word, Word value) override {
+  void wait_word(const Word* word, Word value) override {
     push([this, word, value] { poll(stop_, [=] { return reached(load(word), value); }); });
   }
-  void after(std::shared_ptr<Mark> mark) override {
-    push([this, mark] { poll(stop_, [&] { return mark->passed(); }); });
+  void wait_event(std::shared_ptr<Event> event) override {
+    push([this, event] { poll(stop_, [&] { return event->done(); }); });
   }
-  std::shared_ptr<Mark> mark() override {
-    auto mark = std::make_shared<HostMark>();
-    push([mark] { mark->pass(); });
-    return mark;
+  std::shared_ptr<Event> record() override {
+    auto event = std::make_shared<HostEvent>();
+    push([event] { event->set_done(); });
+    return event;
   }
-  Handle handle() const override { return 0; }
+  StreamHandle handle() const override { return 0; }
 
  private:
   void push(std::function<void()> operation) {
@@ -93,18 +93,18 @@ class HostStream : public Stream {
   std::condition_variable ready_;
   std::deque<std::function<void()>> operations_;
   std::atomic<bool> stop_{false};
-  std::thread thread_;  // last: it uses the members above
+  std::thread thread_;  // declared last, because it uses the members above
 };
 
 class HostDevice : public Device {
  public:
   HostDevice() { set_gate_memory(gates_); }
   std::string name() const override { return "host memory"; }
-  std::unique_ptr<Stream> stream() override { return std::make_unique<HostStream>(); }
-  std::shared_ptr<Mark> mark(Handle) override {
-    auto mark = std::make_shared<HostMark>();
-    mark->pass();  // the caller's tensors are ready when it calls
-    return mark;
+  std::unique_ptr<Stream> new_stream() override { return std::make_unique<HostStream>(); }
+  std::shared_ptr<Event> record(StreamHandle) override {
+    auto event = std::make_shared<HostEvent>();
+    event->set_done();  // tensors in host memory are ready when the caller passes them
+    return event;
   }
   void pin(std::byte*, std::size_t) override {}
   void unpin(std::byte*) override {}

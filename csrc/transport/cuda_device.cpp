@@ -1,7 +1,9 @@
-// CUDA through its driver, loaded at run time: this builds with a C++ compiler alone and works where a driver is.
+// A GPU as a device, through the CUDA driver. The driver is loaded at run time, so this file builds without the CUDA
+// toolkit.
 //
-// Copies between device and pinned host memory run on copy engines; words are written and awaited by the stream itself.
-// Nothing here launches a kernel. Types are declared by hand, from the driver's documented ABI.
+// Copies between the GPU and pinned host memory run on copy engines. The stream itself writes words and waits for them
+// (stream memory operations). Nothing here launches a kernel. The types are declared by hand after the documented ABI
+// of the driver.
 #include <dlfcn.h>
 #include <sys/mman.h>
 
@@ -59,7 +61,7 @@ struct Driver {
       problem = "no CUDA driver: libcuda.so.1 cannot be loaded";
       return;
     }
-    // The suffixes are the versions that today's headers select.
+    // The suffixes are the versions that current CUDA headers select.
     find(cuInit, "cuInit");
     find(cuDriverGetVersion, "cuDriverGetVersion");
     find(cuDeviceGetCount, "cuDeviceGetCount");
@@ -116,42 +118,42 @@ const Driver& driver() {
 
 #define FREESCALE_CUDA(call, ...) driver().check(driver().call(__VA_ARGS__), #call)
 
-// Makes a context current for one scope; the thread may be in another library's.
-class Entered {
+// Makes a context current for one scope. The thread may have another library's context current.
+class ScopedContext {
  public:
-  explicit Entered(Context context) { FREESCALE_CUDA(cuCtxPushCurrent, context); }
-  ~Entered() {
+  explicit ScopedContext(Context context) { FREESCALE_CUDA(cuCtxPushCurrent, context); }
+  ~ScopedContext() {
     Context ignored;
     driver().cuCtxPopCurrent(&ignored);
   }
-  Entered(const Entered&) = delete;
-  Entered& operator=(const Entered&) = delete;
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
 };
 
-class CudaMark : public Mark {
+class CudaEvent : public Event {
  public:
-  CudaMark(Context context, DriverStream stream) : context_(context) {
-    Entered entered(context_);
+  CudaEvent(Context context, DriverStream stream) : context_(context) {
+    ScopedContext scope(context_);
     FREESCALE_CUDA(cuEventCreate, &event_, event_disable_timing);
     FREESCALE_CUDA(cuEventRecord, event_, stream);
   }
-  ~CudaMark() override {
-    // After the driver has shut down at exit this fails, which harms nothing.
+  ~CudaEvent() override {
+    // At exit the driver may have shut down already. Then this fails, and there is nothing left to destroy.
     if (driver().cuCtxPushCurrent(context_) != success) return;
     driver().cuEventDestroy(event_);
     Context ignored;
     driver().cuCtxPopCurrent(&ignored);
   }
-  bool passed() override {
-    Entered entered(context_);
+  bool done() override {
+    ScopedContext scope(context_);
     const Result result = driver().cuEventQuery(event_);
     if (result == not_ready) return false;
     driver().check(result, "cuEventQuery");
     return true;
   }
-  void hold(Handle caller) override { wait_in(reinterpret_cast<DriverStream>(caller)); }
+  void block_stream(StreamHandle caller) override { wait_in(reinterpret_cast<DriverStream>(caller)); }
   void wait_in(DriverStream stream) {
-    Entered entered(context_);
+    ScopedContext scope(context_);
     FREESCALE_CUDA(cuStreamWaitEvent, stream, event_, 0u);
   }
 
@@ -166,13 +168,13 @@ class CudaStream : public Stream {
  public:
   explicit CudaStream(CudaDevice& device);
   ~CudaStream() override;
-  void to_host(std::byte* host, Address source, std::size_t bytes) override;
-  void from_host(Address target, const std::byte* host, std::size_t bytes) override;
-  void write(Word* word, Word value) override;
-  void await(const Word* word, Word value) override;
-  void after(std::shared_ptr<Mark> mark) override;
-  std::shared_ptr<Mark> mark() override;
-  Handle handle() const override { return reinterpret_cast<Handle>(stream_); }
+  void copy_to_host(std::byte* host, Address source, std::size_t bytes) override;
+  void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override;
+  void write_word(Word* word, Word value) override;
+  void wait_word(const Word* word, Word value) override;
+  void wait_event(std::shared_ptr<Event> event) override;
+  std::shared_ptr<Event> record() override;
+  StreamHandle handle() const override { return reinterpret_cast<StreamHandle>(stream_); }
 
  private:
   CudaDevice& device_;
@@ -188,25 +190,26 @@ class CudaDevice : public Device {
     char text[256] = "";
     FREESCALE_CUDA(cuDeviceGetName, text, static_cast<int>(sizeof text), device);
     name_ = std::string(text) + " (cuda:" + std::to_string(ordinal) + ")";
-    FREESCALE_CUDA(cuDevicePrimaryCtxRetain, &context_, device);  // the context torch uses
-    // Never freed, never unpinned: streams of this process may read a gate until it ends.
+    FREESCALE_CUDA(cuDevicePrimaryCtxRetain, &context_, device);  // the context that torch uses
+    // This memory is never freed or unpinned, because streams may read a gate until the process ends.
     void* page = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) throw std::runtime_error("no memory for the priority gates");
     static_assert(sizeof(GateWords) * max_gates + sizeof(Word) <= page_bytes);
     pin(static_cast<std::byte*>(page), page_bytes);
     set_gate_memory(static_cast<GateWords*>(page));
-    prove_stream_words(reinterpret_cast<Word*>(static_cast<std::byte*>(page) + sizeof(GateWords) * max_gates));
+    std::byte* word = static_cast<std::byte*>(page) + sizeof(GateWords) * max_gates;
+    check_stream_memory_operations(reinterpret_cast<Word*>(word));
   }
 
   std::string name() const override { return name_; }
   Context context() const { return context_; }
-  std::unique_ptr<Stream> stream() override { return std::make_unique<CudaStream>(*this); }
-  std::shared_ptr<Mark> mark(Handle caller) override {
-    return std::make_shared<CudaMark>(context_, reinterpret_cast<DriverStream>(caller));
+  std::unique_ptr<Stream> new_stream() override { return std::make_unique<CudaStream>(*this); }
+  std::shared_ptr<Event> record(StreamHandle caller) override {
+    return std::make_shared<CudaEvent>(context_, reinterpret_cast<DriverStream>(caller));
   }
 
   void pin(std::byte* memory, std::size_t bytes) override {
-    Entered entered(context_);
+    ScopedContext scope(context_);
     FREESCALE_CUDA(cuMemHostRegister, memory, bytes, host_portable | host_device_map);
     DevicePointer seen;
     FREESCALE_CUDA(cuMemHostGetDevicePointer, &seen, memory, 0u);
@@ -219,14 +222,14 @@ class CudaDevice : public Device {
       std::lock_guard lock(mutex_);
       pinned_.erase(memory);
     }
-    Entered entered(context_);
+    ScopedContext scope(context_);
     FREESCALE_CUDA(cuMemHostUnregister, memory);
   }
 
-  // Streams are kept and used again, never destroyed: torch's allocator may remember one for as long as a tensor lives
-  // that was sent through it.
+  // Streams are reused and never destroyed. Torch's allocator may refer to a stream as long as a tensor lives that was
+  // sent through it.
   DriverStream take_stream() {
-    Entered entered(context_);
+    ScopedContext scope(context_);
     std::lock_guard lock(mutex_);
     if (idle_.empty()) {
       int least = 0, greatest = 0;
@@ -245,8 +248,8 @@ class CudaDevice : public Device {
     idle_.push_back(stream);
   }
 
-  // Where the device sees a word of pinned memory.
-  DevicePointer device_view(const Word* word) const {
+  // The address at which the device sees a word of pinned memory.
+  DevicePointer device_pointer(const Word* word) const {
     auto* place = reinterpret_cast<const std::byte*>(word);
     std::lock_guard lock(mutex_);
     auto region = pinned_.upper_bound(place);
@@ -255,7 +258,7 @@ class CudaDevice : public Device {
       const std::size_t offset = place - region->first;
       if (offset < region->second.bytes) return region->second.seen + offset;
     }
-    throw std::logic_error("a word outside pinned memory was given to a CUDA stream");
+    throw std::logic_error("a CUDA stream was given a word outside pinned memory");
   }
 
  private:
@@ -265,19 +268,19 @@ class CudaDevice : public Device {
     DevicePointer seen;
   };
 
-  // Some virtual GPUs accept the calls and never run them: find out here, not in a training step.
-  void prove_stream_words(Word* word) {
+  // Some virtual GPUs accept these calls and never run them. This finds it out here and not in a training step.
+  void check_stream_memory_operations(Word* word) {
     CudaStream stream(*this);
-    stream.write(word, 7);
-    stream.await(word, 7);
-    const auto done = stream.mark();
+    stream.write_word(word, 7);
+    stream.wait_word(word, 7);
+    const auto end = stream.record();
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    while (!done->passed()) {
+    while (!end->done()) {
       if (std::chrono::steady_clock::now() > deadline)
         throw std::runtime_error(name_ + ": cuStreamWriteValue32 had no effect within 10 s");
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    if (load(word) != 7) throw std::runtime_error(name_ + ": cuStreamWriteValue32 wrote something else");
+    if (load(word) != 7) throw std::runtime_error(name_ + ": cuStreamWriteValue32 wrote a wrong value");
   }
 
   std::string name_;
@@ -291,30 +294,30 @@ CudaStream::CudaStream(CudaDevice& device) : device_(device), stream_(device.tak
 
 CudaStream::~CudaStream() { device_.return_stream(stream_); }
 
-void CudaStream::to_host(std::byte* host, Address source, std::size_t bytes) {
-  Entered entered(device_.context());
+void CudaStream::copy_to_host(std::byte* host, Address source, std::size_t bytes) {
+  ScopedContext scope(device_.context());
   FREESCALE_CUDA(cuMemcpyDtoHAsync, host, static_cast<DevicePointer>(source), bytes, stream_);
 }
 
-void CudaStream::from_host(Address target, const std::byte* host, std::size_t bytes) {
-  Entered entered(device_.context());
+void CudaStream::copy_from_host(Address target, const std::byte* host, std::size_t bytes) {
+  ScopedContext scope(device_.context());
   FREESCALE_CUDA(cuMemcpyHtoDAsync, static_cast<DevicePointer>(target), host, bytes, stream_);
 }
 
-void CudaStream::write(Word* word, Word value) {
-  Entered entered(device_.context());
-  // With the default flags the write comes after every earlier one of the stream, seen from the whole system.
-  FREESCALE_CUDA(cuStreamWriteValue32, stream_, device_.device_view(word), value, write_default);
+void CudaStream::write_word(Word* word, Word value) {
+  ScopedContext scope(device_.context());
+  // With the default flags, the whole system sees this write after every earlier write of the stream.
+  FREESCALE_CUDA(cuStreamWriteValue32, stream_, device_.device_pointer(word), value, write_default);
 }
 
-void CudaStream::await(const Word* word, Word value) {
-  Entered entered(device_.context());
-  FREESCALE_CUDA(cuStreamWaitValue32, stream_, device_.device_view(word), value, wait_geq);
+void CudaStream::wait_word(const Word* word, Word value) {
+  ScopedContext scope(device_.context());
+  FREESCALE_CUDA(cuStreamWaitValue32, stream_, device_.device_pointer(word), value, wait_geq);
 }
 
-void CudaStream::after(std::shared_ptr<Mark> mark) { static_cast<CudaMark&>(*mark).wait_in(stream_); }
+void CudaStream::wait_event(std::shared_ptr<Event> event) { static_cast<CudaEvent&>(*event).wait_in(stream_); }
 
-std::shared_ptr<Mark> CudaStream::mark() { return std::make_shared<CudaMark>(device_.context(), stream_); }
+std::shared_ptr<Event> CudaStream::record() { return std::make_shared<CudaEvent>(device_.context(), stream_); }
 
 }  // namespace
 

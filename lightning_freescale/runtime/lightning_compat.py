@@ -1,0 +1,165 @@
+"""Every private name of Lightning that this package uses, in one place.
+
+Lightning has no public interface for some of what a strategy must know or change. Each function here wraps one such
+place and says what it relies on. ``tests/runtime/test_lightning_compat.py`` checks that the names exist in the
+installed Lightning and behave as described. No other file of the package uses a private name of the Trainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+FITTING = "fit"  # The value of TrainerFn.FITTING in `lightning` and in `pytorch_lightning`.
+
+
+# ---- progress ------------------------------------------------------------------------------------------------------
+def logging_step(trainer: Any) -> int:
+    """The step number that Lightning's own callbacks pass to the loggers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def should_update_logs(trainer: Any) -> bool:
+    """Whether Lightning logs at the current step (``log_every_n_steps``)."""
+    return trainer._logger_connector.should_update_logs
+
+
+def current_batch_is_processed(trainer: Any) -> bool:
+    """Whether the training step of the batch fetched last has ended.
+
+    A checkpoint that is written inside a batch, for instance in ``on_train_batch_start`` or after an exception, must
+    not count that batch as done. Lightning resumes at ``processed`` batches in the same way.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return progress.processed >= progress.ready
+
+
+def shift_batch_progress(trainer: Any, batches: int) -> None:
+    """Add ``batches`` to the number of batches of this epoch that count as done."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    for count in ("ready", "started", "processed", "completed"):
+        setattr(progress, count, getattr(progress, count) + batches)
+
+
+# ---- data loaders --------------------------------------------------------------------------------------------------
+def restore_train_loaders(trainer: Any, opened: Callable[[], bool]) -> None:
+    """Give the train loaders the state of the checkpoint once more.
+
+    Lightning drops that state if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches`` (Lightning
+    issue 20550). A loader without a length was opened before the state arrived, so its iterator starts again.
+
+    Args:
+        opened: says whether a train loader has fetched a batch already.
+    """
+    fit_loop = trainer.fit_loop
+    restart = bool(fit_loop._combined_loader_states_to_load) and opened()
+    fit_loop._load_combined_loader_states()
+    if restart:
+        iter(fit_loop._data_fetcher)
+
+
+def batch_limit(trainer: Any, loader: object) -> float:
+    """The number of batches that Lightning takes from ``loader`` in one epoch; infinite if it does not know."""
+    loop = trainer._active_loop
+    combined = getattr(loop, "_combined_loader", None)
+    if combined is None or combined.limits is None:
+        return float("inf")
+    for candidate, limit in zip(combined.flattened, combined.limits, strict=True):
+        if candidate is loader:
+            return limit
+    return float("inf")
+
+
+def takes_dataloader_iter(trainer: Any) -> bool:
+    """Whether the current step method fetches its batches itself, as ``training_step(self, dataloader_iter)`` does."""
+    stages = {"training": "training_step", "testing": "test_step", "predicting": "predict_step"}
+    name = next((step for stage, step in stages.items() if getattr(trainer, stage)), "validation_step")
+    step = getattr(trainer.lightning_module, name, None)
+    return step is not None and "dataloader_iter" in inspect.signature(step).parameters
+
+
+# ---- batch transfer hooks ------------------------------------------------------------------------------------------
+def transfer_hook_owner(trainer: Any, name: str) -> Any:
+    """The LightningModule or data module whose transfer hook ``name`` Lightning calls."""
+    return trainer._data_connector._datahook_selector.get_instance(name)
+
+
+# ---- logged values -------------------------------------------------------------------------------------------------
+def set_logged_batch_size(trainer: Any, size: int) -> None:
+    """Let values that are logged in this step count for ``size`` samples. Lightning would guess from some tensor."""
+    if trainer._results is not None:
+        trainer._results.batch_size = size
+
+
+def train_results(trainer: Any) -> Any:
+    """The collection of the values that the training loop logs."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def logged_value(results: Any, metric: Any, on_step: bool) -> Any:
+    """The tensor that Lightning shows for ``metric`` of ``results``, or ``None``."""
+    return results._get_cache(metric, on_step)
+
+
+def logged_name(results: Any, metric: Any, on_step: bool) -> str:
+    """The name under which the progress bar shows ``metric`` of ``results``."""
+    return results._forked_name(metric, on_step)[1]
+
+
+def update_progress_bar_metrics(trainer: Any, values: Mapping[str, float]) -> None:
+    """Change what ``trainer.progress_bar_metrics`` returns."""
+    trainer._logger_connector._progress_bar_metrics.update(values)
+
+
+# ---- signals -------------------------------------------------------------------------------------------------------
+def replace_signal_handlers(
+    trainer: Any, on_sigterm: Callable[[int, Any], None], on_requeue: Callable[[int, Any], None]
+) -> Callable[[int, Any], None]:
+    """Replace Lightning's handlers for SIGTERM and for SLURM's requeue signal. Call it before ``fit`` starts its loop.
+
+    Lightning's handlers run collectives inside the signal, which can interrupt other collectives. Its training loop
+    also broadcasts a flag and reads it back from the device in every step; that broadcast is switched off.
+
+    Returns:
+        Lightning's own requeue handler. It saves a checkpoint and requeues the job. Call it between two steps.
+    """
+    connector = trainer._signal_connector
+    requeue = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
+    connector._sigterm_notifier_fn = on_sigterm
+    connector._slurm_sigusr_handler_fn = on_requeue
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    return requeue
+
+
+def mark_sigterm_received(trainer: Any) -> None:
+    """Let ``trainer.received_sigterm`` be true."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def forward_signal(launcher: Any, signum: int) -> None:
+    """Send the signal to the processes that ``launcher`` has started, if there is a launcher."""
+    if launcher is not None:
+        launcher.kill(signal.Signals(signum))
+
+
+# ---- names for the contract test -----------------------------------------------------------------------------------
+def private_names() -> Iterable[str]:
+    """The private attributes that this module reads or replaces, as paths that start at a Trainer."""
+    return (
+        "fit_loop.epoch_loop._batches_that_stepped",
+        "fit_loop.epoch_loop._results",
+        "fit_loop.epoch_loop._broadcast_sigterm_tensor",
+        "fit_loop.epoch_loop.batch_progress.current.processed",
+        "fit_loop._combined_loader_states_to_load",
+        "fit_loop._load_combined_loader_states",
+        "fit_loop._combined_loader",
+        "fit_loop._data_fetcher",
+        "_data_connector._datahook_selector",
+        "_logger_connector.should_update_logs",
+        "_logger_connector._progress_bar_metrics",
+        "_signal_connector._sigterm_notifier_fn",
+        "_signal_connector._slurm_sigusr_handler_fn",
+        "_signal_connector.received_sigterm",
+    )

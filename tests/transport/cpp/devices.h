@@ -1,0 +1,135 @@
+// Devices for tests: one whose copies a test records and delays, and one that runs all streams as one hardware queue.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+
+#include "../../../csrc/transport/queue.h"
+
+using namespace freescale::transport;
+
+namespace {
+
+// The copies so far, in order, for example "low out". Before each copy the stream's thread calls `before` with the
+// number of such copies.
+struct Trace {
+  std::function<void(const std::string&, long)> before = [](const std::string&, long) {};
+
+  void add(const std::string& what) {
+    long count;
+    {
+      std::lock_guard lock(mutex_);
+      copies_.push_back(what);
+      count = std::count(copies_.begin(), copies_.end(), what);
+    }
+    before(what, count);
+  }
+  std::vector<std::string> copies() const {
+    std::lock_guard lock(mutex_);
+    return copies_;
+  }
+  // Waits until `what` has been copied `count` times, at most about 20 s.
+  void await(const std::string& what, long count) const {
+    for (int i = 0; i < 20'000; ++i) {
+      const auto now = copies();
+      if (std::count(now.begin(), now.end(), what) >= count) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::string> copies_;
+};
+
+class TracedStream : public Stream {
+ public:
+  TracedStream(std::unique_ptr<Stream> inner, Trace& trace, std::string name)
+      : inner_(std::move(inner)), trace_(trace), name_(std::move(name)) {}
+  void copy_to_host(std::byte* host, Address source, std::size_t bytes) override {
+    inner_->wait_event(std::make_shared<Step>(trace_, name_ + " out"));
+    inner_->copy_to_host(host, source, bytes);
+  }
+  void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
+    inner_->wait_event(std::make_shared<Step>(trace_, name_ + " in"));
+    inner_->copy_from_host(target, host, bytes);
+  }
+  void write_word(Word* word, Word value) override { inner_->write_word(word, value); }
+  void wait_word(const Word* word, Word value) override { inner_->wait_word(word, value); }
+  void wait_event(std::shared_ptr<Event> event) override { inner_->wait_event(event); }
+  std::shared_ptr<Event> record() override { return inner_->record(); }
+  StreamHandle handle() const override { return 0; }
+
+ private:
+  class Step : public Event {  // the stream's thread calls done() when it gets here
+   public:
+    Step(Trace& trace, std::string what) : trace_(trace), what_(std::move(what)) {}
+    bool done() override {
+      trace_.add(what_);
+      return true;
+    }
+    void block_stream(StreamHandle) override {}
+
+   private:
+    Trace& trace_;
+    std::string what_;
+  };
+  std::unique_ptr<Stream> inner_;
+  Trace& trace_;
+  std::string name_;
+};
+
+class TracedDevice : public Device {
+ public:
+  explicit TracedDevice(Trace& trace) : trace_(trace) { set_gate_memory(gates_); }
+  std::string name() const override { return "traced host memory"; }
+  std::unique_ptr<Stream> new_stream() override {
+    return std::make_unique<TracedStream>(inner_->new_stream(), trace_, label);
+  }
+  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
+  void pin(std::byte*, std::size_t) override {}
+  void unpin(std::byte*) override {}
+  std::string label = "low";  // the name of the streams that are created next
+
+ private:
+  Trace& trace_;
+  std::shared_ptr<Device> inner_ = host_device();
+  GateWords gates_[max_gates] = {};
+};
+
+// A device that runs all its streams as one queue, in the order of issue. CUDA may do so with streams that share a
+// hardware queue.
+class OneQueueDevice : public Device {
+ public:
+  OneQueueDevice() { set_gate_memory(gates_); }
+  std::string name() const override { return "host memory, one queue"; }
+  std::unique_ptr<Stream> new_stream() override { return std::make_unique<Shared>(queue_); }
+  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
+  void pin(std::byte*, std::size_t) override {}
+  void unpin(std::byte*) override {}
+
+ private:
+  class Shared : public Stream {
+   public:
+    explicit Shared(std::shared_ptr<Stream> queue) : queue_(std::move(queue)) {}
+    void copy_to_host(std::byte* host, Address source, std::size_t bytes) override {
+      queue_->copy_to_host(host, source, bytes);
+    }
+    void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
+      queue_->copy_from_host(target, host, bytes);
+    }
+    void write_word(Word* word, Word value) override { queue_->write_word(word, value); }
+    void wait_word(const Word* word, Word value) override { queue_->wait_word(word, value); }
+    void wait_event(std::shared_ptr<Event> event) override { queue_->wait_event(event); }
+    std::shared_ptr<Event> record() override { return queue_->record(); }
+    StreamHandle handle() const override { return 0; }
+
+   private:
+    std::shared_ptr<Stream> queue_;
+  };
+  std::shared_ptr<Device> inner_ = host_device();
+  std::shared_ptr<Stream> queue_ = inner_->new_stream();
+  GateWords gates_[max_gates] = {};
+};
+
+}  // namespace

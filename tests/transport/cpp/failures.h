@@ -1,0 +1,80 @@
+// Scenarios of ranks that are late, leave, or disagree.
+#pragma once
+
+#include "ranks.h"
+
+namespace {
+
+// Rank 1 does not take part. Rank 0 times out, and rank 2, which needs only rank 0, fails with the same error.
+void timeout(int hosts) {
+  Settings settings = small();
+  settings.timeout = 0.3;
+  Group group(3, hosts, settings);
+  on_ranks(3, [&](int rank) {
+    auto queue = group.open(rank);
+    Bytes bytes(70'000, 1), more(100, 1);
+    const std::vector<Buffer> nothing(3);
+    std::string error;
+    if (rank == 0) {
+      auto exchange = queue->exchange("all_to_all", nothing, to_peer(1, 3, bytes), 0);
+      error = error_of([&] { exchange->wait(30); });
+      require(has(error, "rank 0") && has(error, "all_to_all #0") && has(error, "70000 bytes from rank 1"), error);
+      require(has(error, "not finished after"), error);
+      const std::string later = error_of([&] { queue->exchange("all_to_all", nothing, nothing, 0); });
+      require(!later.empty(), "a later exchange must be refused");
+    } else if (rank == 2) {
+      queue->exchange("all_to_all", nothing, nothing, 0);
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that rank 0 times out first
+      auto exchange = queue->exchange("all_to_all", nothing, to_peer(0, 3, more), 0);
+      error = error_of([&] { exchange->wait(30); });
+      require(has(error, "rank 0, all_to_all #0"), "rank 2 must report the error of rank 0, not: " + error);
+    }
+    group.meeting.wait();
+    error_of([&] { queue->close(10); });
+  });
+}
+
+// A rank leaves the group while another rank needs it.
+void leaver(int hosts) {
+  Group group(2, hosts, small());
+  on_ranks(2, [&](int rank) {
+    auto queue = group.open(rank);
+    if (rank == 1) {
+      queue->close(10);
+      queue.reset();
+      group.meeting.wait();
+      return;
+    }
+    group.meeting.wait();
+    Bytes bytes(5000);
+    auto exchange = queue->exchange("all_gather", std::vector<Buffer>(2), to_peer(1, 2, bytes), 0);
+    const std::string error = error_of([&] { exchange->wait(30); });
+    require(has(error, "5000 bytes from rank 1") && has(error, hosts == 1 ? "has left" : "cannot be reached"), error);
+  });
+}
+
+// Two ranks disagree about sizes, or about which collective comes next. At least one of them gets an error before bytes
+// are mixed up.
+void mismatch(int hosts) {
+  for (const bool kind : {false, true}) {
+    Group group(2, hosts, small());
+    std::atomic<int> noticed{0};
+    on_ranks(2, [&](int rank) {
+      auto queue = group.open(rank);
+      Bytes out(100, 1), in(kind || rank == 1 ? 100 : 200, 0);
+      const std::string error = error_of([&] {
+        auto exchange = queue->exchange(kind && rank == 1 ? "broadcast" : "all_to_all", to_peer(1 - rank, 2, out),
+                                        to_peer(1 - rank, 2, in), 0);
+        exchange->wait(30);
+        group.meeting.wait();
+      });
+      if (has(error, kind ? "another collective" : "200")) ++noticed;
+      else require(error.empty(), error);
+      if (!error.empty()) group.meeting.wait();
+      error_of([&] { queue->close(10); });
+    });
+    require(noticed >= 1, "no rank noticed it");
+  }
+}
+
+}  // namespace

@@ -1,0 +1,57 @@
+// The queue on host memory, with threads of one process as its ranks. test_queue_scenarios.py builds it and runs it
+// under the thread and the address sanitizer. Usage: queue_test SCENARIO...; without a scenario it lists them. The exit
+// status 0 means success.
+#include <cstdio>
+#include <functional>
+#include <map>
+
+#include "components.h"
+#include "failures.h"
+#include "priorities.h"
+#include "random_exchanges.h"
+
+namespace {
+
+const std::map<std::string, std::function<void()>> scenarios{
+    {"random2", [] { random_exchanges(2, 1, false); }},
+    {"random4", [] { random_exchanges(4, 1, false); }},
+    {"random_high", [] { random_exchanges(3, 1, true); }},
+    {"random_hosts", [] { random_exchanges(4, 2, false); }},
+    {"random_hosts_high", [] { random_exchanges(2, 2, true); }},
+    {"random_hosts_apart", [] { random_exchanges(4, 4, false); }},
+    {"random_hosts_one_thread", [] { random_exchanges(4, 4, true, 0, 1); }},
+    {"random_wrap", [] { random_exchanges(2, 1, false, 0xFFFFFFF0u); }},
+    {"random_hosts_wrap", [] { random_exchanges(2, 2, false, 0xFFFFFFF0u); }},
+    {"priority", priority},
+    {"one_queue", one_queue},
+    {"early_flag", early_flag},
+    {"timeout", [] { timeout(1); }},
+    {"timeout_hosts", [] { timeout(3); }},
+    {"leaver", [] { leaver(1); }},
+    {"leaver_hosts", [] { leaver(2); }},
+    {"disagreement", [] { mismatch(1); }},
+    {"disagreement_hosts", [] { mismatch(2); }},
+    {"bad_chunk", bad_chunk},
+    {"ring", ring},
+    {"segments", segments},
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  try {
+    for (int i = 1; i < count; ++i) {
+      const auto scenario = scenarios.find(arguments[i]);
+      if (scenario == scenarios.end()) throw std::runtime_error(std::string("there is no scenario ") + arguments[i]);
+      scenario->second();
+      std::printf("%s ok\n", arguments[i]);
+      std::fflush(stdout);
+    }
+    if (count == 1)
+      for (const auto& scenario : scenarios) std::printf("%s\n", scenario.first.c_str());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

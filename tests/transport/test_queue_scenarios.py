@@ -1,0 +1,88 @@
+"""The C++ queue on host memory: the scenarios of ``cpp/queue_test.cpp`` run under the thread and the address sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCENARIOS = [
+    "random2",
+    "random4",
+    "random_high",
+    "random_hosts",
+    "random_hosts_high",
+    "random_hosts_apart",
+    "random_hosts_one_thread",
+    "random_wrap",
+    "random_hosts_wrap",
+    "priority",
+    "one_queue",
+    "timeout",
+    "timeout_hosts",
+    "leaver",
+    "leaver_hosts",
+    "disagreement",
+    "disagreement_hosts",
+    "bad_chunk",
+    "ring",
+    "segments",
+]
+
+
+def _build(folder: Path, flags: list[str]) -> Path:
+    """Build the scenarios as one program from one source file, which is the fastest way."""
+    sources = sorted(path for path in (ROOT / "csrc" / "transport").glob("*.cpp") if "bindings" not in path.name)
+    whole = folder / "whole.cpp"
+    whole.write_text(
+        "".join(f'#include "{path}"\n' for path in [*sources, ROOT / "tests/transport/cpp/queue_test.cpp"])
+    )
+    command = ["g++", "-std=c++17", "-g1", *flags, str(whole), "-o", str(folder / "queue_test"), "-ldl", "-lpthread"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode != 0 and "sanitize" in built.stderr + built.stdout:
+        pytest.skip(f"this g++ does not support {flags}: {built.stderr[-200:]}")
+    assert built.returncode == 0, built.stderr
+    return folder / "queue_test"
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The program by sanitizer, built on first use."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+
+    class Built(dict):
+        def __missing__(self, name: str) -> Path:
+            self[name] = _build(tmp_path_factory.mktemp(name), [f"-fsanitize={name}", "-O0"])
+            return self[name]
+
+    return Built()
+
+
+def _run(program: Path, *scenarios: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run(
+        [str(program), *scenarios], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_scenarios_under_a_sanitizer(sanitized: dict[str, Path], sanitizer: str) -> None:
+    ran = _run(sanitized[sanitizer], *SCENARIOS)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    assert ran.stdout.split() == [word for scenario in SCENARIOS for word in (scenario, "ok")]
+
+
+def test_thread_sanitizer_detects_a_flag_that_is_set_too_early(sanitized: dict[str, Path]) -> None:
+    ran = _run(sanitized["thread"], "early_flag")
+    assert ran.returncode != 0
+    assert "data race" in ran.stderr
+
+
+def test_scenarios_detect_wrong_bytes_of_an_early_flag(sanitized: dict[str, Path]) -> None:
+    ran = _run(sanitized["address"], "early_flag")  # the scenario succeeds if its own check finds wrong bytes
+    assert ran.returncode == 0, ran.stderr
