@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the C++ core for GPU machines that have only python3 with torch. It needs no pip, no network and no pybind11
-# package, because torch contains the headers of pybind11. Replaces the built extension in this tree.
+# Builds the C++ core on GPU machines that do not have the dependencies of this package. It needs a python3 with torch, and
+# no pip, no network and no pybind11 package, because torch contains the headers of pybind11. Replaces the built extension in this tree.
 # usage: build_core.sh [PYTHON]
 set -euo pipefail
 python=${1:-python3}

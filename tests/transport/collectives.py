@@ -1,4 +1,4 @@
-"""Random collectives with their answers worked out the slow way: every rank's input is gathered by gloo and sliced."""
+"""Random collectives and their right results. Every rank computes the inputs of all ranks from a seed and slices them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = [
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random bits of any dtype, NaNs and denormals among them; bool holds 0 and 1 alone."""
+    """Random bits as a tensor of any dtype, including NaNs and denormals. A bool tensor holds only 0 and 1."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     count = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
@@ -38,7 +38,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.G
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality, also of NaNs."""
+    """Whether dtype, shape and every bit are equal. NaNs with equal bits are equal."""
     a, b = a.cpu().contiguous(), b.cpu().contiguous()
     return (
         a.dtype == b.dtype
@@ -58,7 +58,7 @@ def in_group(rank: int, world: int, options: dict[str, Any], fn: Callable, args:
 
 
 def split_matrix(world: int, largest: int, generator: torch.Generator) -> Tensor:
-    """Rows that rank i sends to rank j, ``[world, world]``; about a third of the entries are zero."""
+    """``[world, world]`` rows that rank i sends to rank j. About a third of the entries are zero."""
     counts = torch.randint(0, largest + 1, (world, world), generator=generator)
     return counts * (torch.rand(world, world, generator=generator) > 0.3)
 
@@ -66,11 +66,11 @@ def split_matrix(world: int, largest: int, generator: torch.Generator) -> Tensor
 def all_to_all_case(
     rank: int, world: int, seed: int, dtype: torch.dtype, width: int = 3, largest: int = 9
 ) -> tuple[Tensor, list[int], list[int], Tensor]:
-    """Input, input splits, output splits and the right output of ``rank`` in a random uneven AllToAll."""
+    """The input, input splits, output splits and right output of ``rank`` in a random uneven all-to-all."""
     generator = torch.Generator().manual_seed(seed)
     counts = split_matrix(world, largest, generator)
     inputs = [random_tensor((int(counts[source].sum()), width), dtype, generator) for source in range(world)]
     right = [inputs[source].split(counts[source].tolist())[rank] for source in range(world)]
-    # torch.cat knows no float8: join the bytes
+    # Join the bytes, because torch.cat does not support float8.
     joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in right]).view(dtype).view(-1, width)
     return inputs[rank], counts[rank].tolist(), counts[:, rank].tolist(), joined

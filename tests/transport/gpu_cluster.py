@@ -1,9 +1,9 @@
-"""Run the GPU checks on one GPU that stands for several ranks, each in a fresh process.
+"""Runs the GPU checks with several ranks on one GPU, each rank in a new process.
 
     python3 tests/transport/gpu_cluster.py 2 [SCENARIO ...] [--exchanges 10000] [--output FILE]
 
-MPS, where it is installed, gives each rank its share of the SMs; one rank runs without it. After a failure the scenarios
-that are left run in new processes. Needs what gpu_ranks.py needs, and the standard library.
+If MPS is installed, it limits each rank to its share of the SMs. A single rank runs without MPS. After a failure, the remaining
+scenarios run in new processes. It needs what gpu_ranks.py needs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import report
+from benchmarks.harness import report
 
-# All of gpu_ranks.SCENARIOS, in an order in which the quick and the basic ones come first.
+# All of gpu_ranks.SCENARIOS; fast and basic scenarios come first.
 SCENARIOS = [
     "dtypes",
     "exact",
@@ -43,11 +43,11 @@ Environment = dict[str, str]
 
 @contextlib.contextmanager
 def shared_gpu(world: int) -> Iterator[Environment]:
-    """The environment of ranks that share the GPU at the same time."""
+    """The environment variables of ranks that use the GPU at the same time."""
     control = shutil.which("nvidia-cuda-mps-control")
     if world == 1 or control is None:
         if world > 1:
-            print("no MPS here: the ranks take turns on the GPU", flush=True)
+            print("MPS is not installed, so the ranks take turns on the GPU", flush=True)
         yield {}
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -62,7 +62,11 @@ def shared_gpu(world: int) -> Iterator[Environment]:
 
 
 def run_ranks(world: int, command: list[str], extra: Environment, seconds: float) -> tuple[bool, str]:
-    """Whether every rank ended well, and what they printed, which is shown as it comes. One that fails ends the others."""
+    """Run ``command`` on every rank and print its output as it comes. A rank that fails ends the others.
+
+    Returns:
+        whether every rank succeeded, and the whole output.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,13 +93,13 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
         for rank in ranks:
             rank.kill()
         status = [rank.wait() for rank in ranks]
-        output.append(read.read() + (f"stopped after {seconds:g} s at most\n" if running else ""))
+        output.append(read.read() + (f"stopped, because the limit is {seconds:g} s\n" if running else ""))
         print(output[-1], end="", flush=True)
     return not any(status), "".join(output)
 
 
 def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> tuple[list[str], str]:
-    """Run the scenarios and print what the ranks print; returns the names of those that failed, and all that was printed."""
+    """Run the scenarios and print the output of the ranks. Returns the scenarios that failed, and the whole output."""
     script = str(Path(__file__).with_name("gpu_ranks.py"))
     failed, left, printed = [], list(scenarios), ""
     with shared_gpu(world) as environment:
@@ -112,13 +116,13 @@ def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> tuple[list
 
 
 def results(world: int, printed: str) -> dict[str, object]:
-    """What rank 0 said of each scenario, to be kept."""
+    """The results that rank 0 printed for each scenario, in the form of a result file."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     machine = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     if world > 1:
         machine += f" as {world} ranks, MPS shares its cores out"
-    said = re.findall(r"^rank 0 (\w+): (.*)$", printed, re.MULTILINE)
-    rows = [{"ranks": world, "check": check, "result": result} for check, result in said]
+    lines = re.findall(r"^rank 0 (\w+): (.*)$", printed, re.MULTILINE)
+    rows = [{"ranks": world, "check": check, "result": result} for check, result in lines]
     return report.head("transport checks", machine, "tests/transport/gpu_cluster.py") | {"results": rows}
 
 
@@ -127,7 +131,7 @@ def main() -> None:
     parser.add_argument("world", type=int)
     parser.add_argument("scenarios", nargs="*", default=SCENARIOS)
     parser.add_argument("--exchanges", type=int, default=10_000)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also keep what rank 0 said, as JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results of rank 0 to this file, as JSON")
     args = parser.parse_args()
     failed, printed = run(args.world, args.scenarios, args.exchanges)
     if args.output:

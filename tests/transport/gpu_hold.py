@@ -1,4 +1,4 @@
-"""A kernel that holds every SM of the GPU until it is told to end, launched through the driver."""
+"""A kernel that holds every SM of the GPU until the host ends it. It is launched through the driver."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# Every block counts itself and then spins until the host sets a word, `limit` nanoseconds at most. Two blocks of 1024
-# threads fill an SM.
+# Every block increments a counter and then spins until the host sets `release`, at most `limit` nanoseconds. Two blocks of
+# 1024 threads fill an SM.
 HOLD = b"""
 .version 7.8
 .target sm_80
@@ -49,6 +49,7 @@ END:
 
 
 def eventually(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``done()`` is true, at most ``seconds``. Returns whether it became true."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -58,7 +59,7 @@ def eventually(done: Callable[[], bool], seconds: float) -> bool:
 
 
 class Holder:
-    """A kernel on every SM that this process may use."""
+    """Runs the kernel on every SM that this process may use, at most ``seconds``."""
 
     def __init__(self, device: torch.device, seconds: float):
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -78,7 +79,7 @@ class Holder:
         assert result == 0, f"{name} failed with CUDA error {result}"
 
     def start(self) -> int:
-        """Launch; returns how many blocks hold an SM by now."""
+        """Launch the kernel. Returns how many blocks are running shortly afterwards."""
         values = [ctypes.c_uint64(self._release.data_ptr()), ctypes.c_uint64(self._resident.data_ptr())]
         values.append(ctypes.c_uint64(self._limit))
         pointers = (ctypes.c_void_p * 3)(*[ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values])
@@ -89,10 +90,11 @@ class Holder:
         with torch.cuda.stream(self._side):
             self._seen.copy_(self._resident, non_blocking=True)
             copied.record()
-        assert eventually(copied.query, 5), "a plain copy to the host did not end while all SMs are held"
+        assert eventually(copied.query, 5), "a plain copy to the host did not end while all SMs were held"
         return int(self._seen)
 
     def stop(self) -> None:
+        """Make the kernel end."""
         self._release.fill_(1)
 
     def running(self) -> bool:

@@ -1,4 +1,4 @@
-"""The transport on a GPU: see gpu_ranks.py for what is checked. Every rank is a fresh process."""
+"""The transport on a GPU. gpu_ranks.py lists the checks. Every rank is a new process."""
 
 from __future__ import annotations
 
@@ -16,5 +16,7 @@ def test_all_scenarios(world: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(200)
-def test_profiler_sees_copies_alone() -> None:
-    assert gpu_cluster.run(1, ["profile"])[0] == []  # without MPS, under which the profiler may see nothing
+def test_the_profiler_records_only_copies() -> None:
+    assert (
+        gpu_cluster.run(1, ["profile"])[0] == []
+    )  # one rank runs without MPS, with which the profiler may record nothing
