@@ -1,0 +1,41 @@
+"""Sharded embedding tables, and the exact prioritized exchange of their rows between ranks.
+
+Each rank *owns* a part of every table. In a step, a rank *requests* the rows of its batch from their owners, and returns the
+gradients of these rows to them. TorchRec does this synchronously: the model waits for both all-to-alls. The prioritized exchange
+hides them behind the dense compute and gives the same result bit for bit. Rows that batch N+1 does not share with batch N
+(*exclusive rows*) travel while batch N computes. Only rows that both batches use (*collision rows*) wait for the update by
+batch N.
+
+Where to start: ``reference_step.py`` is the whole step as straight-line code over plain tensors. ``schedule.py`` has the same
+step as it runs, with a picture of its order.
+
+The flow of one batch, and the file of each part:
+
+    request        send the ids to the owners                        prioritized.py
+    route          who requests which rows from whom?                prioritized.py, index.py
+    find           which rows collide with the neighbours?           collisions.py
+    plan_rows      divide the rows: collision, exclusive             collisions.py, index.py
+    send_rows      read the rows, send them to the requesters        local_tables.py, all_to_all.py
+    join           put them together: the module's output            prioritized.py
+    expect         divide the gradients in the same way              gradient_return.py
+    hand_over      autograd delivers them, they leave                gradient_return.py
+    apply          the owners update their rows                      gradient_return.py, local_tables.py
+
+Files:
+
+    plan.py             the sharding plan: which rank holds which part of which table
+    shard.py            shards a model by that plan; the dense parameters become data parallel
+    table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
+    index.py            index arithmetic as pure functions, and the names of the row orders
+    stages.py           the stages of a batch as types; the operations take one stage and return the next
+    all_to_all.py       the transfer itself
+    local_tables.py     the rows that this rank owns: read and update
+    collisions.py       finds the collisions of two batches, and divides a batch by them
+    gradient_return.py  the way of a gradient from autograd to the table
+    prioritized.py      the operations on one module, from ids to output
+    row_stats.py        counts of ids, rows, collisions and bytes
+    schedule.py         the order of the operations in a step
+    mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
+    exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups
+    reference_step.py   the step as straight-line code, for readers and tests
+"""

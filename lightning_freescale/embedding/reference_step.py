@@ -19,15 +19,15 @@ Pairs = list[list[Tensor]]  # [W][W] tensors, one for each pair of ranks
 
 
 @dataclass
-class Shard:
+class TableShard:
     """The rows of the table that one rank owns."""
 
     weight: Tensor  # [rows, D]
     squares: Tensor  # [rows], state of row-wise Adagrad: sum over steps of the mean of the squared gradient
 
 
-Model = Callable[[int, int, Tensor], Tensor]  # (step, rank, [m, D] rows) -> [m, D] gradient of the rows
-UpdateRows = Callable[[Shard, Tensor, Tensor], None]  # (shard, [n] local row numbers, [n, D] gradients)
+GradientModel = Callable[[int, int, Tensor], Tensor]  # (step, rank, [m, D] rows) -> [m, D] gradient of the rows
+UpdateRows = Callable[[TableShard, Tensor, Tensor], None]  # (shard, [n] local row numbers, [n, D] gradients)
 
 
 def all_to_all(sent: Pairs) -> Pairs:
@@ -37,22 +37,22 @@ def all_to_all(sent: Pairs) -> Pairs:
 
 # ---- ids -------------------------------------------------------------------------------------------------------------
 @dataclass
-class Batch:
+class ReferenceBatch:
     """One batch of all ranks, after its ids have travelled to the owners of their rows."""
 
     positions: Pairs  # [requester][owner]: positions in the requester's batch of the ids that the owner owns
     rows: Pairs  # [owner][requester]: local row number of these ids
 
 
-def send_ids(ids: list[Tensor], block: int) -> Batch:
+def send_ids(ids: list[Tensor], block: int) -> ReferenceBatch:
     """Every rank sends its ids, ``[m]``, to their owners."""
     owners = range(len(ids))
     positions = [[torch.nonzero(mine // block == owner).flatten() for owner in owners] for mine in ids]
     requests = [[ids[rank][positions[rank][owner]] - owner * block for owner in owners] for rank in owners]
-    return Batch(positions, all_to_all(requests))
+    return ReferenceBatch(positions, all_to_all(requests))
 
 
-def find_collisions(batch: Batch, other: Batch) -> Pairs:
+def find_collisions(batch: ReferenceBatch, other: ReferenceBatch) -> Pairs:
     """``[owner][requester]``: which rows of ``batch`` does ``other`` use, too? Only the owner sees the requests of all ranks."""
     return [
         [torch.isin(rows, torch.cat(others)) for rows in mine]
@@ -60,12 +60,17 @@ def find_collisions(batch: Batch, other: Batch) -> Pairs:
     ]
 
 
+def no_collisions(batch: ReferenceBatch, other: ReferenceBatch) -> Pairs:
+    """The wrong answer of a prefetch that ignores collisions: all rows are read early, and some are stale."""
+    return negate(_every_row(batch))
+
+
 def negate(masks: Pairs) -> Pairs:
     return [[~mask for mask in row] for row in masks]
 
 
 # ---- rows travel from owners to requesters, gradients travel back ------------------------------------------------------
-def fetch_rows(shards: list[Shard], batch: Batch, chosen: Pairs, into: list[Tensor]) -> None:
+def fetch_rows(shards: list[TableShard], batch: ReferenceBatch, chosen: Pairs, into: list[Tensor]) -> None:
     """Owners read the rows that ``chosen[owner][requester]`` selects, and send them. Requesters put them into their batch."""
     ranks = range(len(shards))
     sent = [[shards[o].weight[batch.rows[o][r][chosen[o][r]]] for r in ranks] for o in ranks]
@@ -76,7 +81,7 @@ def fetch_rows(shards: list[Shard], batch: Batch, chosen: Pairs, into: list[Tens
 
 
 def return_gradients(
-    shards: list[Shard], batch: Batch, chosen: Pairs, gradients: list[Tensor], update: UpdateRows
+    shards: list[TableShard], batch: ReferenceBatch, chosen: Pairs, gradients: list[Tensor], update: UpdateRows
 ) -> None:
     """Requesters send the gradients of the rows that ``chosen[owner][requester]`` selects. Owners update these rows.
 
@@ -92,7 +97,7 @@ def return_gradients(
 
 
 def sgd(rate: float) -> UpdateRows:
-    def update(shard: Shard, rows: Tensor, gradients: Tensor) -> None:
+    def update(shard: TableShard, rows: Tensor, gradients: Tensor) -> None:
         for row, gradient in _sum_by_row(rows, gradients):
             shard.weight[row].add_(gradient, alpha=-rate)
 
@@ -100,7 +105,7 @@ def sgd(rate: float) -> UpdateRows:
 
 
 def rowwise_adagrad(rate: float, eps: float = 1e-8) -> UpdateRows:
-    def update(shard: Shard, rows: Tensor, gradients: Tensor) -> None:
+    def update(shard: TableShard, rows: Tensor, gradients: Tensor) -> None:
         for row, gradient in _sum_by_row(rows, gradients):
             squares = torch.zeros(())
             for value in gradient:
@@ -121,7 +126,7 @@ def _sum_by_row(rows: Tensor, gradients: Tensor) -> list[tuple[int, Tensor]]:
 
 # ---- the two schedules -------------------------------------------------------------------------------------------------
 def train_synchronously(
-    shards: list[Shard], batches: list[list[Tensor]], model: Model, update: UpdateRows
+    shards: list[TableShard], batches: list[list[Tensor]], model: GradientModel, update: UpdateRows
 ) -> list[list[Tensor]]:
     """Train with one exchange of all rows before each forward, and one exchange of all gradients after each backward.
 
@@ -145,16 +150,26 @@ def train_synchronously(
 
 
 def train_prioritized(
-    shards: list[Shard],
+    shards: list[TableShard],
     batches: list[list[Tensor]],
-    model: Model,
+    model: GradientModel,
     update: UpdateRows,
-    find: Callable[[Batch, Batch], Pairs] = find_collisions,
+    find: Callable[[ReferenceBatch, ReferenceBatch], Pairs] = find_collisions,
 ) -> list[list[Tensor]]:
     """Train as :func:`train_synchronously` does, with the exchanges of ``schedule.py`` in their order.
 
     Args:
         find: finds the collisions. A test replaces it to show that the result then differs.
+
+    >>> def table():  # four rows of width 1 on two ranks
+    ...     return [TableShard(torch.ones(2, 1), torch.zeros(2)) for _ in range(2)]
+    >>> batches = [[torch.tensor([0, 3]), torch.tensor([3])], [torch.tensor([1]), torch.tensor([3, 2])]]
+    >>> train_prioritized(table(), batches, lambda step, rank, rows: rows, sgd(0.5))[1]
+    [tensor([[1.]]), tensor([[0.5000],
+            [1.0000]])]
+    >>> stale = train_prioritized(table(), batches, lambda step, rank, rows: rows, sgd(0.5), find=no_collisions)
+    >>> stale[1][1][0]  # row 3 was read before batch 0 had updated it
+    tensor([1.])
     """
     block, seen = len(shards[0].weight), []
     batch = send_ids(batches[0], block)
@@ -196,9 +211,9 @@ def train_prioritized(
     return seen
 
 
-def _every_row(batch: Batch) -> Pairs:
+def _every_row(batch: ReferenceBatch) -> Pairs:
     return [[torch.ones_like(rows, dtype=torch.bool) for rows in mine] for mine in batch.rows]
 
 
-def _empty_rows(ids: list[Tensor], shards: list[Shard]) -> list[Tensor]:
+def _empty_rows(ids: list[Tensor], shards: list[TableShard]) -> list[Tensor]:
     return [torch.empty(len(mine), shards[0].weight.shape[1]) for mine in ids]

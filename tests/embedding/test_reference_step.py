@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 from typing import Any
 
@@ -17,10 +18,11 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_freescale.embedding import reference_step
 from lightning_freescale.embedding.reference_step import (
-    Batch,
-    Model,
+    GradientModel,
     Pairs,
-    Shard,
+    ReferenceBatch,
+    TableShard,
+    no_collisions,
     rowwise_adagrad,
     sgd,
     train_prioritized,
@@ -57,8 +59,8 @@ def gradient_of(step: int, rank: int, rows: Tensor) -> Tensor:
 
 def simulate(train: Any, optimizer: str, **options: Any) -> tuple[list[list[Tensor]], Tensor]:
     """The rows that each forward sees, ``[step][rank]``, and the final table, in one process."""
-    shards = [Shard(part.clone(), torch.zeros(len(part))) for part in table().split(math.ceil(ROWS / WORLD))]
-    model: Model = gradient_of
+    shards = [TableShard(part.clone(), torch.zeros(len(part))) for part in table().split(math.ceil(ROWS / WORLD))]
+    model: GradientModel = gradient_of
     seen = train(shards, make_batches(), model, UPDATES[optimizer], **options)
     return seen, torch.cat([shard.weight for shard in shards])
 
@@ -141,9 +143,6 @@ def test_reference_equals_the_real_exchange(real: list[Any], optimizer: str, pri
 
 @pytest.mark.parametrize("optimizer", UPDATES)
 def test_prefetching_every_row_early_differs(optimizer: str) -> None:
-    def no_collisions(batch: Batch, other: Batch) -> Pairs:
-        return [[torch.zeros_like(rows, dtype=torch.bool) for rows in mine] for mine in batch.rows]
-
     expected, expected_weight = simulate(train_synchronously, optimizer)
     seen, weight = simulate(train_prioritized, optimizer, find=no_collisions)
     assert equal(expected[:1], seen[:1])  # nothing precedes the first batch
@@ -156,7 +155,7 @@ def test_the_reference_reads_some_rows_early(monkeypatch: pytest.MonkeyPatch) ->
     calls: list[tuple[str, int]] = []
     fetch_rows = reference_step.fetch_rows
 
-    def noted(shards: Any, batch: Batch, chosen: Pairs, into: list[Tensor]) -> None:
+    def noted(shards: Any, batch: ReferenceBatch, chosen: Pairs, into: list[Tensor]) -> None:
         calls.append(("rows", sum(int(mask.sum()) for row in chosen for mask in row)))
         fetch_rows(shards, batch, chosen, into)
 
@@ -165,10 +164,16 @@ def test_the_reference_reads_some_rows_early(monkeypatch: pytest.MonkeyPatch) ->
         return gradient_of(step, rank, rows)
 
     monkeypatch.setattr(reference_step, "fetch_rows", noted)
-    shards = [Shard(part.clone(), torch.zeros(len(part))) for part in table().split(math.ceil(ROWS / WORLD))]
+    shards = [TableShard(part.clone(), torch.zeros(len(part))) for part in table().split(math.ceil(ROWS / WORLD))]
     train_prioritized(shards, make_batches(), model, sgd(RATE))
     kinds = [name for name, _ in calls]
     assert kinds == ["rows", *["rows", *["backward"] * WORLD, "rows"] * (STEPS - 1), *["backward"] * WORLD]
     early, collisions = ([count for name, count in calls[1:] if name == "rows"][k::2] for k in (0, 1))
     assert sum(early) > 0
     assert sum(collisions) > 0
+
+
+def test_examples() -> None:
+    result = doctest.testmod(reference_step)
+    assert result.attempted > 0
+    assert result.failed == 0
