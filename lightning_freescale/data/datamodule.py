@@ -1,4 +1,4 @@
-"""``SeqRecDataModule``: from a file, or nothing, to batches of every rank."""
+"""``SeqRecDataModule``: the data of a training, from a file or generated, as batches of every rank."""
 
 from __future__ import annotations
 
@@ -17,52 +17,53 @@ from lightning_freescale.balance.planner import Planner
 from lightning_freescale.balance.sampler import GlobalBatchSampler, SequentialBatchSampler
 from lightning_freescale.data.cache import cached
 from lightning_freescale.data.columns import TimeUnit
-from lightning_freescale.data.dataset import MIN_EVENTS, HistoryDataset
+from lightning_freescale.data.dataset import HistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
 from lightning_freescale.data.preprocess import preprocess
-from lightning_freescale.data.rowgroups import StreamIndex
+from lightning_freescale.data.samples import MIN_EVENTS
 from lightning_freescale.data.sources import Format, ParquetSource, open_source
 from lightning_freescale.data.stream import StreamDataset, StreamLoader
+from lightning_freescale.data.stream_index import StreamIndex
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from lightning_freescale.runtime.log import log_once
 
 
 class SeqRecDataMixin:
-    """Sequence recommendation data for a Trainer: leave-one-out, one sample per user.
+    """Data of a sequence recommender for a Trainer: one sample per user, leave-one-out validation.
 
-    Everything the ranks must agree on is a function of the arguments, so they are to be equal on all ranks.
+    The arguments must be equal on all ranks, because each rank computes from them which samples it reads.
 
     Args:
         data: ``"synthetic"``, a path, or :class:`~.histories.Histories`.
-        batch_size: samples per rank and step; the global batch has ``batch_size * world_size``.
-        max_history: events kept of each history, the latest.
-        balance: how the samples of a global batch are dealt to the ranks by their cost: ``"fixed"`` (equal sample counts),
-            ``"variable"`` (counts as they come), ``"zigzag"``, or a :class:`~lightning_freescale.balance.Planner`, which
-            says more; ``"off"`` deals them like cards. The samples of a step are the same with all of them. A stream
-            cannot be balanced here: the strategy does it.
+        batch_size: samples per rank and step. The global batch has ``batch_size * world_size`` samples.
+        max_history: largest number of events of a sample; the latest events are used.
+        balance: how to assign the samples of a global batch to ranks by their cost: ``"fixed"`` (equal sample counts),
+            ``"variable"`` (sample counts may differ), ``"zigzag"``, or a :class:`~lightning_freescale.balance.Planner` with
+            more options. ``"off"`` ignores the cost. The samples of a step are the same in all cases. A stream is not
+            balanced here but by the strategy.
         num_workers: processes per rank that collate batches; 0 collates in the training process.
-        seed: of shuffling and negatives, and of synthetic data.
+        seed: the seed of shuffling and negatives, and of synthetic data.
         num_negatives: sampled negatives of each training sample.
-        negatives: ``"uniform"``, or ``"popularity"``: as often as the items occur in training.
-        format: of a path, ``"parquet"``, ``"csv"`` or ``"text"``; by default told by the suffix (``.parquet``,
-            ``.csv``, ``.tsv``, ``.txt``), a folder being one of Parquet files.
-        columns: column of each role, ``{"user": ..., "item": ..., "time": ...}``; a role left out is looked for by its
-            usual names (``user_id``, ``movieId``, ``timestamp``, ...). ``{"time": None}`` says: rows are in time order.
-        feature_columns: categorical features of the events.
-        time_unit: of numeric times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
+        negatives: ``"uniform"``, or ``"popularity"``, which is proportional to how often an item occurs in training.
+        format: the format of a path, ``"parquet"``, ``"csv"`` or ``"text"``. By default the suffix decides (``.parquet``,
+            ``.pq``, ``.csv``, ``.tsv``, ``.txt``). A folder must contain Parquet files.
+        columns: the column of each role, ``{"user": ..., "item": ..., "time": ...}``. A missing role is found by its usual
+            names (``user_id``, ``movieId``, ``timestamp``, ...). ``{"time": None}`` means that rows are in time order.
+        feature_columns: the columns with categorical features of the events.
+        time_unit: the unit of numeric times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
         min_events: users with fewer events are left out.
         synthetic: options of :class:`~.synthetic.Synthetic`.
-        streaming: read Parquet files with one row per user as training goes on, instead of preprocessing them. Items and
-            features must be integers from 0, rows of their tables.
-        num_items: rows of the item table, with ``streaming``; by default the largest item + 1.
-        shuffle: permute the training samples anew each epoch.
-        drop_last: leave out a last global training batch that is not full.
-        cache_dir: where preprocessed data are kept; default ``$FREESCALE_CACHE`` or the user's cache folder.
+        streaming: read Parquet files with one row per user during training, without preprocessing. Items and features must
+            be integers that are rows of their tables.
+        num_items: rows of the item table, with ``streaming`` only. By default the largest item + 1.
+        shuffle: permute the training samples in each epoch.
+        drop_last: drop the last global training batch if it is not full.
+        cache_dir: the folder for preprocessed data. By default ``$FREESCALE_CACHE`` or the user's cache folder.
     """
 
-    trainer: Any  # of LightningDataModule
+    trainer: Any  # set by LightningDataModule
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class SeqRecDataMixin:
             if value < least:
                 raise ConfigurationError(f"{name}: must be at least {least}, not {value}")
         if isinstance(feature_columns, str):
-            raise ConfigurationError(f"feature_columns: a sequence of names, not {feature_columns!r}")
+            raise ConfigurationError(f"feature_columns: must be a sequence of names, not {feature_columns!r}")
         if num_items is not None and not streaming:
-            raise ConfigurationError("num_items: only with streaming=True; otherwise the items are counted")
+            raise ConfigurationError("num_items: needs streaming=True; without streaming the items are counted")
         self.data, self.batch_size, self.max_history = data, batch_size, max_history
         self.planner = Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
@@ -113,10 +114,10 @@ class SeqRecDataMixin:
         self.synthetic = Synthetic(**{"seed": seed, **(synthetic or {})})
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
 
-    # ---- the data, prepared when they are first asked for ---------------------------------------------------------
+    # ---- the data, prepared at the first use ---------------------------------------------------------------------
     @cached_property
     def histories(self) -> Histories:
-        """The preprocessed data, memory-mapped. The first process to ask builds them, the others wait."""
+        """The preprocessed data, memory-mapped. The first process builds them, the others wait for it."""
         if isinstance(self.data, Histories):
             return self.data
         if self.data == "synthetic":
@@ -132,27 +133,29 @@ class SeqRecDataMixin:
 
     @cached_property
     def stream_index(self) -> StreamIndex:
-        """With ``streaming``: what is known of the files beforehand."""
+        """The index of the files, with ``streaming`` only."""
         source = None
         if not isinstance(self.data, Histories) and self.data != "synthetic":
             source = open_source(self.data, self.format, **self._source_options)
         if not isinstance(source, ParquetSource):
-            raise ConfigurationError(f"streaming: reads Parquet files, not {self.data!r}; set streaming=False")
+            raise ConfigurationError(f"streaming: needs Parquet files, not {self.data!r}; set streaming=False")
         index = StreamIndex.of(source, self.min_events, self.negatives == "popularity", self.cache_dir)
         if self._num_items is not None and self._num_items < index.num_items:
-            raise InputError(f"num_items: {self._num_items}, but {source.path} holds item {index.num_items - 1}")
+            raise InputError(
+                f"num_items: {self._num_items}, but {source.path} holds item {index.num_items - 1}; raise num_items"
+            )
         return index
 
     @property
     def num_items(self) -> int:
-        """Rows of the item table."""
+        """Number of rows of the item table."""
         if self.streaming:
             return self._num_items or self.stream_index.num_items
         return self.histories.num_items
 
     @property
     def feature_sizes(self) -> dict[str, int]:
-        """Rows of each event feature's table."""
+        """Number of rows of the table of each event feature."""
         return self.stream_index.feature_sizes if self.streaming else self.histories.feature_sizes
 
     # ---- Lightning's hooks ---------------------------------------------------------------------------------------
@@ -160,21 +163,22 @@ class SeqRecDataMixin:
         _ = self.stream_index if self.streaming else self.histories
 
     def train_dataloader(self) -> DataLoader:
-        self._say_balance()
-        # What overfits must see the same batches each epoch; Lightning would replace a sampler that shuffles.
+        self._log_balance()
+        # overfit_batches needs the same batches in each epoch; Lightning would replace a sampler that shuffles.
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         return self._loader(self._negative_sampler(), self.shuffle and not overfit, self.drop_last, self.planner)
 
-    def _say_balance(self) -> None:
+    def _log_balance(self) -> None:
         if self.planner is None or getattr(self.trainer, "world_size", 1) == 1:
             return
         mode = f"balance={self.planner.mode!r}"
         if self.streaming:
             log_once(
-                f"{mode}: the lengths of a stream are not known beforehand; it is balanced if the strategy does so"
+                f"{mode} of the data module has no effect on a stream, because its lengths are not known in advance; the "
+                "setting balance= of the strategy applies"
             )
         else:
-            log_once(f"{mode}: balanced at the source, every rank reads the samples that make its work equal")
+            log_once(f"{mode}: balanced at the source; every rank reads samples such that all ranks have equal work")
 
     def val_dataloader(self) -> DataLoader:
         return self._loader(None, shuffle=False, drop_last=False)
@@ -208,7 +212,7 @@ class SeqRecDataMixin:
         dataset = HistoryDataset(self.histories, self.max_history, negatives)
         kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
         sampler = kind(dataset, self.batch_size, planner=planner, **ranks)
-        # Lightning opens the first epoch's iterator before it sets the epoch; after a resume that is not epoch 0.
+        # Lightning creates the first iterator before it sets the epoch. After a resume the epoch is not 0.
         sampler.set_epoch(trainer.current_epoch if trainer else 0)
         return DataLoader(dataset, sampler=sampler, batch_size=None, **workers)
 

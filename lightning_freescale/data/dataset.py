@@ -1,113 +1,39 @@
-"""Map-style samples, collated a batch at a time straight out of the memory map."""
+"""``HistoryDataset``: a map-style dataset that collates whole batches from memory-mapped histories."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import NegativeSampler
+from lightning_freescale.data.samples import MIN_EVENTS, collate, leave_one_out
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
-from lightning_freescale.runtime.jagged import gather
-
-MIN_EVENTS = 3  # two to learn a transition from, and the held-out target
-
-
-class Samples(NamedTuple):
-    """``n`` samples, their events one after another.
-
-    Attributes:
-        users: ``[n]``, what the negatives are drawn by.
-        lengths: ``[n]`` events of each history.
-        items, timestamps, features: ``[sum(lengths)]`` each.
-        targets: ``[n]``, the held-out last item of each user.
-    """
-
-    users: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    items: NDArray[np.int64]
-    timestamps: NDArray[np.int64]
-    features: dict[str, NDArray[np.int64]]
-    targets: NDArray[np.int64]
-
-
-def leave_one_out(
-    items: NDArray[np.int64],
-    timestamps: NDArray[np.int64],
-    features: Mapping[str, NDArray[np.int64]],
-    offsets: NDArray[np.int64],
-    indices: NDArray[np.int64],
-    max_history: int,
-    first_user: int = 0,
-) -> Samples:
-    """All events but the last of users ``indices [n]``, at most the latest ``max_history`` of them.
-
-    Args:
-        items, timestamps, features: ``[T]`` each, all users' events.
-        offsets: ``[U + 1]``, which of them are whose.
-        indices: each with at least two events.
-        max_history: events kept.
-        first_user: number of the user at offset 0.
-    """
-    last = offsets[indices + 1] - 1
-    lengths = np.minimum(last - offsets[indices], max_history)
-    starts = last - lengths
-    return Samples(
-        users=indices + first_user,
-        lengths=lengths,
-        items=gather(items, starts, lengths),
-        timestamps=gather(timestamps, starts, lengths),
-        features={name: gather(values, starts, lengths) for name, values in features.items()},
-        targets=items[last],
-    )
-
-
-def collate(samples: Samples, negatives: NegativeSampler | None, epoch: int) -> SeqBatch:
-    """A training batch, or without ``negatives`` a validation batch, which has targets.
-
-    The keys are ``history, negatives, *features`` in both, so that one EmbeddingCollection takes both; in validation the
-    negatives have length 0.
-    """
-    count = 0 if negatives is None else negatives.count
-    drawn = [] if negatives is None else [negatives.draw(samples.users, epoch).reshape(-1)]
-    values = np.concatenate([samples.items, *drawn, *samples.features.values()])
-    lengths = [samples.lengths, np.full_like(samples.lengths, count), *[samples.lengths] * len(samples.features)]
-    return SeqBatch(
-        KeyedJaggedTensor(
-            keys=[HISTORY, NEGATIVES, *samples.features],
-            values=torch.from_numpy(values),
-            lengths=torch.from_numpy(np.concatenate(lengths)),
-            stride=len(samples.users),
-        ),
-        torch.from_numpy(samples.timestamps),
-        torch.from_numpy(samples.targets) if negatives is None else None,
-    )
 
 
 class HistoryDataset(Dataset):
-    """One sample per user: all events but the last, at most the latest ``max_history`` of them.
+    """One sample per user: all events except the last, at most the latest ``max_history`` of them.
 
-    In training the target of each position is the item after it; the user's last event is held out and is the target in
+    In training the target of each position is the next item. The last event of a user is held out: it is the target in
     validation (leave-one-out).
 
     Args:
-        histories: every user with at least three events.
-        max_history: events kept of each history, the latest.
-        negatives: draws each training sample's negatives; ``None`` makes validation samples, which carry ``targets``.
+        histories: the events of all users. Every user has at least three.
+        max_history: largest number of events of a sample.
+        negatives: draws the negatives of each training sample; ``None`` makes validation samples, which have ``targets``.
     """
 
     def __init__(self, histories: Histories, max_history: int, negatives: NegativeSampler | None):
         if max_history < 1:
             raise ConfigurationError(f"max_history: must be at least 1, not {max_history}")
         if histories.num_users and (shortest := int(histories.lengths.min())) < MIN_EVENTS:
-            raise InputError(f"histories: a user has {shortest} events; training and held-out target need {MIN_EVENTS}")
+            raise InputError(
+                f"histories: a user has {shortest} events, but needs at least {MIN_EVENTS}; leave out users with fewer"
+            )
         self.histories, self.max_history, self.negatives = histories, max_history, negatives
 
     def __len__(self) -> int:
@@ -120,14 +46,20 @@ class HistoryDataset(Dataset):
 
     @property
     def candidates(self) -> NDArray[np.int64]:
-        """``[len(self)]``, how many negatives the positions of each sample are scored against, together."""
+        """``[len(self)]``, the number of negatives that are scored for each sample, over all of its positions."""
         return (self.lengths - 1) * (self.negatives.count if self.negatives else 0)
 
     def __getitem__(self, users: int | Sequence[int]) -> SeqBatch:
-        """Collate the samples of ``users [B]``; a :class:`~.sampler.LocalBatch` also says the negatives' epoch."""
+        """Return the batch of the samples of ``users [B]``.
+
+        The epoch of the negatives comes from :class:`~lightning_freescale.balance.sampler.BatchIndices`; for any other
+        sequence it is 0.
+        """
         indices = np.atleast_1d(np.asarray(users, dtype=np.int64))
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"users {indices.min()} to {indices.max()} asked for, there are {len(self)}")
-        all_ = self.histories
-        samples = leave_one_out(all_.items, all_.timestamps, all_.features, all_.offsets, indices, self.max_history)
+            raise IndexError(f"users: {indices.min()} to {indices.max()}, but there are {len(self)} users")
+        events = self.histories
+        samples = leave_one_out(
+            events.items, events.timestamps, events.features, events.offsets, indices, self.max_history
+        )
         return collate(samples, self.negatives, epoch=getattr(users, "epoch", 0))

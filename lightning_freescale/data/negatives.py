@@ -1,4 +1,4 @@
-"""Sampled negatives as a pure function of (seed, epoch, user): the same on any rank, in any batch, with any workers."""
+"""Sampled negatives as a pure function of seed, epoch and user, so they do not depend on the rank, batch or worker."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of SplitMix64: a bijection that spreads every input bit over all output bits."""
+    """Apply the output function of SplitMix64, a bijection in which every input bit affects all output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def random_bits(seed: int, epoch: int, users: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
-    """``[n]`` users to ``[n, count]`` uniform 64-bit numbers, counter-based: no state, no loop."""
+    """Return ``[n, count]`` uniform 64-bit numbers for the users ``[n]``. The generator is counter-based, without state."""
     key = np.zeros(1, dtype=np.uint64)
     for part in (seed, epoch):
         key = _mix(key + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
@@ -30,14 +30,14 @@ def random_bits(seed: int, epoch: int, users: NDArray[np.int64], count: int) -> 
 
 
 class NegativeSampler:
-    """Draws items, with replacement.
+    """Draws items with replacement.
 
     Args:
-        num_items: items are ``0 .. num_items - 1``.
+        num_items: items have the numbers 0 to ``num_items - 1``.
         count: negatives per sample, ``K``.
-        distribution: ``"uniform"``, or ``"popularity"``: in proportion to ``item_counts``.
-        item_counts: ``[num_items]``, needed for ``"popularity"`` only.
-        seed: of the whole training.
+        distribution: ``"uniform"``, or ``"popularity"``, which is proportional to ``item_counts``.
+        item_counts: ``[num_items]``, for ``"popularity"`` only.
+        seed: the seed of the training, equal on all ranks.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class NegativeSampler:
         self._edges: NDArray[np.float64] | None = None
         if distribution == "popularity":
             if item_counts is None or not item_counts.any():
-                raise ConfigurationError("negatives: 'popularity' needs the items' counts; choose 'uniform'")
+                raise ConfigurationError(
+                    "negatives: 'popularity' needs item_counts, not all of them 0; or choose 'uniform'"
+                )
             mass = np.cumsum(item_counts, dtype=np.float64)
             self._edges = mass / mass[-1]
 
     def draw(self, users: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """``[n]`` users to their negatives, ``[n, K]`` int64."""
+        """Return the negatives of the users ``[n]`` in this epoch, ``[n, K]`` int64."""
         bits = random_bits(self.seed, epoch, users, self.count)
         uniform = (bits >> np.uint64(11)) * 2.0**-53  # in [0, 1), all 53 bits of a double
         if self._edges is not None:

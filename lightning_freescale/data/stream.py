@@ -1,12 +1,13 @@
-"""Streaming from Parquet, one row per user: no preprocessed copy, and never more in memory than a few row groups.
+"""``StreamDataset`` and ``StreamLoader``: batches of Parquet files with one row per user, read during training.
 
-With the index of the files every rank and worker knows exactly which rows are its own, and how many batches all have.
+There is no preprocessed copy, and memory holds only a few row groups. With the index of the files every rank and every
+worker knows which rows it reads, and how many batches all ranks have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,92 +17,41 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_freescale.balance.sampler import check_enough
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.data.columns import TICKS_PER_SECOND
-from lightning_freescale.data.dataset import Samples, collate, leave_one_out
+from lightning_freescale.data.epoch_segments import (
+    MAX_SEGMENTS,
+    EpochSegment,
+    EpochStart,
+    samples_per_rank,
+    untrained_ranges,
+    worker_batches,
+)
+from lightning_freescale.data.histories import time_order
 from lightning_freescale.data.negatives import NegativeSampler
-from lightning_freescale.data.preprocess import time_order
-from lightning_freescale.data.rowgroups import Piece, StreamIndex, read_pieces
+from lightning_freescale.data.samples import SampleArrays, collate, concatenate, leave_one_out
+from lightning_freescale.data.stream_index import RowGroupSlice, StreamIndex, read_slices
 from lightning_freescale.runtime.errors import CheckpointError, InputError
 from lightning_freescale.runtime.jagged import lengths_to_offsets
 from lightning_freescale.runtime.log import log_once
 
-MAX_RUNS = 16  # of different shapes, within one epoch
-
-
-class Run(NamedTuple):
-    """Part of an epoch: so many ranks, of so many workers each, trained on so many batches each."""
-
-    ranks: int
-    workers: int
-    batch_size: int
-    batches: int
-
-
-class Start(NamedTuple):
-    """Where in an epoch an iteration begins: after earlier runs of other shapes, and some batches of its own."""
-
-    runs: tuple[Run, ...] = ()
-    skip: int = 0
-
-
-def to_make(total: int, done: int, role: int, workers: int) -> range:
-    """Of a rank's ``total`` batches those left to one of its workers, when the loader has taken ``done`` from them in turn."""
-    first = sum(len(range(other, total, workers)) for other in range(role))
-    return range(first + len(range(role, min(done, total), workers)), first + len(range(role, total, workers)))
-
-
-def untrained(samples: int, runs: Sequence[Run], drop_last: bool = False) -> list[range]:
-    """What is left of a line of samples after ``runs``, each of which divided what it found among its ranks and workers.
-
-    >>> untrained(10, [Run(ranks=2, workers=1, batch_size=2, batches=1)])
-    [range(2, 5), range(7, 10)]
-    >>> untrained(10, [Run(ranks=1, workers=2, batch_size=2, batches=3)])
-    [range(4, 6), range(8, 10)]
-    """
-    left = [range(samples)]
-    for ranks, workers, batch_size, batches in runs:
-        count, rest = sum(map(len, left)), []
-        total = -(-samples_per_rank(count, ranks, batch_size, drop_last) // batch_size)
-        for rank in range(ranks):
-            first, stop = count * rank // ranks, count * (rank + 1) // ranks
-            spare = range(total, count)  # what no batch had room for
-            for own in (*(to_make(total, batches, role, workers) for role in range(workers)), spare):
-                begin, end = (min(first + batch * batch_size, stop) for batch in (own.start, own.stop))
-                rest += _cut(left, begin, end)
-        left = rest
-    return left
-
-
-def samples_per_rank(samples: int, ranks: int, batch_size: int, drop_last: bool) -> int:
-    return samples // (ranks * batch_size) * batch_size if drop_last else -(-samples // ranks)
-
-
-def _cut(stretches: Sequence[range], first: int, stop: int) -> list[range]:
-    """Elements ``first`` to ``stop`` of stretches that stand one after another."""
-    parts, at = [], 0
-    for stretch in stretches:
-        part = stretch[max(0, first - at) : max(0, stop - at)]
-        parts += [part] if len(part) else []
-        at += len(stretch)
-    return parts
-
 
 class StreamDataset(IterableDataset):
-    """Local batches of one rank, split over its workers. Use it with :class:`StreamLoader`.
+    """The local batches of one rank, divided among its workers. Use it with :class:`StreamLoader`.
 
-    The rows with enough events, ``N``, stand in one line: row groups in random order, rows in random order within a
-    piece. Each rank takes an equal stretch of that line, and each worker an equal stretch of its rank's batches; where
-    ``N`` does not divide, a rank repeats its last sample. So all ranks have the same number of batches, known in advance.
+    An epoch has an order of all rows with enough events: row groups in random order, and the rows of each slice in random
+    order. Each rank gets a contiguous range of this order, and each worker a contiguous range of the batches of its rank. All
+    ranges are equally long. If the number of rows is not a multiple of the number of ranks, some ranks repeat their last
+    sample. So all ranks have the same number of batches, which is known in advance.
 
     Args:
-        index: of the files.
+        index: the index of the files.
         batch_size: samples per rank.
-        max_history: events kept of each history, the latest.
-        negatives: draws each training sample's negatives; ``None`` makes validation samples.
+        max_history: largest number of events of a sample.
+        negatives: draws the negatives of each training sample; ``None`` makes validation samples.
         num_replicas: number of ranks.
         rank: this rank.
-        shuffle: permute anew each epoch.
+        shuffle: use another random order in each epoch. By default the order of the files.
         seed: equal on all ranks.
-        drop_last: leave out what does not fill a batch on every rank.
+        drop_last: drop samples that do not fill a batch on every rank.
     """
 
     def __init__(
@@ -123,20 +73,23 @@ class StreamDataset(IterableDataset):
         rows, least, path = len(index.lengths), index.min_events, index.source.path
         self._kept = np.flatnonzero(index.lengths >= least)
         if not len(self._kept):
-            raise InputError(f"{path}: none of {rows} rows has {least} events or more (min_events)")
+            raise InputError(f"{path}: none of {rows} rows has {least} events or more; lower min_events")
         if dropped := rows - len(self._kept):
-            log_once(f"{path.name}: {dropped} of {rows} rows have fewer than {least} events, left out")
+            log_once(f"{path.name}: {dropped} of {rows} rows have fewer than {least} events and are left out")
         check_enough(len(self._kept), batch_size, num_replicas, drop_last)
-        self._pieces = [Piece(*piece) for piece in index.pieces.tolist()]
-        self._first = lengths_to_offsets(index.pieces[:, Piece._fields.index("rows")])  # [P + 1] over all files
-        self._edges = np.searchsorted(self._kept, self._first)  # [P + 1] into the kept rows
+        self._slices = [RowGroupSlice(*fields) for fields in index.slices.tolist()]
+        # [P + 1]: slice p has the rows _first_row[p] to _first_row[p + 1] of all files, and the same of _first_kept[] among
+        # the kept rows.
+        self._first_row = lengths_to_offsets(index.slices[:, RowGroupSlice._fields.index("rows")])
+        self._first_kept = np.searchsorted(self._kept, self._first_row)
         self._epoch, self.workers = 0, 1
-        self._start, self._next_start = Start(), Start()  # of this iteration and of the next
-        # Workers may outlive an epoch: this is how they hear of the next one. [epoch, batches to skip, runs before, ...]
-        self._announced = torch.zeros(3 + len(Run._fields) * MAX_RUNS, dtype=torch.int64).share_memory_()
+        self._start, self._next_start = EpochStart(), EpochStart()  # of this iteration and of the next
+        # Shared memory tells workers, which may live longer than an epoch, how the next one starts: its number, batches to
+        # skip, number of earlier segments, and their fields.
+        self._announced = torch.zeros(3 + len(EpochSegment._fields) * MAX_SEGMENTS, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
-        """Local batches per epoch, the same on every rank."""
+        """Return the number of local batches per epoch, equal on all ranks."""
         return self._batches_of(len(self._kept))
 
     def _batches_of(self, samples: int) -> int:
@@ -145,46 +98,54 @@ class StreamDataset(IterableDataset):
     def _samples_per_rank(self, samples: int) -> int:
         return samples_per_rank(samples, self.num_replicas, self.batch_size, self.drop_last)
 
-    def _untrained(self, runs: Sequence[Run]) -> list[range]:
-        return untrained(len(self._kept), runs, self.drop_last)
+    def _untrained(self, segments: Sequence[EpochSegment]) -> list[range]:
+        return untrained_ranges(len(self._kept), segments, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def position(self, batches: int) -> list[list[int]]:
-        """The runs, as numbers, that make up the first ``batches`` batches of this epoch: what :meth:`resume` takes."""
-        done = len(self) - self._to_come(self._start)
-        return [*map(list, self._start.runs), [*self._shape, self._start.skip + batches - done]]
+        """Return the segments of the first ``batches`` batches of this epoch, as numbers, for :meth:`resume`."""
+        done = len(self) - self._remaining(self._start)
+        return [*map(list, self._start.segments), [*self._shape, self._start.skip + batches - done]]
 
     def resume(self, batches: int, position: list[list[int]] | None = None) -> int:
-        """Start the next iteration after ``batches`` batches of its epoch. Applies once.
+        """Start the next iteration after ``batches`` batches of its epoch. It applies once.
 
-        With ``position``, from runs on any numbers of ranks and workers, it goes on with what they have not trained on.
+        Args:
+            batches: number of batches to skip.
+            position: the :meth:`position` of an earlier run, which may have had other numbers of ranks, workers and samples
+                per batch. The epoch continues with the samples that are not trained yet.
 
         Returns:
-            The number of batches that count as done here; with those to come they make ``len(self)``.
+            The number of batches that count as done here. Together with the remaining batches they make ``len(self)``.
         """
-        runs = [Run(*run) for run in position or [[*self._shape, batches]]]
-        if len(runs) > MAX_RUNS:
+        segments = [EpochSegment(*fields) for fields in position or [[*self._shape, batches]]]
+        if len(segments) > MAX_SEGMENTS:
             raise CheckpointError(
-                f"resume: {len(runs)} runs had a part in this epoch; start from an earlier checkpoint"
+                f"resume: this epoch was interrupted {len(segments) - 1} times, each time with other numbers of ranks, workers "
+                f"or samples per batch; at most {MAX_SEGMENTS - 1} are supported: use a checkpoint of an earlier epoch"
             )
-        same = runs[-1][:-1] == self._shape  # then the line is divided as it was
-        self._next_start = Start(tuple(runs[:-1]), runs[-1].batches) if same else Start(tuple(runs))
-        return len(self) - self._to_come(self._next_start)
+        same = segments[-1][:-1] == self._shape  # then the last segment continues
+        start = EpochStart(tuple(segments[:-1]), segments[-1].batches) if same else EpochStart(tuple(segments))
+        self._next_start = start
+        return len(self) - self._remaining(start)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
+        """All fields of an :class:`EpochSegment` but the last, for the current settings."""
         return self.num_replicas, self.workers, self.batch_size
 
-    def _to_come(self, start: Start) -> int:
-        return max(0, self._batches_of(sum(map(len, self._untrained(start.runs)))) - start.skip)
+    def _remaining(self, start: EpochStart) -> int:
+        """Return the number of batches of an epoch from ``start`` on."""
+        return max(0, self._batches_of(sum(map(len, self._untrained(start.segments)))) - start.skip)
 
     def announce(self) -> None:
-        """Tell the workers that an iteration begins, and where. In the training process."""
+        """Tell the workers where the next iteration begins. The training process calls this."""
         start = self._start = self._next_start
-        self._next_start = Start()
-        numbers = [self._epoch, start.skip, len(start.runs), *(number for run in start.runs for number in run)]
+        self._next_start = EpochStart()
+        fields = [number for segment in start.segments for number in segment]
+        numbers = [self._epoch, start.skip, len(start.segments), *fields]
         self._announced[: len(numbers)] = torch.tensor(numbers)
 
     def __iter__(self) -> Iterator[SeqBatch]:
@@ -195,106 +156,90 @@ class StreamDataset(IterableDataset):
         else:
             worker, workers = info.id, info.num_workers
         epoch, skip, count, *numbers = self._announced.tolist()
-        width = len(Run._fields)
-        stretches = self._untrained([Run(*numbers[width * at : width * (at + 1)]) for at in range(count)])
-        total = self._batches_of(sum(map(len, stretches)))
-        return self._batches(epoch, stretches, worker_batches(total, skip, worker, workers))
+        width = len(EpochSegment._fields)
+        left = self._untrained([EpochSegment(*numbers[width * at : width * (at + 1)]) for at in range(count)])
+        total = self._batches_of(sum(map(len, left)))
+        return self._batches(epoch, left, worker_batches(total, skip, worker, workers))
 
-    def _batches(self, epoch: int, stretches: list[range], numbers: range) -> Iterator[SeqBatch]:
-        parts: list[Samples] = []
+    def _batches(self, epoch: int, left: list[range], numbers: range) -> Iterator[SeqBatch]:
+        """Yield the local batches ``numbers`` of the samples that are ``left`` of the epoch."""
+        parts: list[SampleArrays] = []
         missing = self.batch_size
-        for samples in self._samples(epoch, stretches, numbers):
+        for samples in self._samples(epoch, left, numbers):
             parts.append(samples)
             missing -= len(samples.users)
             if missing == 0:
-                yield collate(_join(parts), self.negatives, epoch)
+                yield collate(concatenate(parts), self.negatives, epoch)
                 parts, missing = [], self.batch_size
         if parts:
-            yield collate(_join(parts), self.negatives, epoch)
+            yield collate(concatenate(parts), self.negatives, epoch)
 
-    def _samples(self, epoch: int, stretches: list[range], numbers: range) -> Iterator[Samples]:
-        """Samples of the local batches ``numbers``, in runs that end where a batch or a piece does."""
-        plan = list(self._plan(epoch, stretches, numbers))
+    def _samples(self, epoch: int, left: list[range], numbers: range) -> Iterator[SampleArrays]:
+        """Yield the samples of the local batches ``numbers``, in parts that end at the end of a batch or of a slice."""
+        plan = list(self._plan(epoch, left, numbers))
         room = self.batch_size
-        threads = get_worker_info() is None  # workers are the threads
-        pieces = read_pieces(self.index.source, [self._pieces[at] for at, _ in plan], threads)
-        for (at, rows), events in zip(plan, pieces, strict=True):
+        threads = get_worker_info() is None  # several workers already use the cores
+        slices = read_slices(self.index.source, [self._slices[at] for at, _ in plan], threads)
+        for (at, rows), events in zip(plan, slices, strict=True):
             assert events.lengths is not None
             order = time_order(events.ticks, events.lengths)
             items = np.asarray(events.items)[order]
             times = events.ticks[order] // TICKS_PER_SECOND
             features = {name: np.asarray(values)[order] for name, values in events.features.items()}
-            offsets, first = lengths_to_offsets(events.lengths), int(self._first[at])
+            offsets, first = lengths_to_offsets(events.lengths), int(self._first_row[at])
             while len(rows):
-                run, rows = rows[:room], rows[room:]
-                room = room - len(run) or self.batch_size
-                yield leave_one_out(items, times, features, offsets, run - first, self.max_history, first_user=first)
+                part, rows = rows[:room], rows[room:]
+                room = room - len(part) or self.batch_size
+                yield leave_one_out(items, times, features, offsets, part - first, self.max_history, first_user=first)
 
-    def _plan(self, epoch: int, stretches: list[range], numbers: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Which pieces to read, and which rows of each, for the local batches ``numbers`` of ``stretches`` of the line."""
-        order = self._piece_order(epoch)
-        line = lengths_to_offsets(np.diff(self._edges)[order])  # [P + 1] places in the line of samples
-        left = lengths_to_offsets([len(stretch) for stretch in stretches])
-        per_rank = self._samples_per_rank(int(left[-1]))
-        first, stop = (int(left[-1]) * rank // self.num_replicas for rank in (self.rank, self.rank + 1))
+    def _plan(self, epoch: int, left: list[range], numbers: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the slices to read, and the rows of each, for the local batches ``numbers``.
+
+        Args:
+            epoch: number of the epoch.
+            left: ranges of the order of the epoch that are not trained yet.
+            numbers: local batches of this rank.
+        """
+        order = self._slice_order(epoch)
+        slice_start = lengths_to_offsets(
+            np.diff(self._first_kept)[order]
+        )  # [P + 1] positions in the order of the epoch
+        left_start = lengths_to_offsets([len(part) for part in left])
+        total = int(left_start[-1])
+        first, stop = (total * rank // self.num_replicas for rank in (self.rank, self.rank + 1))
+        per_rank = self._samples_per_rank(total)
         own = np.arange(numbers.start * self.batch_size, min(numbers.stop * self.batch_size, per_rank))
         if not len(own):
             return
-        places = np.minimum(first + own, max(0, stop - 1))  # among what is left
-        within = np.searchsorted(left, places, side="right") - 1
-        places += np.array([stretch.start for stretch in stretches])[within] - left[within]
-        slots = np.searchsorted(line, places, side="right") - 1
-        for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(slots)) + 1):
-            slot = slots[run[0]]
+        positions = np.minimum(first + own, max(0, stop - 1))  # among the samples that are left
+        within = np.searchsorted(left_start, positions, side="right") - 1
+        positions += np.array([part.start for part in left])[within] - left_start[within]  # in the order of the epoch
+        slots = np.searchsorted(slice_start, positions, side="right") - 1
+        for together in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(slots)) + 1):
+            slot = slots[together[0]]
             at = int(order[slot])
-            rows = self._kept[self._edges[at] : self._edges[at + 1]]
+            rows = self._kept[self._first_kept[at] : self._first_kept[at + 1]]
             if self.shuffle:
                 rows = np.random.default_rng((self.seed, epoch, at)).permutation(rows)
-            yield at, rows[places[run] - line[slot]]
+            yield at, rows[positions[together] - slice_start[slot]]
 
-    def _piece_order(self, epoch: int) -> NDArray[np.int64]:
-        """``[P]``: row groups permuted, the pieces of each in order, for they are read one after another."""
+    def _slice_order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the order of the slices, ``[P]``: row groups permuted, but the slices of each in row order for reading."""
         if not self.shuffle:
-            return np.arange(len(self._pieces))
-        _, group = np.unique(self.index.pieces[:, :2], axis=0, return_inverse=True)
+            return np.arange(len(self._slices))
+        _, group = np.unique(self.index.slices[:, :2], axis=0, return_inverse=True)
         key = np.random.default_rng((self.seed, epoch)).permutation(group.max() + 1)
         return np.argsort(key[group.reshape(-1)], kind="stable")
 
 
-def worker_batches(total: int, skip: int, worker: int, workers: int) -> range:
-    """Numbers of the local batches a worker makes, so that the loader, asking the workers in turn, gets a fixed order.
-
-    Each worker has a stretch of consecutive batches, for it to read consecutive rows. After ``skip`` batches the loader
-    starts with worker 0 again: it takes over the stretch of the worker whose turn it was.
-
-    >>> [list(worker_batches(5, 0, worker, workers=2)) for worker in range(2)]
-    [[0, 1, 2], [3, 4]]
-    >>> [list(worker_batches(5, 3, worker, workers=2)) for worker in range(2)]
-    [[4], [2]]
-    """
-    return to_make(total, skip, (worker + skip) % workers, workers)
-
-
-def _join(parts: Sequence[Samples]) -> Samples:
-    if len(parts) == 1:
-        return parts[0]
-    return Samples(
-        users=np.concatenate([part.users for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
-        items=np.concatenate([part.items for part in parts]),
-        timestamps=np.concatenate([part.timestamps for part in parts]),
-        features={name: np.concatenate([part.features[name] for part in parts]) for name in parts[0].features},
-        targets=np.concatenate([part.targets for part in parts]),
-    )
-
-
 class StreamLoader(DataLoader):
-    """A loader that tells a :class:`StreamDataset`'s workers the epoch.
+    """A loader that tells the workers of a :class:`StreamDataset` the epoch.
 
     Args:
-        dataset: what to load.
-        epoch: asked when an iteration begins; Lightning announces epochs to samplers alone, and a stream has none.
-        options: of ``DataLoader``.
+        dataset: yields the batches.
+        epoch: returns the current epoch. It is called when an iteration begins, because Lightning announces the epoch only
+            to samplers, and a stream has no sampler.
+        options: further options of ``DataLoader``.
     """
 
     dataset: StreamDataset
@@ -307,6 +252,6 @@ class StreamLoader(DataLoader):
     def __iter__(self) -> Any:
         if self._current_epoch is not None:
             self.dataset.set_epoch(self._current_epoch())
-        if self.num_workers:  # else the dataset does so itself
+        if self.num_workers:  # without workers the dataset announces it itself
             self.dataset.announce()
         return super().__iter__()

@@ -1,4 +1,4 @@
-"""Synthetic histories: long-tailed lengths, Zipf items, and a rule that only a sequence model can learn."""
+"""``Synthetic``: generated histories with long-tailed lengths, Zipf items, and a rule that only a sequence model can learn."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.data.histories import CHUNK, Histories, user_chunks
+from lightning_freescale.data.histories import CHUNK_EVENTS, Histories, user_chunks
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.jagged import lengths_to_offsets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Options of the synthetic source.
+    """Options of the generated histories.
 
-    Items are split into clusters, and each user likes one. Every item has one preferred successor in its cluster; the
-    next event is that successor with probability ``follow``, else a fresh Zipf draw from the user's cluster.
+    The items are divided into clusters, and each user has items of one cluster only. Every item has one preferred successor
+    in its cluster. The next event is that successor with probability ``follow``, else a Zipf draw from the cluster.
 
     Attributes:
         users: number of users.
-        items: number of items; item ``i`` has popularity rank ``i`` and belongs to cluster ``i % clusters``.
-        clusters: number of taste clusters.
-        mean_length: mean number of events of a user, before the cap.
-        sigma: spread of the log-normal lengths; 1.0 and more give the long tail that makes stragglers.
-        min_length: no user has fewer events.
-        max_length: no user has more events.
-        follow: probability that an event is the preferred successor of the one before.
-        zipf: exponent of the items' popularity.
-        feature_sizes: categorical features of the events, by name, with their number of values; drawn independently.
-        mean_gap: mean time between two events, seconds.
-        seed: equal options and seed give equal data.
+        items: number of items. Item ``i`` has popularity rank ``i`` and belongs to cluster ``i % clusters``.
+        clusters: number of clusters.
+        mean_length: mean number of events of a user, before lengths are limited.
+        sigma: spread of the log-normal lengths. From about 1.0 on, the lengths have a long tail, which makes stragglers.
+        min_length: smallest number of events of a user.
+        max_length: largest number of events of a user.
+        follow: probability that an event is the preferred successor of the previous one.
+        zipf: exponent of the popularity of the items.
+        feature_sizes: number of values of each categorical feature of the events, by name. Values are independent.
+        mean_gap: mean time between two events, in seconds.
+        seed: equal options and an equal seed give equal data.
     """
 
     users: int = 2000
@@ -53,32 +53,36 @@ class Synthetic:
             if value <= 0:
                 raise ConfigurationError(f"synthetic: {name} must be positive, not {value}")
         if self.clusters > self.items:
-            raise ConfigurationError(f"synthetic: {self.clusters} clusters for {self.items} items")
+            raise ConfigurationError(
+                f"synthetic: {self.clusters} clusters need at least as many items, not {self.items}"
+            )
         if not 1 <= self.min_length <= self.max_length:
-            raise ConfigurationError(f"synthetic: min_length {self.min_length}, max_length {self.max_length}")
+            raise ConfigurationError(
+                f"synthetic: needs 1 <= min_length <= max_length, not {self.min_length} and {self.max_length}"
+            )
         if not 0 <= self.follow <= 1:
-            raise ConfigurationError(f"synthetic: follow is a probability, not {self.follow}")
+            raise ConfigurationError(f"synthetic: follow must be a probability from 0 to 1, not {self.follow}")
         if self.sigma < 0:
             raise ConfigurationError(f"synthetic: sigma must be at least 0, not {self.sigma}")
 
     def rule(self) -> PlantedRule:
-        """The rule behind the data; what a perfect model would know."""
+        """Return the rule behind the data, which a perfect model would learn."""
         return PlantedRule(self)
 
     def generate(self) -> Histories:
-        """Draw the histories. Vectorised over events; memory is that of the result and a chunk."""
+        """Generate the histories. Memory holds the result and one chunk of events."""
         rule = self.rule()
         rng = np.random.default_rng((self.seed, 1))
-        location = np.log(self.mean_length) - self.sigma**2 / 2  # so that the mean is mean_length
+        location = np.log(self.mean_length) - self.sigma**2 / 2  # makes the mean equal to mean_length
         lengths = (
             rng.lognormal(location, self.sigma, self.users).clip(self.min_length, self.max_length).astype(np.int64)
         )
         offsets = lengths_to_offsets(lengths)
-        tastes = rng.choice(self.clusters, self.users, p=rule.cluster_mass)
+        cluster_of_user = rng.choice(self.clusters, self.users, p=rule.cluster_mass)
         items, times = (np.empty(offsets[-1], dtype=np.int64) for _ in range(2))
-        for first, last in user_chunks(offsets, CHUNK):
+        for first, last in user_chunks(offsets, CHUNK_EVENTS):
             events = slice(offsets[first], offsets[last])
-            items[events] = self._items(rule, tastes[first:last], lengths[first:last], rng)
+            items[events] = self._items(rule, cluster_of_user[first:last], lengths[first:last], rng)
             times[events] = self._times(lengths[first:last], rng)
         return Histories(
             items=items,
@@ -91,18 +95,20 @@ class Synthetic:
         )
 
     def _items(
-        self, rule: PlantedRule, tastes: NDArray[np.int64], lengths: NDArray[np.int64], rng: np.random.Generator
+        self, rule: PlantedRule, clusters: NDArray[np.int64], lengths: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
+        """Return the items of users with these clusters and lengths, ``[sum(lengths)]``."""
         total = int(lengths.sum())
-        fresh = rng.random(total) >= self.follow
-        fresh[lengths_to_offsets(lengths)[:-1]] = True  # a first event has nothing to follow
+        is_draw = rng.random(total) >= self.follow
+        is_draw[lengths_to_offsets(lengths)[:-1]] = True  # the first event of a user has no predecessor
         position = np.arange(total)
-        anchor = np.maximum.accumulate(np.where(fresh, position, 0))  # the fresh draw each event descends from
+        anchor = np.maximum.accumulate(np.where(is_draw, position, 0))  # the last draw at or before each event
         drawn = np.empty(total, dtype=np.int64)
-        drawn[fresh] = rule.draw(np.repeat(tastes, lengths)[fresh], rng)
+        drawn[is_draw] = rule.draw(np.repeat(clusters, lengths)[is_draw], rng)
         return rule.follow(drawn[anchor], position - anchor)
 
     def _times(self, lengths: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return the time of each event in seconds, ``[sum(lengths)]``. Each user starts at a random time of one year."""
         gaps = rng.exponential(self.mean_gap, int(lengths.sum())).astype(np.int64)
         heads = lengths_to_offsets(lengths)[:-1]
         year = 365 * 24 * 3600
@@ -112,12 +118,12 @@ class Synthetic:
 
 
 class PlantedRule:
-    """Successors form one cycle per cluster, so that following ``k`` times is one addition on the cycle.
+    """The preferred successor of each item. The items of a cluster form a cycle, so ``k`` successors are one addition.
 
     Attributes:
-        popularity: ``[items]``, probability of each item in a fresh draw.
-        cluster_mass: ``[clusters]``, share of users, and of fresh draws, of each cluster.
-        successor: ``[items]``, the preferred next item of each.
+        popularity: ``[items]``, probability of each item in a draw over all clusters.
+        cluster_mass: ``[clusters]``, the sum of the popularity of its items. It is also the share of its users.
+        successor: ``[items]``, the preferred successor of each item.
     """
 
     def __init__(self, options: Synthetic):
@@ -128,7 +134,7 @@ class PlantedRule:
         self.cluster_mass = np.bincount(cluster, self.popularity)
         self._start = np.searchsorted(np.sort(cluster), np.arange(self.clusters))
         self._size = np.bincount(cluster)
-        # Members of each cluster side by side: by popularity for the draws, in random order for the cycles.
+        # Both arrays list the items cluster by cluster: by popularity for draws, in random order for cycles.
         self._by_rank = np.argsort(cluster, kind="stable")
         rng = np.random.default_rng((options.seed, 0))
         self._cycle = np.lexsort((rng.random(options.items), cluster))
@@ -137,14 +143,14 @@ class PlantedRule:
         self.successor = self.follow(np.arange(options.items), np.ones(options.items, dtype=np.int64))
 
     def follow(self, items: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``[n]`` items to the items ``steps [n]`` successors later."""
+        """Return the items that come ``steps [n]`` successors after ``items [n]``."""
         cluster = items % self.clusters
         start, size = self._start[cluster], self._size[cluster]
         return self._cycle[start + (self._place[items] - start + steps) % size]
 
-    def draw(self, tastes: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-        """``[n]`` clusters to ``[n]`` items of them, in proportion to the items' popularity."""
+    def draw(self, clusters: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return an item of each of the ``clusters [n]``, drawn in proportion to the popularity of the items."""
         floor = (self._edges - self.popularity[self._by_rank])[self._start]
-        edge = floor[tastes] + rng.random(len(tastes)) * self.cluster_mass[tastes]
+        edge = floor[clusters] + rng.random(len(clusters)) * self.cluster_mass[clusters]
         at = np.searchsorted(self._edges, edge, side="right")
-        return self._by_rank[at.clip(self._start[tastes], self._start[tastes] + self._size[tastes] - 1)]
+        return self._by_rank[at.clip(self._start[clusters], self._start[clusters] + self._size[clusters] - 1)]

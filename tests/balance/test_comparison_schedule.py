@@ -13,7 +13,7 @@ import pytest
 from lightning_freescale.balance import Planner
 from lightning_freescale.balance.exchange import ExchangeLoader, comparison_schedule
 from lightning_freescale.strategy.control import Control
-from lightning_freescale.strategy.prefetch import Prepared, PrefetchLoader
+from lightning_freescale.strategy.prefetch import PrefetchLoader, Prepared
 from tests.balance.batches import seq_batch
 from tests.balance.test_exchange import connect, local_indices, threads
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ from lightning_freescale.balance.partition import Mode
 from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
 from lightning_freescale.strategy.control import Control
-from lightning_freescale.strategy.prefetch import Prepared, PrefetchLoader
+from lightning_freescale.strategy.prefetch import PrefetchLoader, Prepared
 from tests.balance.batches import ad_batch, contents, lengths_of, seq_batch
 from tests.ranks import run_ranks
 

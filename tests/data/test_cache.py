@@ -129,7 +129,7 @@ def test_damaged_is_rebuilt_and_said(
     assert equal(ask(builder, tmp_path / "cache"), SMALL.generate())
     assert builder.count == 2
     assert len(said) == 1
-    assert "built anew" in said[0]
+    assert "built again" in said[0]
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, builder: Builder) -> None:
@@ -177,7 +177,7 @@ def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ({"offsets": np.array([0, 1])}, "offsets: must grow from 0 to 2"),
         ({"user_ids": np.array([7, 8])}, "user_ids: 2 values for 1 users"),
         ({"features": {"f": np.array([0, 0])}}, "feature_values"),
-        ({"features": {"history": np.array([0, 0])}}, "'history' is a key of the batch itself"),
+        ({"features": {"history": np.array([0, 0])}}, "'history' is a reserved key of the batch"),
     ],
 )
 def test_histories_that_do_not_fit(change: dict, message: str) -> None:

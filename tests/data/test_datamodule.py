@@ -190,7 +190,7 @@ def test_every_rank_hears_of_a_bad_file(tmp_path: Path) -> None:
         ({"max_history": 1}, "max_history: must be at least 2, not 1"),
         ({"min_events": 2}, "min_events: must be at least 3, not 2"),
         ({"seed": -1}, "seed: must be at least 0, not -1"),
-        ({"feature_columns": "rating"}, "feature_columns: a sequence of names, not 'rating'"),
+        ({"feature_columns": "rating"}, "feature_columns: must be a sequence of names, not 'rating'"),
     ],
 )
 def test_bad_settings(tmp_path: Path, options: dict, message: str) -> None:

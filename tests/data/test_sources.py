@@ -76,7 +76,7 @@ def events() -> list[Event]:
 def test_round_trip(
     tmp_path: Path, events: list[Event], suffix: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_module, "CHUNK", chunk)  # 7: users and ties span many chunks
+    monkeypatch.setattr(preprocess_module, "CHUNK_EVENTS", chunk)  # with 7 users and ties span many chunks
     path = WRITERS[suffix](tmp_path / f"data.{suffix}", events)
     check(read(path, feature_columns=("rating",)), reference(events), "rating")
 
@@ -247,7 +247,7 @@ def test_users_with_few_events_and_their_items_are_left_out(tmp_path: Path, capl
         histories = read(path)
     finally:
         logger.removeHandler(caplog.handler)
-    assert "few.csv: 1 of 2 users have fewer than 3 events, left out" in caplog.text
+    assert "few.csv: 1 of 2 users have fewer than 3 events and are left out" in caplog.text
     assert histories.user_ids.tolist() == [1]
     assert histories.item_ids.tolist() == [0, 1, 2]
 
@@ -275,7 +275,7 @@ def test_missing_column(tmp_path: Path) -> None:
 def test_missing_role(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "d.csv", GOOD, ("userId", "movieId", "when", "rating"))
     with pytest.raises(
-        InputError, match=r"d\.csv: no column looks like the time.*columns: userId, movieId, when, rating"
+        InputError, match=r"d\.csv: no column has a usual name of the time.*columns: userId, movieId, when, rating"
     ):
         read(path)
 
@@ -287,7 +287,7 @@ def test_ambiguous_role(tmp_path: Path) -> None:
 
 
 def test_unknown_role(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'usr' is no role"):
+    with pytest.raises(ConfigurationError, match="'usr' is not a role"):
         read(write_csv(tmp_path / "d.csv", GOOD), columns={"usr": "userId"})
 
 
@@ -298,7 +298,7 @@ def test_absent_file(tmp_path: Path) -> None:
 
 def test_unknown_suffix_and_format(tmp_path: Path) -> None:
     (tmp_path / "d.dat").touch()
-    with pytest.raises(InputError, match="cannot tell the format"):
+    with pytest.raises(InputError, match="tells no known format"):
         open_source(tmp_path / "d.dat")
     with pytest.raises(ConfigurationError, match="'xls' is unknown"):
         open_source(tmp_path / "d.dat", format="xls")
@@ -383,7 +383,7 @@ def test_time_that_is_none(tmp_path: Path) -> None:
 
 def test_float_ids(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user": [1.0], "item": [1], "time": [1]}), tmp_path / "d.parquet")
-    with pytest.raises(InputError, match="'user' has type double; ids are integers or strings"):
+    with pytest.raises(InputError, match="'user' has type double; ids must be integers or strings"):
         read(tmp_path / "d.parquet")
 
 
@@ -407,7 +407,7 @@ def test_time_without_lists(tmp_path: Path) -> None:
 
 def test_line_that_is_no_pair(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("1 2\n\n1 2 3\n")
-    with pytest.raises(InputError, match=r"d\.txt: line 3 is '1 2 3'; a line holds a user and an item"):
+    with pytest.raises(InputError, match=r"d\.txt: line 3 is '1 2 3'; each line needs a user and an item"):
         read(tmp_path / "d.txt")
 
 

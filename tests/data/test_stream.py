@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import lightning_freescale.data.rowgroups as rowgroups
-import lightning_freescale.data.stream as stream_module
+import lightning_freescale.data.epoch_segments as epoch_segments
+import lightning_freescale.data.stream_index as stream_index
 from lightning_freescale.data import Histories, NegativeSampler, SeqBatch, SeqRecDataModule, StreamDataset, Synthetic
-from lightning_freescale.data.rowgroups import StreamIndex
+from lightning_freescale.data.epoch_segments import worker_batches
 from lightning_freescale.data.sources import ParquetSource, open_source
-from lightning_freescale.data.stream import StreamLoader, worker_batches
+from lightning_freescale.data.stream import StreamLoader
+from lightning_freescale.data.stream_index import StreamIndex
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 # Start times differ between users, so that a sample's times name its user.
@@ -93,9 +94,9 @@ def loaders(index: StreamIndex, world: int, workers: int = 0, **options: Any) ->
 def test_every_sample_once(
     tmp_path: Path, world: int, shuffle: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rowgroups, "CHUNK", chunk)  # 25: several pieces per row group
+    monkeypatch.setattr(stream_index, "CHUNK_EVENTS", chunk)  # with 25 a row group has several slices
     index = index_of(write(tmp_path / "users.parquet", HISTORIES), tmp_path / "cache")
-    assert len(index.pieces) == 6 if chunk > 25 else len(index.pieces) > 15
+    assert len(index.slices) == 6 if chunk > 25 else len(index.slices) > 15
     batches = [list(loader) for loader in loaders(index, world, shuffle=shuffle, seed=1)]
     per_rank = math.ceil(53 / world)
     assert {len(own) for own in batches} == {math.ceil(per_rank / 4)}
@@ -195,7 +196,8 @@ def test_worker_batches() -> None:
             assert sorted(whole) == list(range(total))
             for skip in range(total + 1):
                 assert _interleaved(total, skip, workers) == whole[skip:]
-    assert doctest.testmod(stream_module).failed == 0
+    assert doctest.testmod(epoch_segments).failed == 0
+    assert doctest.testmod(epoch_segments).attempted == 4
 
 
 def _interleaved(total: int, skip: int, workers: int) -> list[int]:
@@ -313,7 +315,7 @@ def test_bad_settings(tmp_path: Path, index: StreamIndex) -> None:
     common: dict[str, Any] = {"batch_size": 2, "max_history": 6, "cache_dir": tmp_path / "cache"}
     with pytest.raises(InputError, match=r"num_items: 5, but .* holds item \d+"):
         _ = SeqRecDataModule(tmp_path / "users.parquet", streaming=True, num_items=5, **common).stream_index
-    with pytest.raises(ConfigurationError, match="streaming: reads Parquet files, not 'synthetic'"):
+    with pytest.raises(ConfigurationError, match="streaming: needs Parquet files, not 'synthetic'"):
         _ = SeqRecDataModule(streaming=True, **common).num_items
-    with pytest.raises(ConfigurationError, match="num_items: only with streaming"):
+    with pytest.raises(ConfigurationError, match="num_items: needs streaming=True"):
         SeqRecDataModule(num_items=5, **common)

@@ -1,0 +1,104 @@
+"""Samples: histories without their last event, and their collation into a ``SeqBatch``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.data.negatives import NegativeSampler
+from lightning_freescale.runtime.jagged import gather
+
+MIN_EVENTS = 3  # two events make one transition to learn from; the third is the held-out target
+
+
+class SampleArrays(NamedTuple):
+    """``n`` samples as arrays. The events of one sample follow those of the sample before.
+
+    Attributes:
+        users: ``[n]`` user numbers. The negatives of a sample depend on its user.
+        lengths: ``[n]`` events of each history.
+        items: ``[sum(lengths)]``.
+        timestamps: ``[sum(lengths)]``, seconds.
+        features: by name, ``[sum(lengths)]``.
+        targets: ``[n]``, the held-out last item of each user.
+    """
+
+    users: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    items: NDArray[np.int64]
+    timestamps: NDArray[np.int64]
+    features: dict[str, NDArray[np.int64]]
+    targets: NDArray[np.int64]
+
+
+def leave_one_out(
+    items: NDArray[np.int64],
+    timestamps: NDArray[np.int64],
+    features: Mapping[str, NDArray[np.int64]],
+    offsets: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    max_history: int,
+    first_user: int = 0,
+) -> SampleArrays:
+    """Return the samples of the users ``indices [n]``: their latest events, without the last one, which is the target.
+
+    Args:
+        items, timestamps, features: ``[T]`` each, the events of all users.
+        offsets: ``[U + 1]``; user ``u`` owns events ``offsets[u]`` to ``offsets[u + 1]``.
+        indices: users with at least two events each.
+        max_history: largest number of events of a sample.
+        first_user: the number of the user at offset 0.
+    """
+    last = offsets[indices + 1] - 1
+    lengths = np.minimum(last - offsets[indices], max_history)
+    starts = last - lengths
+    return SampleArrays(
+        users=indices + first_user,
+        lengths=lengths,
+        items=gather(items, starts, lengths),
+        timestamps=gather(timestamps, starts, lengths),
+        features={name: gather(values, starts, lengths) for name, values in features.items()},
+        targets=items[last],
+    )
+
+
+def concatenate(parts: Sequence[SampleArrays]) -> SampleArrays:
+    """Return the samples of all ``parts`` in one object."""
+    if len(parts) == 1:
+        return parts[0]
+    return SampleArrays(
+        users=np.concatenate([part.users for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        items=np.concatenate([part.items for part in parts]),
+        timestamps=np.concatenate([part.timestamps for part in parts]),
+        features={name: np.concatenate([part.features[name] for part in parts]) for name in parts[0].features},
+        targets=np.concatenate([part.targets for part in parts]),
+    )
+
+
+def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int) -> SeqBatch:
+    """Return a training batch with sampled negatives or, if ``negatives`` is ``None``, a validation batch with targets.
+
+    Both have the keys ``history, negatives, *features``, so that one EmbeddingCollection accepts both. In a validation batch
+    the negatives have length 0.
+    """
+    count = 0 if negatives is None else negatives.count
+    drawn = [] if negatives is None else [negatives.draw(samples.users, epoch).reshape(-1)]
+    values = np.concatenate([samples.items, *drawn, *samples.features.values()])
+    lengths = [samples.lengths, np.full_like(samples.lengths, count), *[samples.lengths] * len(samples.features)]
+    return SeqBatch(
+        KeyedJaggedTensor(
+            keys=[HISTORY, NEGATIVES, *samples.features],
+            values=torch.from_numpy(values),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+            stride=len(samples.users),
+        ),
+        torch.from_numpy(samples.timestamps),
+        torch.from_numpy(samples.targets) if negatives is None else None,
+    )
