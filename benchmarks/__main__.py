@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: what there is to measure, and how. Reads the modules' docstrings, imports none of them."""
+"""``python -m benchmarks``: lists the benchmarks and their commands. Reads their docstrings and imports none of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
-TOOLS = ("cluster", "tables")  # measure nothing themselves
+TOOLS = ("cluster", "tables")  # scripts that measure nothing
 
 
 class Script(NamedTuple):
     name: str
-    claim: str  # first line of its docstring
-    commands: list[str]  # the lines of the docstring that are commands
+    claim: str  # first line of the docstring
+    commands: list[str]  # indented lines of the docstring
 
 
 def scripts() -> Iterator[Script]:
-    """All that can be run, by name."""
+    """All scripts of this folder, sorted by name."""
     for path in sorted(FOLDER.glob("[a-z]*.py")):
         tree = ast.parse(path.read_text())
         if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
@@ -30,12 +30,14 @@ def scripts() -> Iterator[Script]:
 
 
 def listing() -> str:
+    """The text that the command prints."""
     lines = [
-        "Each prints a table; --json prints JSON, --output FILE keeps it, --quick takes seconds rather than minutes.",
+        "Each benchmark prints a table. --json prints JSON, --output FILE also writes it,",
+        "--quick takes seconds instead of minutes.",
         "",
     ]
     for tools in (False, True):
-        lines += [] if not tools else ["Beside them:", ""]
+        lines += ["Tools:", ""] if tools else []
         for script in scripts():
             if (script.name in TOOLS) == tools:
                 lines += [f"{script.name}: {script.claim}", *(f"    {command}" for command in script.commands), ""]

@@ -1,8 +1,9 @@
-"""Load balancing: how even the plans are, how long they take, and what the jagged kernels save.
+"""Load balancing: how evenly the partitions spread the cost, how long they take, and how fast the jagged kernels are.
 
     python -m benchmarks.balance [--quick] [--json] [--output FILE]
 
-One core. Histories are log-normal (mu 7.3, sigma 1.2) up to 21,000 events; a history of L events costs L + L^2 / 2048.
+Runs on one core. Lengths of histories are log-normal (mu 7.3, sigma 1.2), at most 21,000 events. A history of L events
+costs L + L^2 / 2048.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
@@ -29,26 +30,27 @@ from lightning_freescale.balance.partition import Mode
 from lightning_freescale.runtime import jagged
 
 Row = dict[str, float | int | str]
-WORLDS = (8, 16, 32, 64, 128, 256, 512)  # of the kernels
+WORLDS = (8, 16, 32, 64, 128, 256, 512)  # numbers of ranks for the kernels
 QUICK_WORLDS = (8, 32)
 
 
 def histories(samples: int, seed: int) -> NDArray[np.int64]:
-    """``[samples]`` lengths."""
+    """``[samples]`` lengths in events."""
     return np.minimum(np.random.default_rng(seed).lognormal(7.3, 1.2, samples), 21_000).astype(np.int64)
 
 
 def cost(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Cost of each history."""
     return lengths + lengths.astype(np.float64) ** 2 / 2048
 
 
 def in_order(costs: NDArray, ranks: int) -> NDArray[np.int64]:
-    """No balancing: each rank keeps its own random samples."""
+    """No balancing: each rank keeps the samples that it loaded."""
     return np.arange(len(costs)) * ranks // len(costs)
 
 
 def fastest(repeats: int, call: Callable, *args: object) -> float:
-    """Least time of several calls, in milliseconds on this thread's core: what else runs on the machine does not count."""
+    """Shortest CPU time of several calls on this thread, in milliseconds. Other processes on the machine do not count."""
     times = []
     for _ in range(repeats):
         start = time.thread_time()
@@ -58,19 +60,23 @@ def fastest(repeats: int, call: Callable, *args: object) -> float:
 
 
 def straggler_shares(draws: int = 10) -> list[Row]:
-    """Mean over ``draws`` global batches: idle share of the ranks, and the heaviest rank over the mode's bound."""
+    """Means over ``draws`` global batches: idle share of the ranks, and how far the heaviest rank is above the lower bound."""
     rows: list[Row] = []
     for world, batch_size in [(8, 32), (64, 128), (256, 128), (512, 128)]:
         batches = [cost(histories(world * batch_size, seed)) for seed in range(draws)]
         for name, solve in {"none": in_order, "zigzag": zigzag, "fixed": fixed, "variable": variable}.items():
-            plans = [(costs, solve(costs, world)) for costs in batches]
+            partitions = [(costs, solve(costs, world)) for costs in batches]
             mode: Mode = "variable" if name == "variable" else "fixed"
-            gaps = [loads(costs, plan, world).max() / lower_bound(costs, world, mode) - 1 for costs, plan in plans]
+            gaps = [
+                loads(costs, partition, world).max() / lower_bound(costs, world, mode) - 1
+                for costs, partition in partitions
+            ]
             rows.append(
                 {
                     "ranks x batch": f"{world} x {batch_size}",
                     "plan": name,
-                    "straggler %": 100 * float(np.mean([straggler(costs, plan, world) for costs, plan in plans])),
+                    "straggler %": 100
+                    * float(np.mean([straggler(costs, partition, world) for costs, partition in partitions])),
                     "above bound %": 100 * float(np.mean(gaps)),
                 }
             )
@@ -78,7 +84,7 @@ def straggler_shares(draws: int = 10) -> list[Row]:
 
 
 def solver_times(repeats: int = 20) -> list[Row]:
-    """Each solver against ``numpy.argsort`` on the same array, in the same run."""
+    """The time of each solver next to ``numpy.argsort`` of the same array, in the same run."""
     rows: list[Row] = []
     for world, batch_size in [(8, 32), (64, 128), (512, 128)]:
         costs = cost(histories(world * batch_size, seed=0))
@@ -100,13 +106,13 @@ def solver_times(repeats: int = 20) -> list[Row]:
 
 
 def dispatch_by_rank(values: Tensor, lengths: Tensor, ranks: Tensor, world: int) -> Tensor:
-    """Eager PyTorch, rank by rank: the obvious way, whose work grows with the ranks."""
+    """Eager PyTorch with one mask per rank: the simple way, whose work grows with the number of ranks."""
     row_ranks = ranks.repeat_interleave(lengths)
     return torch.cat([values[row_ranks == rank] for rank in range(world)])
 
 
 def combine_by_rank(values: Tensor, lengths: Tensor, ranks: Tensor, world: int) -> Tensor:
-    """Inverse of :func:`dispatch_by_rank`; ``lengths`` and ``ranks`` in the old order."""
+    """Inverse of :func:`dispatch_by_rank`; ``lengths`` and ``ranks`` are in the original order."""
     row_ranks = ranks.repeat_interleave(lengths)
     out, start = torch.empty_like(values), 0
     for rank in range(world):
@@ -118,7 +124,7 @@ def combine_by_rank(values: Tensor, lengths: Tensor, ranks: Tensor, world: int) 
 
 
 def permute_by_index(values: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
-    """Eager PyTorch at its best: one index per row, one gather."""
+    """The fastest way in eager PyTorch: one index per row, one gather."""
     starts = lengths.cumsum(0) - lengths
     moved = lengths[order]
     shift = starts[order] - (moved.cumsum(0) - moved)
@@ -126,15 +132,17 @@ def permute_by_index(values: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
 
 
 def dispatch_by_index(values: Tensor, lengths: Tensor, ranks: Tensor) -> Tensor:
+    """Group the samples by destination rank with one gather."""
     return permute_by_index(values, lengths, ranks.argsort(stable=True))
 
 
 def combine_by_index(values: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
+    """Inverse of :func:`dispatch_by_index`."""
     return permute_by_index(values, lengths, order.argsort())
 
 
 def kernel_times(worlds: Sequence[int] = WORLDS, batch_size: int = 128, repeats: int = 5) -> list[Row]:
-    """One rank's batch of int64 ids grouped by destination (dispatch) and put back (combine)."""
+    """Times to group one rank's batch of int64 ids by destination (dispatch) and to restore the order (combine)."""
     rows: list[Row] = []
     for world in worlds:
         lengths = histories(batch_size, seed=0)
@@ -179,7 +187,7 @@ def kernel_times(worlds: Sequence[int] = WORLDS, batch_size: int = 128, repeats:
 
 
 def main() -> None:
-    parser = report.make_parser(__doc__, quick="two global batches, few ranks and repeats")
+    parser = report.make_parser(__doc__, quick="two global batches, fewer ranks and repetitions")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     draws, repeats, worlds = (2, 3, QUICK_WORLDS) if arguments.quick else (10, 20, WORLDS)
@@ -189,9 +197,9 @@ def main() -> None:
         "kernels": kernel_times(worlds),
     }
     titles = {
-        f"Straggler share by cost, mean of {draws} global batches": results["straggler"],
+        f"Straggler share of a step, computed from costs, mean of {draws} global batches": results["straggler"],
         f"Solver time, one core, best of {repeats}": results["solver"],
-        "Jagged kernels against eager PyTorch, one core": results["kernels"],
+        "Jagged kernels and eager PyTorch, one core": results["kernels"],
     }
     machine = f"one of {os.cpu_count()} cores ({platform.machine()})"
     report.publish(arguments, report.head("balance", machine) | results, titles)

@@ -2,22 +2,24 @@
 
     python -m benchmarks.end_to_end [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--longest 8192|21000]
 
-All sides train the same model on the same global batches: log-normal histories drawn freely, so that ranks have unequal work; one
-large table, row-wise over the ranks; 12 % of a batch's rows collide with those of the batch before. The FreeScale sides are
-Lightning Trainers with the strategy, Lightning's own overhead included. The bubble of a side is its step time less the mean dense
-compute time of the ranks, which is measured alone in the same run; ``bubble.py`` says what its parts are.
+All variants train the same model on the same global batches. Histories have independent log-normal lengths, so ranks
+have unequal amounts of work. One large table is sharded row-wise over the ranks. 12% of a batch's rows collide with the
+previous batch. The FreeScale variants are Lightning Trainers with the strategy, so their times contain Lightning's
+overhead. The bubble of a variant is its step time minus the mean dense compute time of the ranks, which is measured
+alone in the same run. ``harness/training/bubble.py`` defines its parts.
 
-Between nodes of this cluster NCCL has TCP, the SM-free transport has the memory of the one host, which is faster: "+ SM-free" is
-the synchronous exchange over the same link as "all". "all over NCCL" has TorchRec's link, and so has "all over TCP", where the
-SM-free transport takes the ranks for hosts, too.
+Between the ranks of this cluster NCCL uses TCP. The SM-free transport uses the memory of the one host, which is faster.
+Three variants separate the two effects. "+ SM-free" is the synchronous exchange over the link of "all". "all over NCCL"
+uses TorchRec's link. So does "all over TCP", where the SM-free transport treats the ranks as separate hosts.
 
-The ranks share a GPU, each on cores of its own (``own_cores.py``). With ``--share`` MPS alone keeps them apart, which it does not
-quite: the same batch takes longer in one step than in another, whoever trains. How much of that there is, is in the result: how
-much the compute of one and the same batch differs from side to side.
+The ranks share one GPU, and SMs are reserved for each rank (``harness/gpu_cluster/reserved_sms.py``). With ``--share``
+MPS only limits the number of SMs per rank. Kernels of several ranks then share SMs, and the same batch takes longer in
+one step than in another, for every variant. The result contains the size of this effect: how much the compute time of
+the same batch varies between variants.
 
-The script starts one GPU as a cluster of nodes (``cluster.py``). If a side fails, the others are run without it. Under another
-launcher it takes its place there, and what was measured before a failure is in ``--output``. On CPU all sides run and their
-losses are compared; the times are those of ranks that share cores, and say little.
+The script starts one GPU as a cluster of nodes. If a variant fails, the others run without it. Under another launcher
+each process of the script is one of that launcher's ranks, and ``--output`` keeps what was measured before a failure.
+On the CPU all variants run and their losses are compared, but the ranks share cores, so their times mean little.
 """
 
 from __future__ import annotations
@@ -32,121 +34,134 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import launcher as cluster
-from benchmarks.harness.training import bubble
+from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
+from benchmarks.harness.training import bubble, bubble_report
+from benchmarks.harness.variant_names import TRAINING_VARIANTS
 
-TIMEOUT = 400.0  # seconds for all sides
-WAIT = 60.0  # seconds that a rank waits for another
+TIMEOUT = 400.0  # seconds for all variants
+WAIT = 60.0  # longest wait of a rank for another, seconds
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = report.make_parser(__doc__, quick="tiny shapes, few steps")
-    cluster.add_options(parser)
-    parser.add_argument("--longest", type=int, help="longest history, in events; default 8192, on cpu 512")
-    parser.add_argument("--steps", type=int, help="steps of each side that count")
-    parser.add_argument("--batch-size", type=int, help="samples a rank; default 128, on cpu 16")
-    parser.add_argument("--rows", type=int, help="of the table; default 8,000,000, on cpu 200,000")
-    parser.add_argument("--dim", type=int, help="of the table and the layers; default 128, on cpu 32")
+    launcher.add_options(parser)
+    parser.add_argument("--longest", type=int, help="longest history in events; default 8192, on cpu 512")
+    parser.add_argument("--steps", type=int, help="counted steps of each variant; default 24, with --quick fewer")
+    parser.add_argument("--batch-size", type=int, help="samples per rank; default 128, on cpu 16")
+    parser.add_argument("--rows", type=int, help="rows of the table; default 8,000,000, on cpu 200,000")
+    parser.add_argument("--dim", type=int, help="width of the table and the layers; default 128, on cpu 32")
     parser.add_argument("--layers", type=int, help="default 4, on cpu 2")
     parser.add_argument("--heads", type=int, help="default 4, on cpu 2")
-    parser.add_argument("--share", type=int, help="percent of the GPU's cores a rank, not its own; default: own ones")
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="only these")
     parser.add_argument(
-        "--options", type=json.loads, default={}, help="more of the strategy's, for the side 'all', as JSON"
+        "--share", type=int, help="limit each rank to this percentage of the GPU's SMs instead of reserving SMs for it"
     )
-    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="also trace three steps of each side, on rank 0")
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where the launcher looks for the ranks' figures
+    parser.add_argument("--sides", nargs="+", metavar="VARIANT", help="train only these variants")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="further options of the strategy for the variant 'all', as JSON"
+    )
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="also trace three steps of each variant on rank 0"
+    )
+    parser.add_argument(
+        "--part", type=Path, help=argparse.SUPPRESS
+    )  # file through which the ranks pass their figures on
     arguments = parser.parse_args(argv)
-    cluster.settle(arguments)
-    if unknown := sorted(set(arguments.sides or ()) - set(bubble.SIDES)):
-        parser.error(f"--sides: no side {unknown[0]!r}; there are {', '.join(map(repr, bubble.SIDES))}")
+    launcher.resolve_options(arguments)
+    if unknown := sorted(set(arguments.sides or ()) - set(TRAINING_VARIANTS)):
+        known = ", ".join(map(repr, TRAINING_VARIANTS))
+        parser.error(f"--sides: there is no variant {unknown[0]!r}; choose from {known}")
     if arguments.ranks < 2:
-        parser.error("--ranks: one rank exchanges nothing; use two or more")
+        parser.error("--ranks: a single rank exchanges nothing; use two or more")
     return arguments
 
 
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
-    """Start this script once more on every rank, and again without a side that failed."""
-    env = {"OMP_NUM_THREADS": cluster.threads(arguments)}
+    """Start this script on every rank; if a variant fails, start again without it."""
+    env = {"OMP_NUM_THREADS": launcher.threads_per_rank(arguments)}
+    gpu, share = arguments.device == "cuda", arguments.share
+    reserve = gpu and share is None
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
-        # Beside the output, if there is one: should everything be killed, what was measured by then is there.
+        # Next to the output file, if there is one: if this process is killed, the figures so far remain.
         part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"
         part.unlink(missing_ok=True)
         argv = ["-m", "benchmarks.end_to_end", *sys.argv[1:], "--part", str(part)]
         while True:
             try:
-                gpu, share = arguments.device == "cuda", arguments.share
-                own = gpu and share is None
-                cluster.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, own_cores=own, env=env, echo=True)
+                launcher.run(
+                    arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, reserve_sms=reserve, env=env, echo=True
+                )
                 break
-            except cluster.ClusterFailed as failure:
+            except ClusterFailed as failure:
                 if not _note_failure(part, failure):
                     print(failure, file=sys.stderr)
                     return failure.status
         figures = finish(json.loads(part.read_text()))
         part.unlink()
-    tell(figures, arguments)
+    publish(figures, arguments)
     return _status(figures)
 
 
-def _note_failure(part: Path, failure: cluster.ClusterFailed) -> bool:
-    """Whether it was a side that failed, and not what comes before or after all sides."""
+def _note_failure(part: Path, failure: ClusterFailed) -> bool:
+    """Record the failed variant. Returns whether a variant failed, rather than something before or after all variants."""
     figures = json.loads(part.read_text()) if part.exists() else {}
-    side = figures.get("under_way")
-    if side is None:
+    variant = figures.get("under_way")
+    if variant is None:
         return False
-    print(f"{side}: {failure}", file=sys.stderr)
-    figures["failed"][side] = str(failure).strip().splitlines()[-1]
+    print(f"{variant}: {failure}", file=sys.stderr)
+    figures["failed"][variant] = str(failure).strip().splitlines()[-1]
     figures["under_way"] = None
     part.write_text(json.dumps(figures))
     return True
 
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------------
-def take_part(arguments: argparse.Namespace) -> int:
-    """Be one of the ranks; rank 0 keeps the figures of the sides that are done."""
-    # The streams of all sides share the hardware's queues; four ranks with 32 each are more than MPS has.
+def run_rank(arguments: argparse.Namespace) -> int:
+    """Measure as one of the ranks; rank 0 keeps the figures of the variants that are done."""
+    # The streams of all variants share the hardware queues. Four ranks with 32 queues each are more than MPS has.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
-    os.environ.setdefault("OMP_NUM_THREADS", cluster.threads(arguments))
-    rank = int(os.environ["RANK"])  # Lightning takes the variables away
+    os.environ.setdefault("OMP_NUM_THREADS", launcher.threads_per_rank(arguments))
+    rank = int(os.environ["RANK"])  # read now: Lightning deletes the variables
     part = arguments.part or arguments.output
-    from benchmarks import all_sides  # heavy, and of no use to the launcher
+    from benchmarks.harness import rank_setup  # imported late: the launcher does not need torch
+    from benchmarks.harness.training import all_variants
 
     known = json.loads(part.read_text()) if arguments.part and arguments.part.exists() else None
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
-        figures = finish(all_sides.run(arguments, keep=part if rank == 0 else None, known=known, wait=WAIT))
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result only
+        figures = finish(all_variants.run(arguments, keep=part if rank == 0 else None, known=known, wait=WAIT))
     if rank == 0 and arguments.part is None:
-        tell(figures, arguments)
-    all_sides.leave()
+        publish(figures, arguments)
+    rank_setup.leave_group()
     return 0 if arguments.part else _status(figures)
 
 
 def finish(figures: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, with what follows from it."""
+    """The measured figures, and what follows from them."""
     figures.pop("under_way", None)
     return bubble.summarise(figures)
 
 
-def tell(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+def publish(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the result; write it to ``--output``."""
     text = json.dumps(report.head("end_to_end") | figures, indent=1)
     if arguments.output:
         arguments.output.write_text(text + "\n")
-    print(text if arguments.json else bubble.describe(figures), flush=True)
+    print(text if arguments.json else bubble_report.describe(figures), flush=True)
 
 
 def _status(figures: dict[str, Any]) -> int:
-    """Fails if a side did, or if the sides did not train alike."""
+    """Exit status: 1 if a variant failed, or if the losses of the variants differ."""
     return int(bool(figures["failed"]) or not figures.get("losses", {}).get("equal", False))
 
 
 def main() -> int:
     arguments = parse()
-    return take_part(arguments) if "RANK" in os.environ else launch(arguments)
+    return run_rank(arguments) if "RANK" in os.environ else launch(arguments)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Exposed embedding exchange per step against the collision rate: TorchRec's pipelines, freescale_sync, prioritized.
+"""Exposed embedding exchange at several collision rates: TorchRec's pipelines, freescale_sync, prioritized exchange.
 
     python -m benchmarks.exposed [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda]
 
-A step's exposed time is its time less that of the same compute alone, measured in the same run: dense layers, their AllReduce,
-look-ups and updates of as many rows, but no row travels. (The time beyond the dense part alone is kept beside it.) All sides
-train the same model on the same batches, row-wise over all ranks; their losses are compared.
+The exposed time of a step is its time minus the time of the same compute without the exchange, measured in the same
+run. That compute contains the dense layers, their AllReduce, and lookups and updates of the same number of rows, but no
+row travels. (The result also contains the time beyond the dense part alone.) All variants train the same model on the
+same batches; the table is sharded row-wise over all ranks. The losses of the variants are compared.
 
-cpu: an emulated device and network (``machines.py``, ``link.py``) around the real exchange. Time is counted by default, which
-makes the result the same on every machine; ``--clock real`` lets it pass, and adds what the host does. The emulated step has
-5 % of its compute after backward (``--tail``), where rows that collide can still hide; their gradients cannot.
-cuda: real ranks and compute. TorchRec exchanges over NCCL, the prioritized side over what the strategy would choose
-(``--transport``), in three rounds. The script starts one GPU as a cluster of nodes; under another launcher it takes its place
-there.
+cpu: an emulated device and network (``harness/emulation``) around the real exchange. Time is virtual by default, which
+makes the result the same on every machine. With ``--clock real`` time passes, and the host's work counts, too. The
+emulated step has 5% of its compute after backward (``--tail``). The collision rows can hide behind this tail; their
+gradients cannot.
+
+cuda: real ranks and compute. TorchRec exchanges over NCCL, the prioritized variant over the transport that the strategy
+would choose (``--transport``), in three rounds. The script starts one GPU as a cluster of nodes. Under another launcher
+each process of the script is one of that launcher's ranks.
 """
 
 from __future__ import annotations
@@ -25,77 +28,90 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.exchange import summary
+from benchmarks.harness.gpu_cluster import launcher
 
 RATES = (0.0, 0.06, 0.12, 0.25, 0.40, 0.60)
 QUICK_RATES = (0.0, 0.12, 0.40)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = report.make_parser(__doc__, quick="three rates, few steps")
-    cluster.add_options(parser)
+    parser = report.make_parser(__doc__, quick="three collision rates, few steps")
+    launcher.add_options(parser)
     parser.add_argument("--rates", type=float, nargs="+", help="collision rates in percent")
-    parser.add_argument("--steps", type=int, help="measured steps of each side, rate and round")
-    parser.add_argument("--rounds", type=int, help="through all rates; default 3 where time is real, else 1")
-    parser.add_argument("--clock", choices=("counted", "real"), default="counted", help="cpu: how emulated time passes")
-    parser.add_argument("--tail", type=float, default=5.0, help="cpu: compute after backward, percent of the rest")
+    parser.add_argument("--steps", type=int, help="counted steps of each variant, rate and round")
     parser.add_argument(
-        "--transport", choices=("auto", "nccl", "host"), default="auto", help="cuda: of the prioritized exchange"
+        "--rounds", type=int, help="passes through all rates; default 3 in real time, 1 in virtual time"
+    )
+    parser.add_argument(
+        "--clock", choices=("counted", "real"), default="counted", help="cpu: virtual time (counted) or real time"
+    )
+    parser.add_argument(
+        "--tail",
+        type=float,
+        default=5.0,
+        help="cpu: compute after backward, percent of forward and backward (default 5)",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "nccl", "host"),
+        default="auto",
+        help="cuda: transport of the prioritized exchange",
     )
     arguments = parser.parse_args(argv)
-    cluster.settle(arguments)
+    launcher.resolve_options(arguments)
     if arguments.ranks < 2:
-        parser.error("--ranks: one rank exchanges nothing; use two or more")
+        parser.error("--ranks: a single rank exchanges nothing; use two or more")
     return arguments
 
 
-def take_part(arguments: argparse.Namespace) -> int:
-    """Be one of the ranks; rank 0 reports. Fails if the sides did not train alike."""
-    # The streams of five sides share the hardware's queues; four ranks with 32 each are more than MPS has.
+def run_rank(arguments: argparse.Namespace) -> int:
+    """Measure as one of the ranks; rank 0 reports. Returns 1 if the losses of the variants differ."""
+    # The streams of five variants share the hardware queues. Four ranks with 32 queues each are more than MPS has.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
 
-    from benchmarks import measure  # heavy, and of no use to the launcher
+    from benchmarks.harness import rank_setup  # imported late: the launcher does not need torch
+    from benchmarks.harness.exchange import measurement
 
     real = arguments.device == "cuda" or arguments.clock == "real"
     rates = [rate / 100 for rate in arguments.rates] if arguments.rates else (QUICK_RATES if arguments.quick else RATES)
-    options = measure.Options(
+    options = measurement.ExchangeOptions(
         device=arguments.device,
         ranks=arguments.ranks,
         rates=tuple(rates),
         rounds=arguments.rounds or (3 if real and not arguments.quick else 1),
-        warm=8 if arguments.device == "cuda" else 3,  # the allocator needs some steps to have all sizes
+        warm=8 if arguments.device == "cuda" else 3,  # CUDA's caching allocator needs some steps to see all sizes
         steps=arguments.steps or (10 if real and not arguments.quick else 4),
         clock=arguments.clock,
         tail=arguments.tail / 100,
         transport=arguments.transport,
     )
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
-        figures = measure.summarise(measure.measure(options))
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result only
+        figures = summary.summarise(measurement.measure(options))
     if os.environ["RANK"] == "0":
-        tell(figures, arguments)
-    measure.leave()
+        publish(figures, arguments)
+    rank_setup.leave_group()
     return 0 if figures["losses"]["equal"] else 1
 
 
-def tell(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from benchmarks.harness.exchange.measurement import describe
-
+def publish(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the result; write it to ``--output``."""
     text = json.dumps(report.head("exposed") | figures, indent=2)
     if arguments.output:
         arguments.output.write_text(text + "\n")
-    print(text if arguments.json else describe(figures), flush=True)
+    print(text if arguments.json else summary.describe(figures), flush=True)
 
 
 def main() -> int:
     arguments = parse()
     if "RANK" in os.environ:
-        return take_part(arguments)
+        return run_rank(arguments)
     gpu = arguments.device == "cuda"
-    return cluster.launch("benchmarks.exposed", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, own_cores=gpu)
+    return launcher.launch("benchmarks.exposed", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu)
 
 
 if __name__ == "__main__":

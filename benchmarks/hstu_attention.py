@@ -1,10 +1,11 @@
-"""HSTU attention: jagged against dense and padded, forward and backward, on the device that is there.
+"""HSTU attention: the jagged implementation and a dense, padded one, forward and backward, on the available device.
 
     python -m benchmarks.hstu_attention [--quick] [--json] [--output FILE] [--sweep]
 
-CUDA: bfloat16, median of event times. CPU: float32, one thread, best time. TFLOP/s count the causal pairs of the true
-lengths alone: 2 products forward, 5 backward (scores again, dq, dk, dv, and the weights' gradient), whatever more an
-implementation computes. "dense" pads to the longest history; "-" where its scores do not fit the memory.
+CUDA: bfloat16, median of event times. CPU: float32, one thread, shortest time. TFLOP/s count only the causal pairs of
+the true lengths: 2 products in forward, 5 in backward (scores again, dq, dk, dv, and the gradient of the weights), no
+matter what an implementation computes in addition. "dense" pads to the longest history. "-" means that its scores do
+not fit into memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
@@ -30,7 +31,7 @@ from lightning_freescale.models.attention.buckets import num_buckets
 Row = dict[str, float | int | str]
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     name: str
     lengths: list[int]
     heads: int
@@ -38,30 +39,30 @@ class Case(NamedTuple):
 
 
 def log_normal(samples: int, mean: float, longest: int, seed: int = 0) -> list[int]:
-    """Long-tailed lengths: log-normal, sigma 1.2."""
+    """Log-normal lengths with sigma 1.2."""
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - 0.72, 1.2, samples)
     return drawn.clip(1, longest).astype(int).tolist()
 
 
-def cases(device: str, quick: bool) -> list[Case]:
+def cases(device: str, quick: bool) -> list[AttentionCase]:
     if device == "cpu":
         made = [
-            Case("32 log-normal to 200", log_normal(32, 60, 200), 2, 32),
-            Case("8 log-normal to 2,000", log_normal(8, 400, 2000), 2, 32),
-            Case("1 x 2,000", [2000], 2, 32),
+            AttentionCase("32 log-normal to 200", log_normal(32, 60, 200), 2, 32),
+            AttentionCase("8 log-normal to 2,000", log_normal(8, 400, 2000), 2, 32),
+            AttentionCase("1 x 2,000", [2000], 2, 32),
         ]
         return made[:1] if quick else made
     made = [
-        Case("256 x 1,024", [1024] * 256, 4, 64),
-        Case("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
-        Case("2,048 log-normal to 1,000", log_normal(2048, 100, 1000), 4, 64),
-        Case("1 x 21,000", [21_000], 8, 128),
-        Case("16 x 2,048", [2048] * 16, 8, 128),
+        AttentionCase("256 x 1,024", [1024] * 256, 4, 64),
+        AttentionCase("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
+        AttentionCase("2,048 log-normal to 1,000", log_normal(2048, 100, 1000), 4, 64),
+        AttentionCase("1 x 21,000", [21_000], 8, 128),
+        AttentionCase("16 x 2,048", [2048] * 16, 8, 128),
     ]
     return made[:2] if quick else made
 
 
-def make_inputs(case: Case, device: str) -> dict[str, Tensor]:
+def make_inputs(case: AttentionCase, device: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     total, dtype = sum(case.lengths), torch.float32 if device == "cpu" else torch.bfloat16
     gaps = torch.empty(total).exponential_(1 / 3600).long() + 1  # one event an hour
@@ -76,7 +77,7 @@ def make_inputs(case: Case, device: str) -> dict[str, Tensor]:
 
 
 def milliseconds(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median of CUDA event times, or the least wall time on a CPU, after a warm-up."""
+    """Median of CUDA event times, or the shortest wall time on a CPU, after a warm-up."""
     call()
     if device == "cpu":
         times = []
@@ -107,15 +108,15 @@ def time_both(
     return forward, backward
 
 
-def dense_fits(case: Case, device: str) -> bool:
-    """Six arrays of scores in float32 at the peak of backward, by count."""
+def dense_fits(case: AttentionCase, device: str) -> bool:
+    """Whether the scores fit into memory: backward holds six float32 arrays of scores at its peak."""
     need = 6 * 4 * len(case.lengths) * case.heads * max(case.lengths) ** 2
     return need < (2**31 if device == "cpu" else 0.8 * torch.cuda.mem_get_info()[0])
 
 
-def measure(case: Case, device: str, repeats: int) -> Row:
+def measure(case: AttentionCase, device: str, repeats: int) -> Row:
     inputs = make_inputs(case, device)
-    plan = plan_attention(inputs["offsets"], inputs["timestamps"])  # once per batch, shared by the layers
+    plan = plan_attention(inputs["offsets"], inputs["timestamps"])  # made once per batch; all layers share it
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     forward, backward = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, device, repeats)
@@ -144,7 +145,7 @@ def measure(case: Case, device: str, repeats: int) -> Row:
 
 
 def sweep(repeats: int) -> list[Row]:
-    """Other launch parameters than ``triton_attention.configs`` chose, one kernel at a time. CUDA only."""
+    """Times with other launch parameters than those of ``triton_attention.configs``, one kernel at a time. CUDA only."""
     from lightning_freescale.models.attention import triton_attention
     from lightning_freescale.models.attention.triton_attention import LaunchConfig
 
@@ -157,8 +158,8 @@ def sweep(repeats: int) -> list[Row]:
         LaunchConfig(128, 64, 8, 2),
     ]
     for case in (
-        Case("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
-        Case("16 x 2,048", [2048] * 16, 8, 128),
+        AttentionCase("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
+        AttentionCase("16 x 2,048", [2048] * 16, 8, 128),
     ):
         inputs = make_inputs(case, "cuda")
         for kernel in ("forward", "queries", "keys"):
@@ -167,7 +168,7 @@ def sweep(repeats: int) -> list[Row]:
                 plan = plan_attention(inputs["offsets"], inputs["timestamps"])
                 try:
                     times = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, "cuda", repeats)  # noqa: B023
-                except Exception as error:  # too much shared memory, for one: say so and try the next
+                except Exception as error:  # for example too much shared memory: report it and try the next one
                     times = (float("nan"),) * 2
                     print(f"{kernel} {tuple(config)}: {type(error).__name__}: {error}")
                 took = times[0] if kernel == "forward" else times[1]
@@ -179,7 +180,7 @@ def sweep(repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = report.make_parser(__doc__, quick="fewer cases and repeats")
+    parser = report.make_parser(__doc__, quick="fewer cases and repetitions")
     parser.add_argument("--sweep", action="store_true", help="also time other launch parameters of the kernels (CUDA)")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,7 +191,7 @@ def main() -> None:
     tables = {f"HSTU attention, {'bfloat16' if device == 'cuda' else 'float32'}, {name}": results["attention"]}
     if arguments.sweep and device == "cuda":
         results["sweep"] = sweep(repeats)
-        title = "Launch parameters: forward, or the whole backward with one of its kernels changed"
+        title = "Launch parameters: time of forward, or of the whole backward with one kernel changed"
         tables[title] = results["sweep"]
     report.publish(arguments, report.head("hstu_attention", name) | results, tables)
 

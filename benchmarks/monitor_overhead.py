@@ -1,22 +1,21 @@
-"""What watching costs: the time of steps that the monitor records against steps that it does not, in the same run.
+"""Overhead of the bubble monitor: the time of steps that it records and of steps that it does not, in the same run.
 
     python -m benchmarks.monitor_overhead [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--strategy NAME]
 
-An HSTU on synthetic histories of one length, so that every step is the same work. Blocks of recorded and unrecorded steps
-alternate, so that both see the same machine. By default the monitor records as few steps as it takes to stay below 0.5%, by
-its own account of what it costs; the last rows are for that. The script starts its ranks itself, on CUDA one GPU as a cluster.
+Trains an HSTU on synthetic histories of equal length, so that every step does the same work. Blocks of recorded and
+unrecorded steps alternate, so that both run under the same conditions. By default the monitor records only as many
+steps as keep its own estimate of its cost below 0.5% of the time; the last rows of the table show that setting. The
+script starts its ranks itself, on CUDA on one GPU as a cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,29 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning_freescale as fs
-from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import launcher as cluster
-from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
-from lightning_freescale.bubbles.monitor import BubbleMonitor, sampling
+from benchmarks.harness import rank_setup, report
+from benchmarks.harness.gpu_cluster import launcher, reserved_sms
+from lightning_freescale.bubbles.monitor import BubbleMonitor
+from lightning_freescale.bubbles.overhead import sampling_period
 from lightning_freescale.models import HSTU
 
 BLOCK = 8  # steps
-SETTLED = 4  # first steps of a block, in which the block before is gathered and published: not counted
-WARM_UP = 16
+UNCOUNTED = 4  # first steps of a block, in which the monitor still publishes the previous block
+WARM_UP = 16  # steps
 
 
-class Alternating(BubbleMonitor):
-    """Records every step of every other block, and takes the time of all steps."""
+class AlternatingMonitor(BubbleMonitor):
+    """Records every step of every other block, and takes the times of all steps."""
 
     def __init__(self) -> None:
         super().__init__(every=1, image_every=0)
-        self.steps: dict[bool, list[float]] = {True: [], False: []}  # seconds
+        self.steps: dict[bool, list[float]] = {True: [], False: []}  # seconds, by whether the step was recorded
         self.publishing: list[float] = []
-        self.accounted: list[float] = []  # what the monitor itself believes recording a step takes, seconds
+        self.accounted: list[float] = []  # the monitor's own estimate of the cost of recording a step, seconds
         self._last = 0.0
 
     def _records(self, index: int) -> bool:
@@ -55,8 +54,8 @@ class Alternating(BubbleMonitor):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         now = time.perf_counter()
-        # The last step of a block opens the first of the next.
-        if batch_idx > WARM_UP and SETTLED <= batch_idx % BLOCK < BLOCK - 1:
+        # The last step of a block prepares the first step of the next block, so it does not count either.
+        if batch_idx > WARM_UP and UNCOUNTED <= batch_idx % BLOCK < BLOCK - 1:
             self.steps[self._records(batch_idx)].append(now - self._last)
         self._last = now
 
@@ -69,10 +68,10 @@ class Alternating(BubbleMonitor):
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Figures of rank 0; ``None`` on the other ranks."""
+    """Train, and return the figures on rank 0; ``None`` on the other ranks."""
     cuda, ranks, steps = arguments.device == "cuda", arguments.ranks, arguments.steps
     torch.set_num_threads(1)
-    own_cores.use(torch.device(arguments.device))
+    reserved_sms.use(torch.device(arguments.device))
     pl.seed_everything(1, verbose=False)
     batch_size, length = (64, 1024) if cuda else (16, 64)
     data = fs.SeqRecDataModule(
@@ -88,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
             "max_length": length,
         },
     )
-    monitor = Alternating()
+    monitor = AlternatingMonitor()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             strategy=fs.FreeScaleStrategy(balance="off", prioritize=arguments.strategy == "freescale"),
@@ -113,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
         1e3 * statistics.median(times)
         for times in (monitor.steps[False], monitor.steps[True], monitor.accounted, monitor.publishing)
     )
-    every = sampling(accounted / plain)
+    every = sampling_period(accounted / plain)
     return {
         "step ms": plain,
         "recorded step ms": recorded,
@@ -130,27 +129,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 def main() -> int:
     parser = report.make_parser(__doc__, quick="60 steps")
-    parser.add_argument("--steps", type=int, help="default: 240")
-    cluster.add_options(parser)
-    parser.add_argument("--strategy", choices=("freescale", "freescale_sync"), default="freescale_sync")
+    parser.add_argument("--steps", type=int, help="training steps; default 240")
+    launcher.add_options(parser)
+    parser.add_argument(
+        "--strategy", choices=("freescale", "freescale_sync"), default="freescale_sync", help="default freescale_sync"
+    )
     arguments = parser.parse_args()
-    cluster.settle(arguments)
+    launcher.resolve_options(arguments)
     arguments.steps = arguments.steps or (60 if arguments.quick else 240)
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"
-        return cluster.launch(
-            "benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, own_cores=gpu
+        return launcher.launch(
+            "benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu
         )
-    for name in ("lightning.pytorch", "torchrec"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    rank_setup.silence_libraries()
     results = measure(arguments)
     if results is not None:
-        machine = f"{torch.cuda.get_device_name()}, {own_cores.describe()}" if arguments.device == "cuda" else None
+        machine = f"{torch.cuda.get_device_name()}, {reserved_sms.describe()}" if arguments.device == "cuda" else None
         setting = {"strategy": arguments.strategy, "ranks": arguments.ranks, "steps": arguments.steps}
         rows = [{"figure": name, "value": value} for name, value in results.items()]
         figures = report.head("monitor_overhead", machine) | setting | {"results": results}
-        report.publish(arguments, figures, {f"What watching costs, {_listed(setting)}": rows})
+        report.publish(arguments, figures, {f"Overhead of the monitor, {_listed(setting)}": rows})
     return 0
 
 

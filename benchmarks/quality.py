@@ -1,12 +1,12 @@
-"""Model quality: an HSTU trained to the end with freescale_sync and with freescale, from the same seed.
+"""Model quality: losses and metrics of an HSTU trained with freescale_sync and with freescale from the same seed.
 
     python -m benchmarks.quality [FILE ...] [--quick] [--json] [--output FILE] [--plot FILE.png] [--ranks N] [--device cpu|cuda]
 
-On synthetic data, and on every file of events that is named. ``freescale`` has everything on: balanced batches, the prioritized
-exchange and, on CUDA, the SM-free transport. Both see the same global batches. Losses are means over the predicted positions of
-the global batch; HR@10 and NDCG@10 rank the held-out item of every user among all items. The noise of a metric is the standard
-error of its mean over the users, at most ``sqrt(m (1 - m) / users)``. A third run, ``freescale_sync`` from another seed, shows
-what else moves the metrics.
+The data are synthetic histories and the given files of events. ``freescale`` uses all techniques: balanced batches, the
+prioritized exchange and, on CUDA, the SM-free transport. Both strategies train on the same global batches. Losses are
+means over the predicted positions of the global batch. HR@10 and NDCG@10 rank the held-out item of every user among all
+items. The noise of a metric is the standard error of its mean over the users, at most ``sqrt(m (1 - m) / users)``. A
+third run, ``freescale_sync`` from another seed, shows how much the seed alone changes the metrics.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from typing import Any
 
 import numpy as np
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import launcher as cluster
+from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.variant_names import FREESCALE, SYNC
 
-SYNC, FREESCALE, RESEEDED = "freescale_sync", "freescale", "freescale_sync, another seed"
+RESEEDED = "freescale_sync, another seed"
 METRICS = {"HR@10": "val/hr@10", "NDCG@10": "val/ndcg@10"}
 Figures = dict[str, Any]
 
@@ -41,39 +42,39 @@ Figures = dict[str, Any]
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = report.make_parser(__doc__, quick="a tiny model, few users, one epoch, no third run")
     parser.add_argument("data", nargs="*", type=Path, metavar="FILE", help="Parquet, CSV or text file of events")
-    parser.add_argument("--plot", type=Path, help="draw the curves of both sides into this PNG")
-    cluster.add_options(parser)
+    parser.add_argument("--plot", type=Path, help="draw the curves of both strategies into this PNG file")
+    launcher.add_options(parser)
     parser.add_argument("--epochs", type=int, help="default 8")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default 0")
     arguments = parser.parse_args(argv)
     for path in arguments.data:
         if not path.exists():
             parser.error(f"{path}: no such file")
-    cluster.settle(arguments)
+    launcher.resolve_options(arguments)
     arguments.epochs = arguments.epochs or (1 if arguments.quick else 8)
     return arguments
 
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------------
-def take_part(arguments: argparse.Namespace) -> int:
-    """Be one of the ranks; rank 0 reports."""
+def run_rank(arguments: argparse.Namespace) -> int:
+    """Train as one of the ranks; rank 0 reports."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rank = int(os.environ["RANK"])  # Lightning takes the variables away
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not part of the result
+    rank = int(os.environ["RANK"])  # read now: Lightning deletes the variables
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result only
         figures = measure(arguments, rank)
     if rank == 0:
-        tell(figures, arguments)
+        publish(figures, arguments)
     return 0
 
 
 def measure(arguments: argparse.Namespace, rank: int) -> Figures:
-    """Train all sides on all data. The same figures on every rank."""
+    """Train all variants on all data. Every rank returns the same figures."""
     import torch.distributed as dist
 
-    from benchmarks.harness.training.all_variants import quiet
+    from benchmarks.harness.rank_setup import silence_libraries
 
-    quiet()
+    silence_libraries()
     shape = _shape(arguments)
     figures: Figures = {
         "parameters": {"ranks": arguments.ranks, "device": arguments.device, "epochs": arguments.epochs} | shape,
@@ -84,9 +85,9 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
     for source in ("synthetic", *arguments.data):
         name = source if isinstance(source, str) else source.name
         runs = {
-            side: train(arguments, shape, source, side)
-            for side in (SYNC, FREESCALE, RESEEDED)
-            if not (arguments.quick and side == RESEEDED)
+            variant: train(arguments, shape, source, variant)
+            for variant in (SYNC, FREESCALE, RESEEDED)
+            if not (arguments.quick and variant == RESEEDED)
         }
         figures["data"][name] = compare(runs)
         if rank == 0:
@@ -97,7 +98,7 @@ def measure(arguments: argparse.Namespace, rank: int) -> Figures:
 
 
 def _shape(arguments: argparse.Namespace) -> Figures:
-    """Of the model, the batches and the synthetic data."""
+    """Sizes of the model, the batches and the synthetic data."""
     if arguments.quick:
         model = {"embedding_dim": 16, "num_layers": 1, "num_heads": 2}
         return {"model": model, "batch_size": 16, "max_history": 32, "negatives": 8, "synthetic": {"users": 120}}
@@ -109,8 +110,8 @@ def _shape(arguments: argparse.Namespace) -> Figures:
     return {"model": model, "batch_size": 64, "max_history": 2048, "negatives": 64, "synthetic": synthetic}
 
 
-def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, side: str) -> Figures:
-    """One training, its losses and metrics equal on every rank. A collective."""
+def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, variant: str) -> Figures:
+    """One training. Its losses and metrics are equal on every rank. A collective."""
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist
@@ -118,11 +119,11 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, sid
     import lightning_freescale as fs
     from benchmarks.harness.lightning_trainer import plain_trainer
     from benchmarks.harness.training.bubble import global_losses
-    from benchmarks.harness.training.step_timestamps import MarkedHSTU, Marks
+    from benchmarks.harness.training.step_timestamps import StepTimestamps, TimestampedHSTU
 
-    cuda, everything = arguments.device == "cuda", side == FREESCALE
-    os.environ["WORLD_SIZE"] = str(arguments.ranks)  # Lightning takes it away at the end of every fit
-    pl.seed_everything(arguments.seed + (side == RESEEDED), verbose=False)
+    cuda, everything = arguments.device == "cuda", variant == FREESCALE
+    os.environ["WORLD_SIZE"] = str(arguments.ranks)  # Lightning deletes it at the end of every fit
+    pl.seed_everything(arguments.seed + (variant == RESEEDED), verbose=False)
     data = fs.SeqRecDataModule(
         source,
         batch_size=shape["batch_size"],
@@ -133,22 +134,22 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, sid
         synthetic=shape["synthetic"],
         cache_dir=Path(tempfile.gettempdir()) / "freescale-quality",
     )
-    model = MarkedHSTU(data.num_items, max_history=shape["max_history"], **shape["model"])
-    model.marks = Marks(torch.device("cuda" if cuda else "cpu"))
+    model = TimestampedHSTU(data.num_items, max_history=shape["max_history"], **shape["model"])
+    model.timestamps = StepTimestamps(torch.device("cuda" if cuda else "cpu"))
     options: Figures = {"balance": "off", "prioritize": everything}
     if everything and cuda:
         options["transport"] = "host"
-    watch = _epochs()
+    epochs = _epoch_metrics()
     trainer = plain_trainer(
         fs.FreeScaleStrategy(timeout=120.0, **options),
         arguments.ranks,
         cuda,
         max_epochs=arguments.epochs,
-        callbacks=[watch],
+        callbacks=[epochs],
         limit_val_batches=1.0,
     )
     trainer.fit(model, datamodule=data)
-    mine = [torch.stack(values).double().tolist() for values in (model.marks.losses, model.marks.predicted)]
+    mine = [torch.stack(values).double().tolist() for values in (model.timestamps.losses, model.timestamps.predicted)]
     ranks: list[Any] = [None] * arguments.ranks
     dist.all_gather_object(ranks, mine)
     losses, predicted = (np.array([rank[part] for rank in ranks]) for part in (0, 1))
@@ -156,19 +157,19 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, sid
         "users": int(data.histories.num_users),
         "items": data.num_items,
         "losses": global_losses(losses, predicted),
-        "metrics": {name: [epoch[key] for epoch in watch.metrics] for name, key in METRICS.items()},
-        "prioritized": watch.prioritized,
+        "metrics": {name: [epoch[key] for epoch in epochs.metrics] for name, key in METRICS.items()},
+        "prioritized": epochs.prioritized,
     }
     del trainer, model
     gc.collect()
     return result
 
 
-def _epochs() -> Any:
-    """A callback that keeps the metrics of every epoch. Made late: the launcher need not spend seconds on Lightning's import."""
+def _epoch_metrics() -> Any:
+    """A callback that keeps the metrics of every epoch. It is made in a function: the launcher does not import Lightning."""
     import lightning.pytorch as pl
 
-    class Epochs(pl.Callback):
+    class EpochMetrics(pl.Callback):
         def __init__(self) -> None:
             self.metrics: list[dict[str, float]] = []
             self.prioritized = False
@@ -180,7 +181,7 @@ def _epochs() -> Any:
         def on_validation_end(self, trainer: Any, module: Any) -> None:
             self.metrics.append({key: float(trainer.callback_metrics[key]) for key in METRICS.values()})
 
-    return Epochs()
+    return EpochMetrics()
 
 
 def _machine(device: str) -> str:
@@ -191,12 +192,12 @@ def _machine(device: str) -> str:
 
 # ---- the figures -------------------------------------------------------------------------------------------------------------
 def compare(runs: dict[str, Figures]) -> Figures:
-    """Both sides' curves, and how far they are apart beside the noise of the metrics."""
+    """The curves of all variants, and their differences next to the noise of the metrics."""
     sync, freescale = runs[SYNC], runs[FREESCALE]
     apart = [abs(a - b) for a, b in zip(sync["losses"], freescale["losses"], strict=True)]
     metrics = {}
     for name in METRICS:
-        last = {side: run["metrics"][name][-1] for side, run in runs.items()}
+        last = {variant: run["metrics"][name][-1] for variant, run in runs.items()}
         mean = last[SYNC]
         noise = math.sqrt(mean * (1 - mean) / sync["users"])
         difference = last[FREESCALE] - last[SYNC]
@@ -212,16 +213,17 @@ def compare(runs: dict[str, Figures]) -> Figures:
         "steps": len(sync["losses"]),
         "loss": {
             "first": sync["losses"][0],
-            "last": {side: run["losses"][-1] for side, run in runs.items()},
+            "last": {variant: run["losses"][-1] for variant, run in runs.items()},
             "apart": {"first_step": apart[0], "mean": sum(apart) / len(apart), "largest": max(apart)},
         },
         "metrics": metrics,
-        "prioritized": {side: run["prioritized"] for side, run in runs.items()},
-        "curves": {side: {"losses": run["losses"], "metrics": run["metrics"]} for side, run in runs.items()},
+        "prioritized": {variant: run["prioritized"] for variant, run in runs.items()},
+        "curves": {variant: {"losses": run["losses"], "metrics": run["metrics"]} for variant, run in runs.items()},
     }
 
 
-def tell(figures: Figures, arguments: argparse.Namespace) -> None:
+def publish(figures: Figures, arguments: argparse.Namespace) -> None:
+    """Print the result; write it to ``--output`` and draw ``--plot``."""
     text = _in_lines(report.head("quality") | _rounded(figures))
     if arguments.output:
         arguments.output.write_text(text + "\n")
@@ -231,7 +233,7 @@ def tell(figures: Figures, arguments: argparse.Namespace) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Seven digits are all that a float32 has."""
+    """Round all floats to the seven digits of a float32."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):
@@ -252,14 +254,14 @@ def describe(figures: Figures) -> str:
         apart = found["loss"]["apart"]
         lines += ["", f"{name}: {found['users']:,} users, {found['items']:,} items, {found['steps']} steps"]
         lines.append(f"  {'':30}{'last loss':>10}" + "".join(f"{metric:>10}" for metric in METRICS))
-        for side, loss in found["loss"]["last"].items():
-            last = "".join(f"{found['metrics'][metric]['last'][side]:10.4f}" for metric in METRICS)
-            lines.append(f"  {side:30}{loss:10.4f}{last}")
+        for variant, loss in found["loss"]["last"].items():
+            last = "".join(f"{found['metrics'][metric]['last'][variant]:10.4f}" for metric in METRICS)
+            lines.append(f"  {variant:30}{loss:10.4f}{last}")
         for label, key in (("difference", "difference"), ("noise (standard error)", "noise")):
             lines.append(f"  {label:40}" + "".join(f"{found['metrics'][metric][key]:10.4f}" for metric in METRICS))
         lines.append(
-            f"  losses apart: {apart['first_step']:.1e} in the first step, {apart['mean']:.1e} in the mean, "
-            f"{apart['largest']:.1e} at most"
+            f"  difference of the losses: {apart['first_step']:.1e} in the first step, mean {apart['mean']:.1e}, "
+            f"largest {apart['largest']:.1e}"
         )
         outside = [metric for metric in METRICS if not found["metrics"][metric]["within_noise"]]
         lines.append(f"  metrics: {'equal within noise' if not outside else 'DIFFERENT: ' + ', '.join(outside)}")
@@ -267,7 +269,7 @@ def describe(figures: Figures) -> str:
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Losses and metrics of both sides, a row for each source of data."""
+    """Draw losses and metrics of both strategies; one row of plots per data set."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -280,12 +282,12 @@ def draw(figures: Figures, path: Path) -> None:
         FREESCALE: {"color": "tab:blue", "linewidth": 1},
     }
     for (left, right), (name, found) in zip(axes, data.items(), strict=True):
-        for side, style in styles.items():
-            curves = found["curves"][side]
-            left.plot(curves["losses"], label=side, **style)
+        for variant, style in styles.items():
+            curves = found["curves"][variant]
+            left.plot(curves["losses"], label=variant, **style)
             epochs = range(1, 1 + len(curves["metrics"]["HR@10"]))
             for (metric, values), line in zip(curves["metrics"].items(), ("-", "--"), strict=True):
-                right.plot(epochs, values, linestyle=line, label=f"{metric}, {side}", **style)
+                right.plot(epochs, values, linestyle=line, label=f"{metric}, {variant}", **style)
         left.set(title=f"{name}: training loss", xlabel="step")
         right.set(title=f"{name}: HR@10, NDCG@10", xlabel="epoch")
         left.legend()
@@ -297,9 +299,9 @@ def draw(figures: Figures, path: Path) -> None:
 def main() -> int:
     arguments = parse()
     if "RANK" in os.environ:
-        return take_part(arguments)
+        return run_rank(arguments)
     gpu = arguments.device == "cuda"
-    return cluster.launch("benchmarks.quality", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=1800)
+    return launcher.launch("benchmarks.quality", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=1800)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,35 @@
-"""Does communication slow the compute it hides behind? NCCL's kernels against copy engines.
+"""Does communication slow down the compute that runs beside it? NCCL, and the SM-free transport by copy engines.
 
     python -m benchmarks.sm_free [--quick] [--json] [--output FILE] [--ranks 4] [--explain]
     python -m benchmarks.cluster 4 -- -m benchmarks.sm_free
 
-A chain of bf16 matrix products, and of HSTU layers on histories of uneven lengths, is timed
+A chain of bf16 matrix products, and one of HSTU layers on histories of different lengths, are timed
 
 * alone,
-* with NCCL AllToAll under way for the whole time,
-* with the freescale backend's AllToAll under way for the whole time, between ranks that share a host, and between ranks that take
-  each other for hosts and speak TCP,
-* with the freescale backend moving as many bytes as NCCL did.
+* while NCCL runs all-to-alls the whole time,
+* while the freescale backend (SM-free) runs all-to-alls the whole time, through host memory, and over TCP between ranks
+  that treat each other as separate hosts,
+* while the freescale backend moves as many bytes as NCCL did.
 
-Slowdown is the time over the time alone. Bytes are those that leave a rank; as in the prioritized exchange, a rank has no
-part for itself. ``--explain`` adds what part of a slowdown is due to the link alone: plain pinned copies without flags or peers,
-and copies of the other ranks.
+The slow-down is the time divided by the time alone. Bytes are those that leave a rank; as in the prioritized exchange,
+a rank sends nothing to itself. ``--explain`` also measures plain pinned copies without flags or peers, on all ranks and
+on the other ranks only. This shows how much of a slow-down the link itself causes.
 
-The script starts one GPU as a cluster of nodes with cores of their own. Under a launcher, which sets RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT, it takes its place there: the second command leaves it to MPS which cores a rank has.
+The script starts one GPU as a cluster of nodes and reserves SMs for each rank. Under a launcher, which sets RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT, each process is one of that launcher's ranks. The second command does not
+reserve SMs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import faulthandler
 import importlib
 import os
 import statistics
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,27 +37,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__" and not __package__:  # started as a file: let it find its neighbours
+if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
-from benchmarks.harness.gpu_cluster import launcher as nodes
-from benchmarks.harness.gpu_cluster import link_bandwidth as rates
-from benchmarks.harness.gpu_cluster import reserved_sms as own_cores
+from benchmarks.harness.gpu_cluster import launcher, link_bandwidth, reserved_sms
+from benchmarks.harness.gpu_cluster.bare_ranks import GpuRank, stub_package, time_limit
+from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
 
-ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-SHOWN = ("compute", "mode", "ms", "slowdown", "gb_per_s_per_rank")
-
-
-def bare_package() -> None:
-    """Make ``lightning_freescale.transport`` importable where the package's other dependencies are missing."""
-    sys.path.insert(0, str(ROOT))
-    for name in ("lightning_freescale", "lightning_freescale.models"):
-        if name not in sys.modules:
-            package = types.ModuleType(name)
-            package.__path__ = [str(ROOT / name.replace(".", "/"))]
-            sys.modules[name] = package
+SHOWN = ("compute", "mode", "ms", "slowdown", "gb_per_s_per_rank")  # columns of the table on the console
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -76,7 +63,7 @@ def gemm_chain(device: torch.device) -> Callable[[], None]:
 
 
 def hstu_layers(device: torch.device) -> Callable[[], None]:
-    """Forward of one HSTU layer per call, 32 histories of 200 to 4,000 events, width 512."""
+    """The forward of one HSTU layer per call: 32 histories of 200 to 4,000 events, width 512."""
     attention = importlib.import_module("lightning_freescale.models.attention")
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(200, 4000, (32,), generator=generator)
@@ -101,38 +88,15 @@ def hstu_layers(device: torch.device) -> Callable[[], None]:
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 
-class Cluster:
-    """This rank, its device, and the groups under test."""
+def timed(rank: GpuRank, compute: Callable[[], None], calls: int, background: Callable[[], Any] | None) -> Row:
+    """Milliseconds of ``calls`` calls of ``compute``, and the bytes that ``background`` moved meanwhile; median of three runs.
 
-    def __init__(self) -> None:
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(self.device)
-        own_cores.use(self.device)
-        dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=timedelta(seconds=60))
-
-    def meet(self) -> None:
-        torch.cuda.synchronize()
-        dist.barrier()
-
-    def gather(self, value: float) -> list[float]:
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
-
-    def mean(self, value: float) -> float:
-        return statistics.mean(self.gather(value))
-
-
-def timed(cluster: Cluster, compute: Callable[[], None], calls: int, background: Callable[[], Any] | None) -> Row:
-    """Milliseconds of ``calls`` calls of ``compute`` and what ``background`` was worth, median of three runs.
-
-    ``background()`` starts transfers and returns a function that tells, when compute is done, how many bytes have left
-    this rank, and one that waits for the rest.
+    ``background()`` starts transfers and returns two functions. The first returns how many bytes have left this rank when the
+    compute is done. The second waits for all transfers.
     """
     runs = []
     for _ in range(4):
-        cluster.meet()
+        rank.meet()
         moved, finish = background() if background else (lambda: 0, lambda: None)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -149,10 +113,12 @@ def timed(cluster: Cluster, compute: Callable[[], None], calls: int, background:
 
 
 def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int) -> Callable[[], Any]:
-    """A background of ``count`` AllToAlls, one after another, issued by a thread that keeps three under way."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    splits = [0 if peer == rank else send.numel() // (world - 1) for peer in range(world)]
-    side = torch.cuda.Stream(send.device)  # an exchange waits for its caller's stream: not for the one that computes
+    """A background of ``count`` all-to-alls, issued by a thread that keeps three of them in flight."""
+    own, world = dist.get_rank(group), dist.get_world_size(group)
+    splits = [0 if peer == own else send.numel() // (world - 1) for peer in range(world)]
+    side = torch.cuda.Stream(
+        send.device
+    )  # an exchange waits for the stream of its caller, which must not be the compute stream
 
     def start() -> Any:
         works: list[Any] = []
@@ -185,7 +151,7 @@ def exchanges(group: Any, send: torch.Tensor, receive: torch.Tensor, count: int)
 
 
 def plain_copies(device: torch.device, mebibytes: int, seconds: float) -> Callable[[], Any]:
-    """A background of pinned copies out and in on two streams: the link's work without flags, peers or rings."""
+    """A background of pinned copies to and from the host on two streams: the work of the link without flags, peers or rings."""
     host = torch.empty(2, mebibytes << 20, dtype=torch.uint8, pin_memory=True)
     memory = torch.empty(2, mebibytes << 20, dtype=torch.uint8, device=device)
     streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
@@ -208,7 +174,8 @@ def plain_copies(device: torch.device, mebibytes: int, seconds: float) -> Callab
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: dict[str, Any], args: Any) -> list[Row]:
+def compare(rank: GpuRank, name: str, compute: Callable[[], None], groups: dict[str, Any], args: Any) -> list[Row]:
+    """Time ``compute`` alone and beside the all-to-alls of each group. A collective."""
     for _ in range(3):
         compute()
     torch.cuda.synchronize()
@@ -216,49 +183,50 @@ def compare(cluster: Cluster, name: str, compute: Callable[[], None], groups: di
     for _ in range(10):
         compute()
     torch.cuda.synchronize()
-    calls = max(1, round(cluster.mean(10 * args.seconds / (time.perf_counter() - began))))
+    calls = max(1, round(rank.mean(10 * args.seconds / (time.perf_counter() - began))))
 
     rows: list[Row] = []
 
-    def row(mode: str, background: Callable[[], Any] | None, only_rank_0: bool = False) -> Row:
-        found = timed(cluster, compute, calls, background)
-        times = cluster.gather(found["ms"])
+    def measure(mode: str, background: Callable[[], Any] | None, only_rank_0: bool = False) -> Row:
+        found = timed(rank, compute, calls, background)
+        times = rank.gather(found["ms"])
         row = {
             "compute": name,
             "mode": mode,
-            "world": cluster.world,
+            "world": rank.world,
             "ms": times[0] if only_rank_0 else statistics.mean(times),
             "slowest_ms": max(times),
-            "gb_per_s_per_rank": cluster.mean(found["gb_per_s"]),
-            "bytes_per_rank": cluster.mean(found["bytes"]),
+            "gb_per_s_per_rank": rank.mean(found["gb_per_s"]),
+            "bytes_per_rank": rank.mean(found["bytes"]),
         }
         row["slowdown"] = row["ms"] / rows[0]["ms"] if rows else 1.0
         rows.append(row)
-        show(cluster, row)
+        show(rank, row)
         return row
 
-    row("alone", None)
-    elements = (args.mebibytes << 20) // 2 // (cluster.world - 1) * (cluster.world - 1)
-    send = torch.randn(elements, device=cluster.device, dtype=torch.bfloat16)
+    measure("alone", None)
+    elements = (args.mebibytes << 20) // 2 // (rank.world - 1) * (rank.world - 1)
+    send = torch.randn(elements, device=rank.device, dtype=torch.bfloat16)
     receive = torch.empty_like(send)
     seconds = rows[0]["ms"] / 1e3
     for mode, group in groups.items():
-        rate = rates.gb_per_second(group, cluster.device, args.mebibytes)
-        count = max(2, int(1.6 * seconds * rate * 1e9 / send.nbytes) + 1)  # enough to outlast the compute
-        found = row(mode, exchanges(group, send, receive, count))
+        rate = link_bandwidth.gb_per_second(group, rank.device, args.mebibytes)
+        count = max(2, int(1.6 * seconds * rate * 1e9 / send.nbytes) + 1)  # enough to last longer than the compute
+        found = measure(mode, exchanges(group, send, receive, count))
         found["bare_gb_per_s_per_rank"] = rate
-    if nodes.NCCL in groups:
-        count = max(1, round(next(r for r in rows if r["mode"] == nodes.NCCL)["bytes_per_rank"] / send.nbytes))
-        row("freescale, NCCL's bytes", exchanges(groups[nodes.HOST], send, receive, count))
+    if NCCL in groups:
+        count = max(1, round(next(r for r in rows if r["mode"] == NCCL)["bytes_per_rank"] / send.nbytes))
+        measure("freescale, NCCL's bytes", exchanges(groups[HOST], send, receive, count))
     if args.explain:
-        copies = plain_copies(cluster.device, args.mebibytes, 1.5 * seconds)
-        row("plain copies, all ranks", copies)
-        row("plain copies, not on rank 0", copies if cluster.rank else None, only_rank_0=True)
+        copies = plain_copies(rank.device, args.mebibytes, 1.5 * seconds)
+        measure("plain copies, all ranks", copies)
+        measure("plain copies, not on rank 0", copies if rank.rank else None, only_rank_0=True)
     return rows
 
 
-def show(cluster: Cluster, row: Row) -> None:
-    if cluster.rank == 0:
+def show(rank: GpuRank, row: Row) -> None:
+    """Print a row on rank 0 as soon as it is measured."""
+    if rank.rank == 0:
         print(
             f"{row['compute']:<6} {row['mode']:<26} {row['ms']:9.2f} ms  {row['slowdown']:6.3f}x  "
             f"{row['gb_per_s_per_rank']:7.2f} GB/s per rank",
@@ -267,75 +235,67 @@ def show(cluster: Cluster, row: Row) -> None:
         )
 
 
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """End the process with all stacks when the block takes longer."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def main() -> int:
-    parser = report.make_parser(__doc__, quick="a shorter chain")
-    parser.add_argument("--ranks", type=int, default=4, help="of the cluster that is started; default 4")
-    parser.add_argument("--seconds", type=float, help="length of the compute chain (default: 0.3, quick: 0.1)")
-    parser.add_argument("--mebibytes", type=int, default=64, help="what leaves a rank in one exchange")
-    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="chunk sizes to try as well, in MiB")
-    parser.add_argument("--compute", nargs="*", default=["gemm", "hstu"], choices=["gemm", "hstu"])
-    parser.add_argument("--no-nccl", action="store_true")
-    parser.add_argument("--explain", action="store_true")
-    parser.add_argument("--limit", type=float, default=240, help="seconds after which it gives up")
+    parser = report.make_parser(__doc__, quick="a shorter chain of compute")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the cluster that is started; default 4")
+    parser.add_argument("--seconds", type=float, help="duration of the compute chain (default 0.3, with --quick 0.1)")
+    parser.add_argument("--mebibytes", type=int, default=64, help="MiB that leave a rank in one exchange (default 64)")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="additional chunk sizes to measure, in MiB")
+    parser.add_argument(
+        "--compute", nargs="*", default=["gemm", "hstu"], choices=["gemm", "hstu"], help="default: both"
+    )
+    parser.add_argument("--no-nccl", action="store_true", help="leave NCCL out")
+    parser.add_argument("--explain", action="store_true", help="also measure plain copies")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which the ranks end (default 240)")
     args = parser.parse_args()
     args.seconds = args.seconds or (0.1 if args.quick else 0.3)
     if "RANK" not in os.environ:
-        return nodes.launch(
-            "benchmarks.sm_free", sys.argv[1:], args.ranks, gpu=True, timeout=args.limit + 60, own_cores=True
+        return launcher.launch(
+            "benchmarks.sm_free", sys.argv[1:], args.ranks, gpu=True, timeout=args.limit + 60, reserve_sms=True
         )
-    take_part(args)
+    run_rank(args)
     return 0
 
 
-def take_part(args: argparse.Namespace) -> None:
-    """Be one of the ranks; rank 0 reports."""
-    bare_package()
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure as one of the ranks; rank 0 reports."""
+    stub_package()
     transport = importlib.import_module("lightning_freescale.transport")
-    with limited(args.limit):
-        cluster = Cluster()
+    with time_limit(args.limit):
+        rank = GpuRank()
         found = transport.capabilities()
-        if cluster.rank == 0:
-            print(f"torch {torch.__version__}, {cluster.world} ranks, {found}", file=sys.stderr, flush=True)
-        groups = {} if args.no_nccl else {nodes.NCCL: dist.new_group(backend="nccl", timeout=timedelta(seconds=60))}
+        if rank.rank == 0:
+            print(f"torch {torch.__version__}, {rank.world} ranks, {found}", file=sys.stderr, flush=True)
+        groups = {} if args.no_nccl else {NCCL: dist.new_group(backend="nccl", timeout=timedelta(seconds=60))}
         options = {"": transport.Options(reductions="gloo")}
         options |= {
             f", {size} MiB chunks": transport.Options(reductions="gloo", chunk_bytes=size << 20) for size in args.chunks
         }
         for label, option in options.items():
-            groups[nodes.HOST + label] = rates.sm_free_group(option)
-        if cluster.world > 1:
-            groups[nodes.TCP] = rates.hosts_of_their_own(cluster.device, options[""])
+            groups[HOST + label] = link_bandwidth.sm_free_group(option)
+        if rank.world > 1:
+            groups[TCP] = link_bandwidth.sm_free_tcp_group(rank.device, options[""])
         rows: list[Row] = []
         for name in args.compute:
             make = {"gemm": gemm_chain, "hstu": hstu_layers}[name]
             try:
-                compute = make(cluster.device)
+                compute = make(rank.device)
             except ImportError as error:
-                print(f"rank {cluster.rank}: {name} left out: {error}", flush=True)
+                print(f"rank {rank.rank}: {name} is left out, because an import failed: {error}", flush=True)
                 continue
-            rows += compare(cluster, name, compute, groups, args)
-        if cluster.rank == 0:
+            rows += compare(rank, name, compute, groups, args)
+        if rank.rank == 0:
             facts = {
-                "device": torch.cuda.get_device_name(cluster.device),
-                "sms_per_rank": torch.cuda.get_device_properties(cluster.device).multi_processor_count,
+                "device": torch.cuda.get_device_name(rank.device),
+                "sms_per_rank": torch.cuda.get_device_properties(rank.device).multi_processor_count,
                 "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-                "report": groups[nodes.HOST].report(),
+                "report": groups[HOST].report(),
             }
             shown = [{name: row[name] for name in SHOWN} for row in rows]
-            machine = f"{facts['device']} as {cluster.world} ranks: {own_cores.describe()}"
+            machine = f"{facts['device']} as {rank.world} ranks: {reserved_sms.describe()}"
             figures = report.head("sm_free", machine) | {"device": facts, "rows": rows}
-            report.publish(args, figures, {"Compute beside an exchange": shown})
-        cluster.meet()
+            report.publish(args, figures, {"Compute while an exchange runs": shown})
+        rank.meet()
         dist.destroy_process_group()
 
 

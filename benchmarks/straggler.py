@@ -38,7 +38,9 @@ COST_TITLE = "Cost model and measured seconds: fitted to half of the steps witho
 
 def main() -> None:
     parser = report.make_parser(__doc__, quick="few steps")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start if no launcher has set RANK (default 2)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="processes to start if no launcher has set RANK (default 2)"
+    )
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="default cpu")
     parser.add_argument("--precision", default="32-true", help="precision of the Trainer (default 32-true)")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank (default 16)")
@@ -137,7 +139,9 @@ class ModeFigures:
         return float((self.seconds.max(axis=1, keepdims=True) - self.seconds).mean())
 
 
-def train(options: argparse.Namespace, cache: Path, balance: Any, exchange: Any = "off", online: bool = False) -> ModeFigures:
+def train(
+    options: argparse.Namespace, cache: Path, balance: Any, exchange: Any = "off", online: bool = False
+) -> ModeFigures:
     """Train ``warmup + steps`` steps, with ``online`` twice. A collective.
 
     Args:

@@ -1,4 +1,4 @@
-"""A Trainer of benchmarks: every rank a node of one device, and nothing beside the training."""
+"""A Lightning Trainer for benchmarks: every rank is a node with one device, and the Trainer only trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import lightning.pytorch as pl
 
 
 def plain_trainer(strategy: Any, ranks: int, cuda: bool, **options: Any) -> pl.Trainer:
-    """No logger, checkpoints, bars or validation, unless ``options`` of the Trainer say so; bfloat16 on CUDA."""
+    """A Trainer without logger, checkpoints, progress bar and validation; bfloat16 on CUDA.
+
+    Args:
+        options: options of the Trainer; they replace these defaults.
+    """
     defaults = {
         "accelerator": "gpu" if cuda else "cpu",
         "devices": 1,

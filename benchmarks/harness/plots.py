@@ -1,4 +1,4 @@
-"""How the figures of the benchmarks look."""
+"""The style of the benchmarks' figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DPI = 130
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """An empty figure; width and height in inches."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def ranks_axis(axes: Any, ranks: Iterable[int], label: str = "ranks") -> None:
-    """Doubling numbers along the bottom, each written out."""
+def doubling_axis(axes: Any, ranks: Iterable[int], label: str = "ranks") -> None:
+    """A logarithmic x axis with a labelled tick at every given number."""
     ticks = sorted(set(ranks))
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -29,13 +29,14 @@ def ranks_axis(axes: Any, ranks: Iterable[int], label: str = "ranks") -> None:
 
 
 def legend(figure: Figure, colours: Iterable[str], lines: Mapping[str, Any]) -> None:
-    """Below the figure: what each colour is, in order, then what each style of line is."""
+    """A legend below the figure: the names of the colours in order, then the names of the line styles."""
     handles = [Line2D([], [], color=colour, label=name) for colour, name in zip(COLOURS, colours, strict=False)]
     handles += [Line2D([], [], color="grey", linestyle=style, label=name) for name, style in lines.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
 
 
 def tidy(axes: Any) -> None:
+    """A light grid, no frame at the top and right."""
     axes.set_axisbelow(True)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

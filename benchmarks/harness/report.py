@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, the head of their results, and tables."""
+"""What all benchmarks share: their options, the header of a result, and tables on the console."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.labels import label
+
 Row = Mapping[str, Any]
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"  # what is kept
-STACK = (
+PACKAGES = (  # whose versions are part of a result
     "torch",
     "torchrec",
     "fbgemm-gpu",
@@ -35,7 +36,7 @@ def make_parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
 
     Args:
         doc: docstring of the module.
-        quick: what ``--quick`` leaves out.
+        quick: help text of ``--quick``: what it shortens.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -45,15 +46,15 @@ def make_parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
 
 
 def head(benchmark: str, machine: str | None = None, script: str | None = None) -> dict[str, Any]:
-    """What, when, how and on what: every result begins with it.
+    """The header of every result: name, date, command, machine and versions.
 
     Args:
-        benchmark: the module's name.
-        machine: in words; this one's processor by default.
-        script: what was started, if not the module of that name.
+        benchmark: name of the module.
+        machine: description of the machine. Default: this machine's CPU.
+        script: what was started, if it was not ``-m benchmarks.<benchmark>``.
     """
     script = script or f"-m benchmarks.{benchmark}"
-    # Where files lay on this machine is of no interest to a reader.
+    # Folders of this machine mean nothing to a reader.
     words = [Path(word).name if word.startswith(("/", "../")) else word for word in sys.argv[1:]]
     return {
         "benchmark": benchmark,
@@ -65,16 +66,16 @@ def head(benchmark: str, machine: str | None = None, script: str | None = None) 
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed; imports none of them."""
+    """Versions of Python and of the installed packages. Imports none of them."""
     found = {"python": platform.python_version()}
-    for name in STACK:
+    for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
 
 
 def publish(arguments: argparse.Namespace, results: Row, tables: Mapping[str, Sequence[Row]], *notes: str) -> None:
-    """Print the tables, by title, and what is to be said of them; or JSON. Write the JSON where it is asked for."""
+    """Print the tables under their titles, then the notes; with ``--json`` print the results instead. Write ``--output``."""
     text = json.dumps(results, indent=1)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +89,8 @@ def publish(arguments: argparse.Namespace, results: Row, tables: Mapping[str, Se
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows of the same columns, right-aligned, four digits."""
-    cells = [list(rows[0])] + [[_cell(value) for value in row.values()] for row in rows]
+    """Rows with the same columns as right-aligned text; numbers with four digits."""
+    cells = [[label(name) for name in rows[0]]] + [[_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 

@@ -1,8 +1,8 @@
-"""The simulator against what was measured. Nothing is fitted to what is compared: compute, link and workload are those of the
-measurements.
+"""Simulated steps next to measured ones. No parameter is fitted to the compared times.
 
-The link of the H200 as a cluster is what NCCL or the SM-free transport carried in the same run with nothing beside them. How
-much each slows the compute is from the measurement of just that (``sm_free.py``).
+Compute, link and workload are those of the measurements. The bandwidth of the H200 as a cluster is what NCCL or the
+SM-free transport reached in the same run without compute beside it. How much a transport slows the compute was measured
+separately (``benchmarks.sm_free``).
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness.gpu_cluster.launcher import HOST, NCCL, TCP
-from benchmarks.harness.tables.claims import kept
-from benchmarks.harness.training import bubble
+from benchmarks.harness import variant_names as names
+from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
+from benchmarks.harness.results import StoredResult, load_results
+from benchmarks.harness.training.bubble import LAST_UNCOUNTED
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data.synthetic import Synthetic
-from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, Model, Side, simulate
+from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, ModelProfile, TrainingVariant, simulate
 
 Row = dict[str, Any]
-Found = Mapping[str, Any]  # a kept result
 
-SYNCHRONOUS = {bubble.BASE: TORCHREC, bubble.SPARSE_DIST: SPARSE_DIST, bubble.SYNC: TORCHREC}
-EXPOSED = SYNCHRONOUS | {"prioritized": Side("prioritized", "prioritized", sm_free=True)}
-_ALL = Side("all", "prioritized", "fixed", sm_free=True)
-# With the transport.
-END_TO_END = {name: (side, NCCL) for name, side in SYNCHRONOUS.items()} | {
-    bubble.BALANCE: (Side("+ balance", "base", "fixed"), NCCL),
-    bubble.PRIORITIZE: (Side("+ prioritize", "prioritized"), NCCL),
-    bubble.SM_FREE: (Side("+ SM-free", "base", sm_free=True), HOST),
-    bubble.OVER_NCCL: (Side("all over NCCL", "prioritized", "fixed"), NCCL),
-    bubble.OVER_TCP: (_ALL, TCP),
-    bubble.ALL: (_ALL, HOST),
+# The simulated variant of each measured one; for end to end with its transport.
+SYNCHRONOUS = {names.TORCHREC_BASE: TORCHREC, names.TORCHREC_SPARSE_DIST: SPARSE_DIST, names.SYNC: TORCHREC}
+EXPOSED = SYNCHRONOUS | {names.PRIORITIZED: TrainingVariant("prioritized", "prioritized", sm_free=True)}
+_ALL = TrainingVariant("all", "prioritized", "fixed", sm_free=True)
+END_TO_END = {name: (variant, NCCL) for name, variant in SYNCHRONOUS.items()} | {
+    names.BALANCE: (TrainingVariant("+ balance", "base", "fixed"), NCCL),
+    names.PRIORITIZE: (TrainingVariant("+ prioritize", "prioritized"), NCCL),
+    names.SM_FREE: (TrainingVariant("+ SM-free", "base", sm_free=True), HOST),
+    names.ALL_OVER_NCCL: (TrainingVariant("all over NCCL", "prioritized", "fixed"), NCCL),
+    names.ALL_OVER_TCP: (_ALL, TCP),
+    names.ALL: (_ALL, HOST),
 }
-ALONE = ("compute alone", "dense alone")  # what a step is compared with: the first that was measured
-MEDIAN_OF_NORMAL = 0.6745  # of absolute values, in standard deviations
-BEFORE, AFTER = 2, 1  # steps that a simulation does not count
+BASELINES = (
+    names.COMPUTE_ONLY,
+    names.DENSE_ONLY,
+)  # exposed time is the time beyond the first of these that was measured
+MEDIAN_OF_NORMAL = 0.6745  # median of the absolute value of a normal variable, in standard deviations
+BEFORE, AFTER = 2, 1  # steps at both ends that a simulation does not count
 
 
 def compare(quick: bool) -> dict[str, list[Row]]:
-    """Tables by name: the errors by file, and what was compared."""
-    results = kept()
+    """Tables by name: the errors of each stored result, and all compared steps."""
+    results = load_results()
     made = {
         "exposed": lambda found: exposed(found, 10 if quick else 200),
         "straggler": lambda found: straggler(found, 3 if quick else 50),
@@ -61,7 +64,7 @@ def compare(quick: bool) -> dict[str, list[Row]]:
 
 
 def errors(rows: Sequence[Row]) -> list[Row]:
-    """Of each file: mean and largest error of its steps, and the largest of what is idle or exposed in them."""
+    """For each stored result: mean and largest error of its steps, and the largest error of idle or exposed times."""
     summary = []
     for name in dict.fromkeys(row["measured in"] for row in rows):
         own = [row for row in rows if row["measured in"] == name]
@@ -82,26 +85,28 @@ def errors(rows: Sequence[Row]) -> list[Row]:
 
 
 # ---- exposed ----------------------------------------------------------------------------------------------------------
-def exposed(found: Found, steps: int) -> list[Row]:
-    """Steps of every side at every collision rate, of ``benchmarks.exposed``."""
+def exposed(found: StoredResult, steps: int) -> list[Row]:
+    """The steps of ``benchmarks.exposed``: every variant at every collision rate."""
     ids, dim = found["workload"]["ids_per_rank"], found["workload"]["dim"]
     ranks = found["parameters"]["ranks"]
-    batches = [np.full(ranks, ids)] * (BEFORE + steps + AFTER)  # what counts is the rows of a rank: in one history
+    batches = [np.full(ranks, ids)] * (
+        BEFORE + steps + AFTER
+    )  # one history per rank: only the number of its rows matters here
     rows = []
     for result in found["results"]:
-        alone = next(result["step_ms"][name] for name in ALONE if name in result["step_ms"])
-        for side, measured in result["step_ms"].items():
-            if side not in EXPOSED:
+        alone = next(result["step_ms"][name] for name in BASELINES if name in result["step_ms"])
+        for variant, measured in result["step_ms"].items():
+            if variant not in EXPOSED:
                 continue
-            cluster, optimizer = machine_of(found, EXPOSED[side].sm_free)
+            cluster, optimizer = machine_of(found, EXPOSED[variant].sm_free)
             cost = CostModel(0.0, constant=alone / 1e3 - optimizer)
-            model = Model(cost, 4.0 * dim, result["collisions_measured"], optimizer=optimizer)
-            simulated = 1e3 * simulate(EXPOSED[side], cluster, model, batches).step
+            model = ModelProfile(cost, 4.0 * dim, result["collisions_measured"], optimizer=optimizer)
+            simulated = 1e3 * simulate(EXPOSED[variant], cluster, model, batches).step
             rows.append(
                 {
                     "ranks": ranks,
                     "collisions": result["collisions"],
-                    "side": side,
+                    "side": variant,
                     **_step(measured, simulated),
                     "exposed ms": measured - alone,
                     "simulated exposed ms": simulated - alone,
@@ -110,8 +115,8 @@ def exposed(found: Found, steps: int) -> list[Row]:
     return rows
 
 
-def machine_of(found: Found, sm_free: bool) -> tuple[Cluster, float]:
-    """The cluster of a measurement, and the seconds of compute after backward."""
+def machine_of(found: StoredResult, sm_free: bool) -> tuple[Cluster, float]:
+    """The cluster of a measurement, and the compute after backward in seconds."""
     machine, ranks = found["machine"], found["parameters"]["ranks"]
     if "bandwidth_mb_per_s" in machine:  # emulated
         bandwidth, latency = 1e6 * machine["bandwidth_mb_per_s"], machine["latency_ms"] / 1e3
@@ -119,16 +124,16 @@ def machine_of(found: Found, sm_free: bool) -> tuple[Cluster, float]:
     return one_gpu(found, machine["exchange"] if sm_free else NCCL, "gemm"), 0.0
 
 
-def one_gpu(found: Found, transport: str, compute: str) -> Cluster:
-    """A GPU as a cluster: what a transport carries with nothing beside it, and how it slows that kind of compute."""
-    slowdown = {(row["mode"], row["compute"]): row["slowdown"] for row in kept()["sm_free_h200"]["rows"]}
+def one_gpu(found: StoredResult, transport: str, compute: str) -> Cluster:
+    """A GPU as a cluster: the bandwidth of a transport without compute, and how much the transport slows a kind of compute."""
+    slowdown = {(row["mode"], row["compute"]): row["slowdown"] for row in load_results()["sm_free_h200"]["rows"]}
     bandwidth = 1e9 * found["link_gb_per_s"][transport]
     return Cluster(found["parameters"]["ranks"], bandwidth, nccl_slowdown=max(1.0, slowdown[transport, compute]))
 
 
 # ---- straggler --------------------------------------------------------------------------------------------------------
-def straggler(found: Found, seeds: int) -> list[Row]:
-    """Compute of the slowest rank, and idle time of the ranks, by balancing, of ``benchmarks.straggler``."""
+def straggler(found: StoredResult, seeds: int) -> list[Row]:
+    """The figures of ``benchmarks.straggler``: compute of the slowest rank and idle time of the ranks, per balancing mode."""
     cost, noise = measured_cost(found)
     batches = measured_batches(found["setting"])
     batches = [*batches[:BEFORE], *batches, *batches[-AFTER:]]
@@ -138,8 +143,10 @@ def straggler(found: Found, seeds: int) -> list[Row]:
         mode = measured["balance"]
         if mode not in ("off", "zigzag", "fixed", "variable"):
             continue
-        side = Side(mode, "base", mode)
-        runs = [simulate(side, cluster, Model(cost, 0.0, noise=noise), batches, seed) for seed in range(seeds)]
+        variant = TrainingVariant(mode, "base", mode)
+        runs = [
+            simulate(variant, cluster, ModelProfile(cost, 0.0, noise=noise), batches, seed) for seed in range(seeds)
+        ]
         rows.append(
             {
                 "ranks": cluster.ranks,
@@ -154,21 +161,21 @@ def straggler(found: Found, seeds: int) -> list[Row]:
     return rows
 
 
-def measured_cost(found: Found, row: int = -1) -> tuple[CostModel, float]:
-    """Seconds of a sample on a rank, as fitted to measured steps; and its relative standard deviation.
+def measured_cost(found: StoredResult, row: int = -1) -> tuple[CostModel, float]:
+    """The cost of a sample in seconds, fitted to measured steps, and its relative standard deviation.
 
     Args:
-        row: of the fits; the last one is online, if there are ranks to deal to, and from most steps.
+        row: which fit to use. With more than one rank, the last one is the online fit, which uses the most steps.
     """
     fitted = found["cost model"][row]
-    # All but one of a history's positions are scored against the negatives: as good as linear in its length.
+    # All but one of a history's positions are scored against the negatives, so their cost is almost linear in the length.
     linear = fitted["linear"] + int(found["setting"]["negatives"]) * fitted["candidate"]
     cost = CostModel(linear, fitted["quadratic"], constant=fitted["constant"])
     return cost, fitted["error %"] / 100 / MEDIAN_OF_NORMAL
 
 
 def measured_batches(setting: Mapping[str, str]) -> list[NDArray[np.int64]]:
-    """Lengths of the measured global batches, in the order of the ranks: the data and order of ``benchmarks.straggler``."""
+    """Lengths of the measured global batches in the order of the ranks: the data and order of ``benchmarks.straggler``."""
     ranks, size, longest = (int(setting[name]) for name in ("ranks", "batch_size", "max_history"))
     warm, steps = int(setting["warmup"]), int(setting["warmup"]) + int(setting["steps"])
     users = ranks * size * steps
@@ -180,31 +187,31 @@ def measured_batches(setting: Mapping[str, str]) -> list[NDArray[np.int64]]:
         max_length=longest + 1,
     ).generate()
     batches = np.minimum(lengths.lengths - 1, longest).reshape(steps, size, ranks)
-    return [batch.T.ravel() for batch in batches[warm:]]  # dealt like cards
+    return [batch.T.ravel() for batch in batches[warm:]]  # sample i of a global batch belongs to rank i modulo ranks
 
 
 # ---- end to end -------------------------------------------------------------------------------------------------------
-def end_to_end(found: Found, seeds: int) -> list[Row]:
-    """Steps of every side of ``benchmarks.end_to_end`` on the H200 as a cluster.
+def end_to_end(found: StoredResult, seeds: int) -> list[Row]:
+    """The steps of ``benchmarks.end_to_end`` on the H200 as a cluster, for every variant.
 
-    Costs are fitted to the dense compute alone. Look-ups and updates of the tables are no part of it, nor of the simulator.
+    Costs are fitted to the dense compute alone. It contains no lookups and updates of the tables, and neither does the simulator.
     """
-    from benchmarks.harness.workload import LongTail  # heavy
+    from benchmarks.harness.workload import LongTailWorkload  # imported late: it imports TorchRec
 
-    workload, ranks = LongTail(**found["workload"]), found["parameters"]["ranks"]
-    first = found["steps"] - found["counted"] - bubble.COOL
+    workload, ranks = LongTailWorkload(**found["workload"]), found["parameters"]["ranks"]
+    first = found["steps"] - found["counted"] - LAST_UNCOUNTED
     counted = range(first, first + found["counted"])
     lengths = {
         step: [workload.lengths(rank, step).numpy() for rank in range(ranks)]
         for step in range(counted.start - BEFORE, counted.stop + AFTER)
     }
-    alone, shape = found["sides"][bubble.DENSE], found["model"]
+    alone, shape = found["sides"][names.DENSE_ONLY], found["model"]
     seconds = np.array(alone["compute_rank_ms"]).T / 1e3  # [steps, ranks]
     sums = np.array([CostModel.sums(own) for step in counted for own in lengths[step]])
     cost = CostModel.from_hstu(**shape).fit(sums, seconds.ravel())
-    # A sample's negatives are rows, too: as if each event asked for that many more.
+    # The negatives of a sample are rows, too. They are spread over the events.
     ids = 1 + workload.negatives * workload.samples * ranks * len(counted) / sums[:, 0].sum()
-    model = Model(
+    model = ModelProfile(
         cost,
         row_bytes=4.0 * shape["embedding_dim"] * ids,
         collisions=found["collisions"],
@@ -215,11 +222,11 @@ def end_to_end(found: Found, seeds: int) -> list[Row]:
     )
     batches = [np.concatenate(own) for own in lengths.values()]
     rows = []
-    for name, (side, transport) in END_TO_END.items():
+    for name, (variant, transport) in END_TO_END.items():
         if name not in found["sides"]:
             continue
         cluster = one_gpu(found, transport, "hstu")
-        runs = [simulate(side, cluster, model, batches, seed) for seed in range(seeds)]
+        runs = [simulate(variant, cluster, model, batches, seed) for seed in range(seeds)]
         measured = found["sides"][name]
         row = {"ranks": ranks, "longest": workload.longest, "side": name}
         row |= _step(measured["step_ms"]["mean"], 1e3 * float(np.mean([run.step for run in runs])))

@@ -1,8 +1,8 @@
-"""What the exchange benchmarks train on: histories of known lengths whose rows collide at a known rate. Pure and seeded.
+"""Training batches with a known collision rate. Pure functions of a seed.
 
-The rows of the table fall into three classes by ``row % 3``. Class 0 holds the hot rows, few and evenly spread over the table,
-each asked for by every batch. The other ids of a batch are uniform over class 1 in even steps and over class 2 in odd ones, so
-consecutive batches share no row but hot ones: the collision rate is the share of hot ids.
+The rows of the table fall into three classes by ``row % 3``. Class 0 holds a few hot rows, evenly spread over the
+table; every batch uses them. The other ids of a batch are uniform over class 1 in even steps and over class 2 in odd
+steps. Consecutive batches therefore share hot rows only, and the collision rate is the share of hot ids.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from torchrec.streamable import Pipelineable
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 
 FEATURE = "item"
-# How often a global batch asks for each hot row on average. Exp(-8) of the hot rows are missed: 0.03 %.
+# Average number of ids of a global batch per hot row. A batch misses a hot row with probability exp(-8) = 0.03%.
 HOT_REPEATS = 8
 
 
 @dataclass
-class Batch(Pipelineable):
-    """The histories of one rank and step, as TorchRec's pipelines want them."""
+class ExchangeBatch(Pipelineable):
+    """The histories of one rank and step, in the form that TorchRec's pipelines require."""
 
     features: KeyedJaggedTensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.features.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device, non_blocking: bool = False) -> ExchangeBatch:
+        return ExchangeBatch(self.features.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.features.record_stream(stream)  # type: ignore[arg-type]
 
-    def pin_memory(self) -> Batch:
-        return Batch(self.features.pin_memory())
+    def pin_memory(self) -> ExchangeBatch:
+        return ExchangeBatch(self.features.pin_memory())
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Histories of log-normal lengths, looked up in one row-wise table.
+class EqualCostWorkload:
+    """Histories with log-normal lengths, looked up in one row-wise sharded table.
 
-    Every rank and step has the same lengths in an order of its own: all steps cost the same on all ranks, so that a benchmark
-    of the exchange does not measure imbalance.
+    Every rank and step has the same lengths, in a different order. All steps cost the same on all ranks, so a benchmark of the
+    exchange does not measure imbalance.
 
     Args:
-        histories: samples a rank and step.
-        log_mean, log_std: of the lengths' logarithm.
-        longest: cap of the lengths, in events.
-        rows, dim: shape of the table (float32).
+        histories: samples per rank and step.
+        log_mean: mean of the logarithm of the lengths.
+        log_std: standard deviation of the logarithm of the lengths.
+        longest: upper limit of the lengths, in events.
+        rows: rows of the table.
+        dim: columns of the table (float32).
     """
 
     histories: int
@@ -69,38 +71,40 @@ class Workload:
 
     @property
     def ids_per_rank(self) -> int:
+        """Ids of one rank's batch."""
         return int(self.lengths(0, 0).sum())
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the rows of one rank's batch."""
+        """Bytes of the embedding rows of one rank's batch."""
         return self.ids_per_rank * self.dim * 4
 
     def ids(self, rank: int, step: int, ranks: int, collisions: float) -> Tensor:
-        """``[ids_per_rank]`` int64 rows; a share ``collisions`` of them is hot."""
+        """``[ids_per_rank]`` int64 ids; a share ``collisions`` of them is hot."""
         count = self.ids_per_rank
         hot = round(collisions * count)
         hot_rows = max(1, round(hot * ranks / HOT_REPEATS))
         return draw_ids(count, hot, hot_rows, self.rows, step, _generator(self.seed, rank, step, 1))
 
-    def batch(self, rank: int, step: int, ranks: int, collisions: float) -> Batch:
+    def batch(self, rank: int, step: int, ranks: int, collisions: float) -> ExchangeBatch:
+        """The batch of one rank and step."""
         ids, lengths = self.ids(rank, step, ranks, collisions), self.lengths(rank, step)
-        return Batch(KeyedJaggedTensor([FEATURE], ids, lengths=lengths.to(torch.int32)))
+        return ExchangeBatch(KeyedJaggedTensor([FEATURE], ids, lengths=lengths.to(torch.int32)))
 
 
 @dataclass(frozen=True)
-class LongTail:
-    """Training batches of log-normal histories drawn freely, so that ranks and steps have unequal work, as real data have.
+class LongTailWorkload:
+    """Histories with independent log-normal lengths. As in real data, ranks and steps have unequal amounts of work.
 
-    The median is a fixed share of the longest: the same shape of tail, whatever the longest.
+    The median length is a fixed share of the longest, so the distribution has the same shape for every ``longest``.
 
     Args:
-        samples: a rank and step.
-        longest: cap of the lengths, in events.
-        rows: of the table.
-        negatives: sampled negatives of each sample; drawn as the histories' ids are.
-        collisions: share of the ids of a batch whose row the batch before asks for, too.
-        log_std: of the lengths' logarithm; 0 makes them all equal.
+        samples: samples per rank and step.
+        longest: upper limit of the lengths, in events.
+        rows: rows of the table.
+        negatives: sampled negatives per sample, drawn like the ids of the histories.
+        collisions: share of the ids of a batch whose rows the previous batch uses, too.
+        log_std: standard deviation of the logarithm of the lengths; 0 makes all lengths equal to ``longest``.
     """
 
     samples: int
@@ -120,19 +124,21 @@ class LongTail:
         return drawn.exp().long().clamp(2, self.longest)
 
     def predicted(self, rank: int, step: int) -> int:
-        """Positions that predict an item: the weight of this rank's mean loss."""
+        """Number of positions that predict an item: the weight of this rank's mean loss."""
         return int((self.lengths(rank, step) - 1).sum())
 
     def ids(self, rank: int, step: int, ranks: int) -> Tensor:
-        """Rows that the batch asks for: of all events, then of all negatives."""
+        """Ids of the batch: of all events, then of all negatives."""
         count = int(self.lengths(rank, step).sum()) + self.samples * self.negatives
-        typical = int(self.lengths(0, 0).sum()) + self.samples * self.negatives  # hot rows are the same in every batch
+        typical = (
+            int(self.lengths(0, 0).sum()) + self.samples * self.negatives
+        )  # of any batch: all batches share the hot rows
         hot_rows = max(1, round(self.collisions * typical * ranks / HOT_REPEATS))
         generator = _generator(self.seed, rank, step, 1)
         return draw_ids(count, round(self.collisions * count), hot_rows, self.rows, step, generator)
 
     def batch(self, rank: int, step: int, ranks: int) -> SeqBatch:
-        """One event an hour in every history."""
+        """The batch of one rank and step. The events of a history are one hour apart."""
         lengths = self.lengths(rank, step)
         counts = torch.cat([lengths, torch.full_like(lengths, self.negatives)])
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -142,7 +148,7 @@ class LongTail:
 
 
 def draw_ids(count: int, hot: int, hot_rows: int, rows: int, step: int, generator: torch.Generator) -> Tensor:
-    """``[count]`` int64 rows for ``step``; ``hot`` of them, at random places, are among the ``hot_rows`` hot ones."""
+    """``[count]`` int64 ids for ``step``; ``hot`` of them, at random places, are drawn from the ``hot_rows`` hot rows."""
     third = rows // 3
     if hot_rows > third:
         raise ValueError(f"rows={rows}: too few for {hot_rows} hot rows; use a larger table or a smaller batch")
@@ -153,7 +159,7 @@ def draw_ids(count: int, hot: int, hot_rows: int, rows: int, step: int, generato
 
 
 def collision_rate(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """Share of the ids of the batch ``second`` whose row the batch ``first`` asks for, too; each given by rank."""
+    """Share of the ids of the batch ``second`` whose rows the batch ``first`` uses, too. Each batch is a list of ids per rank."""
     ids = torch.cat(list(second))
     return float(torch.isin(ids, torch.cat(list(first))).float().mean())
 

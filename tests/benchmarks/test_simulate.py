@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks import simulate
 from benchmarks.harness import simulator_validation as validation
 from benchmarks.harness.tables.claims import kept
-from lightning_freescale.simulate import SIDES
+from lightning_freescale.simulate import VARIANTS
 
 
 def test_it_is_close_to_what_was_measured(
@@ -32,9 +32,9 @@ def test_it_is_close_to_what_was_measured(
         assert errors[name]["largest error %"] < 10
     assert {row["ranks"] for row in errors.values()} == {1, 2, 4}
     assert [(row["ranks"], row["side"]) for row in found["scaling"]] == [
-        (ranks, side.name) for ranks in (8, 64) for side in SIDES
+        (ranks, side.name) for ranks in (8, 64) for side in VARIANTS
     ]
-    assert [row["efficiency %"] for row in found["scaling"][: len(SIDES)]] == pytest.approx([100] * len(SIDES))
+    assert [row["efficiency %"] for row in found["scaling"][: len(VARIANTS)]] == pytest.approx([100] * len(VARIANTS))
 
 
 def test_exposed_times_follow_the_collisions() -> None:

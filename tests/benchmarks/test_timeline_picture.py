@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import timeline_picture
 from benchmarks.timeline_picture import SIDES, WARM, show, train
-from lightning_freescale.bubbles.records import Run, read_run
+from lightning_freescale.bubbles.records import RecordedRun, read_run
 from lightning_freescale.bubbles.spans import ENGINE
 from tests.ranks import run_ranks
 
@@ -25,7 +25,7 @@ def train_both(rank: int, folder: Path) -> None:
         train(side, Namespace(device="cpu", ranks=2, steps=STEPS, folder=folder))
 
 
-def kinds(run: Run, engine: bool) -> set[str]:
+def kinds(run: RecordedRun, engine: bool) -> set[str]:
     spans = (span for index in run.indices for step in run.step(index) for span in step.spans)
     return {span.kind.value for span in spans if (span.track == ENGINE) is engine}
 

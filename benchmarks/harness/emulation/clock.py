@@ -1,7 +1,8 @@
-"""Time for emulated devices and networks: one that really passes, or one that is only counted.
+"""Clocks of emulated devices and networks: virtual time or real time.
 
-Counted time moves when an emulated device or transfer is waited for and by nothing else: it is the same on every run, on any
-machine under any load, and takes no time. Real time shows the same with everything the host does on top.
+Virtual time advances only when a rank waits for an emulated device or transfer. It is the same in every run, on every
+machine and under any load, and the emulation does not have to sleep. Real time also contains everything that the host
+does.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds; comparable between the ranks of one host."""
+        """Seconds. Clocks of ranks on one host are comparable."""
 
     def wait_until(self, moment: float) -> None:
-        """Let time pass; without effect for a moment in the past."""
+        """Let time pass until ``moment``. Does nothing if ``moment`` is in the past."""
 
 
-class CountedTime:
+class VirtualClock:
     def __init__(self) -> None:
         self._now = 0.0
 
@@ -29,7 +30,7 @@ class CountedTime:
         self._now = max(self._now, moment)
 
 
-class RealTime:
+class RealClock:
     def now(self) -> float:
         return time.monotonic()
 

@@ -1,11 +1,12 @@
-"""An emulated network for CPU ranks: a c10d backend, ``"link"``, whose AllToAlls take as long as asked, and no CPU meanwhile.
+"""An emulated network for CPU ranks: the c10d backend ``"link"``, whose all-to-alls take a given time and use no CPU meanwhile.
 
-gloo moves the bytes; a transfer is complete when the rank's emulated wire has carried them, too. Each rank has one wire. Its
-groups take turns on it chunk by chunk, those of higher priority first, so that an urgent transfer overtakes a bulky one under
-way. All other collectives run over gloo untouched.
+gloo moves the bytes. A transfer is complete when gloo is done and the rank's emulated wire has carried the bytes, too.
+Each rank has one wire. The process groups of a rank share the wire in chunks, groups of higher priority first, so an
+urgent transfer overtakes a large one that has already started. All other collectives run over gloo and take no emulated
+time.
 
     wire = Wire(clock, bandwidth=10e6, latency=1e-4)
-    group = new_link(wire, priority=0)             # like dist.new_group(): on all ranks, in the same order
+    group = new_emulated_group(wire, priority=0)   # like dist.new_group(): on all ranks, in the same order
 """
 
 from __future__ import annotations
@@ -22,78 +23,80 @@ from typing_extensions import override
 
 from benchmarks.harness.emulation.clock import Clock
 
-NAME = "link"
-_ProcessGroup: Any = dist.ProcessGroup  # untyped: its stubs overload each collective, this class does not
+BACKEND = "link"
+_ProcessGroup: Any = dist.ProcessGroup  # untyped: its stubs overload each collective, and this class does not
 
 
-class Transfer:
-    """Bytes on their way to and from this rank.
+class EmulatedTransfer:
+    """One all-to-all as this rank's wire sees it.
 
     Args:
-        size: bytes to carry.
-        joined: ``[world]`` float64, when each rank has joined; valid once ``told`` is done.
-        told: the exchange of those times.
+        size: bytes that the wire has to carry.
+        joined: ``[world]`` float64, the time at which each rank joined; valid once ``join_times`` is done.
+        join_times: the exchange that fills ``joined``.
     """
 
-    def __init__(self, size: int, joined: Tensor, told: Any):
+    def __init__(self, size: int, joined: Tensor, join_times: Any):
         self.bytes_left = size
         self.arrived: float | None = None
-        self._joined, self._told = joined, told
-        self._last: float | None = None
+        self._joined, self._join_times = joined, join_times
+        self._last_joined: float | None = None
 
     def last_joined(self) -> float:
-        """When the last rank has joined: no AllToAll starts before."""
-        if self._last is None:
-            self._told.wait()
-            self._last = float(self._joined.max())
-        return self._last
+        """When the last rank joined. An all-to-all does not start before that."""
+        if self._last_joined is None:
+            self._join_times.wait()
+            self._last_joined = float(self._joined.max())
+        return self._last_joined
 
 
-class Queue:
-    """The transfers of one group, in order."""
+class TransferQueue:
+    """The transfers of one process group, in order."""
 
     def __init__(self, priority: int):
         self.priority = priority  # lower goes first
-        self.transfers: deque[Transfer] = deque()
-        self.turn = 0  # of its last chunk: groups of one priority take turns
+        self.transfers: deque[EmulatedTransfer] = deque()
+        self.last_chunk = 0  # number of the last chunk from this queue: groups of equal priority alternate
 
 
 class Wire:
-    """What connects one rank to all others, both ways at once.
+    """The connection of one rank to all others, in both directions at once.
 
-    What it carries when is worked out as far as somebody waits for it. That is exact: a rank that waits starts nothing new.
+    The wire computes its schedule only as far as somebody waits for it. This is exact, because a rank that waits starts no new
+    transfer.
 
     Args:
-        clock: the time it takes.
-        bandwidth: bytes a second.
-        latency: seconds from the moment the last rank joins an AllToAll to its first byte.
-        chunk: seconds after which an urgent transfer may go first.
+        clock: provides the time.
+        bandwidth: bytes per second.
+        latency: seconds from the moment the last rank joins an all-to-all to its first byte.
+        chunk: seconds after which an urgent transfer may overtake.
     """
 
     def __init__(self, clock: Clock, bandwidth: float, latency: float, chunk: float = 2e-4):
         self.clock, self.bandwidth, self.latency = clock, bandwidth, latency
         self._chunk = max(1, round(chunk * bandwidth))  # bytes
-        self._queues: list[Queue] = []
-        self._free = 0.0  # when the chunk it carries is through
-        self._turn = 0
+        self._queues: list[TransferQueue] = []
+        self._free = 0.0  # when the wire has carried its current chunk
+        self._chunks = 0
 
-    def open(self, priority: int) -> Queue:
-        self._queues.append(Queue(priority))
+    def open(self, priority: int) -> TransferQueue:
+        """A new queue."""
+        self._queues.append(TransferQueue(priority))
         return self._queues[-1]
 
-    def arrival(self, transfer: Transfer) -> float:
-        """When ``transfer`` is through."""
+    def arrival(self, transfer: EmulatedTransfer) -> float:
+        """When ``transfer`` is complete."""
         while transfer.arrived is None:
             self._carry_chunk(self._next_start())
         return transfer.arrived
 
-    def has_arrived(self, transfer: Transfer) -> bool:
-        """Whether ``transfer`` is through by now. Looks no further ahead: urgent transfers may yet start."""
+    def has_arrived(self, transfer: EmulatedTransfer) -> bool:
+        """Whether ``transfer`` is complete now. Computes nothing beyond now, because urgent transfers may still start."""
         while transfer.arrived is None and self._next_start() <= self.clock.now():
             self._carry_chunk(self._next_start())
         return transfer.arrived is not None and transfer.arrived <= self.clock.now()
 
-    def _starts(self) -> dict[Queue, float]:
+    def _starts(self) -> dict[TransferQueue, float]:
         return {queue: queue.transfers[0].last_joined() + self.latency for queue in self._queues if queue.transfers}
 
     def _next_start(self) -> float:
@@ -101,10 +104,10 @@ class Wire:
         return max(self._free, min(self._starts().values()))
 
     def _carry_chunk(self, start: float) -> None:
-        due = [queue for queue, earliest in self._starts().items() if earliest <= start]
-        queue = min(due, key=lambda queue: (queue.priority, queue.turn))
-        self._turn += 1
-        queue.turn = self._turn
+        ready = [queue for queue, earliest in self._starts().items() if earliest <= start]
+        queue = min(ready, key=lambda queue: (queue.priority, queue.last_chunk))
+        self._chunks += 1
+        queue.last_chunk = self._chunks
         transfer = queue.transfers[0]
         size = min(self._chunk, transfer.bytes_left)
         self._free = start + size / self.bandwidth
@@ -114,10 +117,10 @@ class Wire:
             transfer.arrived = self._free
 
 
-class _Arrival(dist._Work):
-    """What ``all_to_all_single(async_op=True)`` returns: done when gloo and the wire are."""
+class _EmulatedWork(dist._Work):
+    """Result of ``all_to_all_single(async_op=True)``: complete when gloo and the wire are."""
 
-    def __init__(self, work: Any, wire: Wire, transfer: Transfer):
+    def __init__(self, work: Any, wire: Wire, transfer: EmulatedTransfer):
         super().__init__()
         self._work, self._wire, self._transfer = work, wire, transfer
 
@@ -131,7 +134,7 @@ class _Arrival(dist._Work):
     def is_completed(self) -> bool:
         if not self._wire.has_arrived(self._transfer):
             return False
-        self._work.wait()  # the wire is what counts; gloo may be behind it
+        self._work.wait()  # emulated time decides; gloo may need a moment longer
         return True
 
     @override
@@ -141,17 +144,17 @@ class _Arrival(dist._Work):
 
 
 @dataclass
-class _Options:
+class _GroupOptions:
     wire: Any
     priority: int
     kind: type
     _timeout: timedelta = field(default_factory=lambda: timedelta(seconds=60))
 
 
-class LinkGroup(_ProcessGroup):
-    """A gloo group whose AllToAlls take the time of the wire."""
+class EmulatedGroup(_ProcessGroup):
+    """A gloo group whose all-to-alls take the time of the wire."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: _Options):
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: _GroupOptions):
         super().__init__(rank, size)
         kinds = dist.ProcessGroup.BackendType
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
@@ -161,7 +164,7 @@ class LinkGroup(_ProcessGroup):
 
     @override
     def getBackendName(self) -> str:
-        return NAME
+        return BACKEND
 
     @override
     def alltoall_base(
@@ -169,15 +172,15 @@ class LinkGroup(_ProcessGroup):
     ) -> Any:
         size = max(self._off_rank_bytes(input, input_splits), self._off_rank_bytes(output, output_splits))
         joined = torch.full((self.size(),), self._wire.clock.now(), dtype=torch.float64)
-        told = self._gloo.alltoall_base(joined, joined.clone(), [], [])
-        transfer = Transfer(size, joined, told)
+        join_times = self._gloo.alltoall_base(joined, joined.clone(), [], [])
+        transfer = EmulatedTransfer(size, joined, join_times)
         self._queue.transfers.append(transfer)
         work = self._gloo.alltoall_base(output, input, output_splits, input_splits)
-        return _Arrival(work, self._wire, transfer)
+        return _EmulatedWork(work, self._wire, transfer)
 
-    all_to_all_single = alltoall_base  # its name in torch 2.13
+    all_to_all_single = alltoall_base  # the name of the method in torch 2.13
 
-    # Not left to the base class: it would enter gloo with the GIL held, which gloo's threads need to let go of tensors.
+    # The base class would call these gloo functions with the GIL held. gloo's threads need the GIL to release tensors: deadlock.
     @override
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         return self._gloo.allreduce(*args, **kwargs)
@@ -195,27 +198,29 @@ class LinkGroup(_ProcessGroup):
         return self._gloo.barrier(*args, **kwargs)
 
     def _off_rank_bytes(self, tensor: Tensor, splits: list[int]) -> int:
+        """Bytes of ``tensor`` that belong to other ranks."""
         rows = tensor.shape[0] if tensor.dim() else 0
         own = splits[self.rank()] if splits else rows // self.size()
         return tensor.nbytes * (rows - own) // rows if rows else 0
 
 
-def new_link(wire: Any, priority: int = 0, kind: type[LinkGroup] = LinkGroup) -> dist.ProcessGroup:
-    """A group of all ranks over this rank's ``wire``; lower ``priority`` goes first.
+def new_emulated_group(wire: Any, priority: int = 0, kind: type[EmulatedGroup] = EmulatedGroup) -> dist.ProcessGroup:
+    """A process group of all ranks over this rank's ``wire``. A collective.
 
     Args:
-        wire: a :class:`Wire`, or what groups of another ``kind`` want.
-        kind: of the group.
+        wire: a :class:`Wire`, or the wire that groups of another ``kind`` require.
+        priority: groups with a lower value go first.
+        kind: class of the group.
     """
-    if NAME.upper() not in dist.Backend._plugins:
+    if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
-            NAME,
+            BACKEND,
             lambda group, options: options.kind(
                 group.store, group.group_rank, group.group_size, group.timeout, options
             ),
             extended_api=True,
             devices=["cpu"],
         )
-    group = dist.new_group(backend=NAME, pg_options=_Options(wire, priority, kind))
+    group = dist.new_group(backend=BACKEND, pg_options=_GroupOptions(wire, priority, kind))
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,7 +1,8 @@
-"""The emulated network of ``link.py`` in real time: transfers end by themselves, whether or not somebody waits for them.
+"""The emulated network in real time: a transfer completes on its own, even if nobody waits for it.
 
-``link.py`` works out when a transfer ends once it is waited for, which is exact and needs no clock. A timeline needs to see it
-end meanwhile: here a thread is the wire. It takes no CPU but for one short sleep per chunk.
+``network.py`` computes the end of a transfer when somebody waits for it, which is exact and works in virtual time. A
+timeline has to observe the end when it happens. Here a thread emulates the wire; it sleeps once per chunk and uses
+almost no CPU.
 """
 
 from __future__ import annotations
@@ -17,94 +18,96 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.harness.emulation.network import LinkGroup
+from benchmarks.harness.emulation.network import EmulatedGroup
 
 
 @dataclass
-class _Carried:
+class RealtimeTransfer:
     bytes_left: int
     arrived: torch.futures.Future = field(default_factory=torch.futures.Future)
 
 
-class LiveWire:
-    """What connects one rank to all others: carries transfers chunk by chunk, those of higher priority first.
+class RealtimeWire:
+    """The connection of one rank to all others. It carries transfers in chunks, those of higher priority first.
 
     Args:
-        bandwidth: bytes a second.
-        chunk: seconds after which an urgent transfer may go first.
+        bandwidth: bytes per second.
+        chunk: seconds after which an urgent transfer may overtake.
     """
 
     def __init__(self, bandwidth: float, chunk: float = 1e-3):
         self._bandwidth, self._chunk = bandwidth, chunk
-        self._queues: dict[int, deque[_Carried]] = {}
+        self._queues: dict[int, deque[RealtimeTransfer]] = {}
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="wire", daemon=True).start()
 
-    def open(self, priority: int) -> deque[_Carried]:
-        """The queue of one priority; lower goes first."""
+    def open(self, priority: int) -> deque[RealtimeTransfer]:
+        """The queue of one priority; queues with a lower value go first."""
         with self._changed:
             return self._queues.setdefault(priority, deque())
 
-    def carry(self, queue: deque[_Carried], carried: _Carried) -> None:
+    def carry(self, queue: deque[RealtimeTransfer], transfer: RealtimeTransfer) -> None:
+        """Start a transfer."""
         with self._changed:
-            queue.append(carried)
+            queue.append(transfer)
             self._changed.notify()
 
-    def _due(self) -> deque[_Carried] | None:
+    def _next_queue(self) -> deque[RealtimeTransfer] | None:
         return next((queue for _, queue in sorted(self._queues.items()) if queue), None)
 
     def _run(self) -> None:
-        free = (
-            time.monotonic()
-        )  # when the wire has carried the last chunk; a late wake-up is made good by the next ones
+        # When the wire has carried its last chunk. A sleep that takes too long shortens the next ones.
+        free = time.monotonic()
         while True:
             with self._changed:
-                while (queue := self._due()) is None:
+                while (queue := self._next_queue()) is None:
                     self._changed.wait()
                     free = time.monotonic()
-                carried = queue[0]
-            seconds = min(self._chunk, carried.bytes_left / self._bandwidth)
+                transfer = queue[0]
+            seconds = min(self._chunk, transfer.bytes_left / self._bandwidth)
             free += seconds
             time.sleep(max(0.0, free - time.monotonic()))
-            carried.bytes_left -= round(seconds * self._bandwidth)
-            if carried.bytes_left <= 0:
+            transfer.bytes_left -= round(seconds * self._bandwidth)
+            if transfer.bytes_left <= 0:
                 with self._changed:
                     queue.popleft()
-                carried.arrived.set_result(None)
+                transfer.arrived.set_result(None)
 
 
-class _Arrival(dist._Work):
-    def __init__(self, work: Any, carried: _Carried):
+class _RealtimeWork(dist._Work):
+    """Result of ``all_to_all_single(async_op=True)``."""
+
+    def __init__(self, work: Any, transfer: RealtimeTransfer):
         super().__init__()
-        self._work, self._carried = work, carried
+        self._work, self._transfer = work, transfer
 
     @override
     def wait(self, timeout: Any = None) -> bool:
         self._work.wait()
-        self._carried.arrived.wait()
+        self._transfer.arrived.wait()
         return True
 
     @override
     def is_completed(self) -> bool:
-        return self._carried.arrived.done()
+        return self._transfer.arrived.done()
 
     @override
     def get_future(self) -> Any:
-        return self._carried.arrived
+        return self._transfer.arrived
 
 
-class LiveLinkGroup(LinkGroup):
-    """A gloo group whose AllToAlls take the time of a :class:`LiveWire`, from the moment that all ranks have joined."""
+class RealtimeGroup(EmulatedGroup):
+    """A gloo group whose all-to-alls take the time of a :class:`RealtimeWire` from the moment that all ranks have joined."""
 
     @override
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
         size = max(self._off_rank_bytes(input, input_splits), self._off_rank_bytes(output, output_splits))
-        carried = _Carried(max(1, size))
+        transfer = RealtimeTransfer(max(1, size))
         work = self._gloo.alltoall_base(output, input, output_splits, input_splits)
         wire, queue = self._wire, self._queue
-        work.get_future().add_done_callback(lambda _: wire.carry(queue, carried))
-        return _Arrival(work, carried)
+        work.get_future().add_done_callback(lambda _: wire.carry(queue, transfer))
+        return _RealtimeWork(work, transfer)
 
-    all_to_all_single = alltoall_base  # its name in torch 2.13
+    all_to_all_single = alltoall_base  # the name of the method in torch 2.13

@@ -1,7 +1,8 @@
-"""The sides of the exchange benchmark: four ways to train one model on the same batches, and its compute alone.
+"""The variants of the exchange benchmark: four ways to train one model on the same batches, and its compute alone.
 
-Each side is a generator that takes one training step per ``next``. All live in one process and run a few steps at a time in
-turn, so that whatever disturbs the machine disturbs them alike; a side's pipeline stays filled while the others run.
+Each variant is a generator that does one training step per ``next``. All variants live in one process and alternate
+after a few steps, so that disturbances of the machine affect all of them alike. The pipeline of a variant stays filled
+while others run.
 """
 
 from __future__ import annotations
@@ -26,64 +27,65 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 from benchmarks.harness.exchange.machine import Machine
-from benchmarks.harness.workload import FEATURE, Batch, Workload
-from lightning_freescale.embedding.schedule import Schedule
+from benchmarks.harness.variant_names import (
+    COMPUTE_ONLY,
+    DENSE_ONLY,
+    PRIORITIZED,
+    SYNC,
+    TORCHREC_BASE,
+    TORCHREC_SPARSE_DIST,
+)
+from benchmarks.harness.workload import FEATURE, EqualCostWorkload, ExchangeBatch
+from lightning_freescale.embedding.all_to_all import COLLISION, ExchangeGroups
+from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
-from lightning_freescale.embedding.stages import COLLISION, Groups
+from lightning_freescale.embedding.stages import FetchingBatch
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy import staging
+from lightning_freescale.strategy.prepared_batch import PreparedBatch, copy_in_advance
 
-DENSE = "dense alone"
-COMPUTE = "compute alone"
-BASE = "TrainPipelineBase"
-SPARSE_DIST = "TrainPipelineSparseDist"
-SYNC = "freescale_sync"
-PRIORITIZED = "prioritized"
-SIDES = (BASE, SPARSE_DIST, SYNC, PRIORITIZED)
-
-Steps = Generator[Tensor, None, None]  # the loss of each step
+Steps = Generator[Tensor, None, None]  # yields the loss of each step
 
 
-class Model(nn.Module):
-    """One table and the dense part. Returns the loss twice, as TorchRec's pipelines want it: to train on, and to look at."""
+class ExchangeModel(nn.Module):
+    """One table and the dense part. Returns the loss twice, as TorchRec's pipelines require: to train on, and detached."""
 
-    def __init__(self, workload: Workload, dense: nn.Module):
+    def __init__(self, workload: EqualCostWorkload, dense: nn.Module):
         super().__init__()
         table = EmbeddingConfig(
             name="catalogue",
             embedding_dim=workload.dim,
             num_embeddings=workload.rows,
             feature_names=[FEATURE],
-            weight_init_min=-1.0,  # rows that matter to the loss: a wrong one shows
+            weight_init_min=-1.0,  # large rows: a wrong row changes the loss visibly
             weight_init_max=1.0,
         )
         self.embeddings = EmbeddingCollection(tables=[table], device=torch.device("meta"))
         self.dense = dense
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: ExchangeBatch) -> tuple[Tensor, Tensor]:
         loss = self.dense(self.embeddings(batch.features)[FEATURE].values())
         return loss, loss.detach()
 
 
 def build(
-    workload: Workload, machine: Machine, group: dist.ProcessGroup
+    workload: EqualCostWorkload, machine: Machine, group: dist.ProcessGroup
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
-    """The model, its table spread over ``group``, and its dense optimizer: equal on every call."""
+    """The model with its table sharded over ``group``, and its dense optimizer. The weights are equal on every call."""
     torch.manual_seed(1)
-    model = Model(workload, machine.dense(workload.dim))
-    sharded = shard(model, group, machine.device, sharding="row_wise")  # as the strategy has it
+    model = ExchangeModel(workload, machine.dense(workload.dim))
+    sharded = shard(model, group, machine.device, sharding="row_wise")  # as the strategy shards it
     return sharded, machine.optimizer(model.dense.parameters())
 
 
-# ---- the sides ---------------------------------------------------------------------------------------------------------------
-def dense_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
-    """The same dense compute, AllReduce and optimizer, with the rows already local and their gradient left where it is."""
+# ---- the variants ------------------------------------------------------------------------------------------------------------
+def dense_alone(workload: EqualCostWorkload, machine: Machine, batches: Sequence[ExchangeBatch]) -> Steps:
+    """The dense compute, AllReduce and optimizer only. The rows are already on the rank, and their gradient is not sent."""
     rows = torch.randn(workload.ids_per_rank, workload.dim, device=machine.device, requires_grad=True)
     return _alone(workload, machine, batches, lambda batch: rows)
 
 
-def compute_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
-    """All compute of a rank and none of the exchange: as many ids, looked up in a table as large as the rank's own part."""
+def compute_alone(workload: EqualCostWorkload, machine: Machine, batches: Sequence[ExchangeBatch]) -> Steps:
+    """All compute of a rank without the exchange: the same number of ids, looked up in a table as large as the rank's shard."""
     rows, cuda = workload.rows // dist.get_world_size(), machine.device.type == "cuda"
     table = SplitTableBatchedEmbeddingBagsCodegen(
         [
@@ -101,16 +103,21 @@ def compute_alone(workload: Workload, machine: Machine, batches: Sequence[Batch]
     )
     table.init_embedding_weights_uniform(-1.0, 1.0)
 
-    def look_up(batch: Batch) -> Tensor:
+    def look_up(batch: ExchangeBatch) -> Tensor:
         features = batch.to(machine.device, non_blocking=True).features
         return table(features.values() % rows, features.offsets().to(torch.int64))
 
     return _alone(workload, machine, batches, look_up)
 
 
-def _alone(workload: Workload, machine: Machine, batches: Sequence[Batch], rows_of: Callable[[Batch], Tensor]) -> Steps:
+def _alone(
+    workload: EqualCostWorkload,
+    machine: Machine,
+    batches: Sequence[ExchangeBatch],
+    rows_of: Callable[[ExchangeBatch], Tensor],
+) -> Steps:
     torch.manual_seed(1)
-    model = DistributedDataParallel(  # as DistributedModelParallel sets it up for the sides
+    model = DistributedDataParallel(  # with the settings of DistributedModelParallel
         machine.dense(workload.dim), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=25
     )
     optimizer = machine.optimizer(model.parameters())
@@ -128,7 +135,9 @@ def _alone(workload: Workload, machine: Machine, batches: Sequence[Batch], rows_
     return steps()
 
 
-def torchrec_pipeline(kind: Any, workload: Workload, machine: Machine, batches: Sequence[Batch]) -> Steps:
+def torchrec_pipeline(
+    kind: Any, workload: EqualCostWorkload, machine: Machine, batches: Sequence[ExchangeBatch]
+) -> Steps:
     """One of TorchRec's own training pipelines."""
     pipeline = kind(*build(workload, machine, machine.sharding_group()), machine.device)
 
@@ -140,46 +149,48 @@ def torchrec_pipeline(kind: Any, workload: Workload, machine: Machine, batches: 
     return steps()
 
 
-class Freescale:
-    """The strategy's step by hand: its hooks in its order, without Lightning around them.
+class FreeScaleSteps:
+    """The strategy's training step without Lightning: the same hooks in the same order.
 
     Args:
-        prioritize: with the schedule (``prioritize=True``) or without (``freescale_sync``).
-        group: the ranks that share the table.
+        prioritize: with the schedule (``prioritize=True``) or without it (``freescale_sync``).
+        group: the ranks over which the table is sharded.
     """
 
-    def __init__(self, prioritize: bool, workload: Workload, machine: Machine, group: dist.ProcessGroup):
+    def __init__(self, prioritize: bool, workload: EqualCostWorkload, machine: Machine, group: dist.ProcessGroup):
         self._device = machine.device
         self._model, self._optimizer = build(workload, machine, group)
         self._copies = SideStream(machine.device)
-        self.schedule: Schedule | None = None
+        self.schedule: ExchangeSchedule | None = None
         if prioritize:
             modules = {
                 name: module
                 for name, module in self._model.named_modules()
                 if isinstance(module, ShardedEmbeddingCollection)
             }
-            self.schedule = Schedule(
-                modules, Groups(machine.exchange_group("high"), machine.exchange_group("low")), self._copies
+            self.schedule = ExchangeSchedule(
+                modules, ExchangeGroups(machine.exchange_group("high"), machine.exchange_group("low")), self._copies
             )
-        self.prefetched: list[int] = []  # bytes of rows held for the next step, after each step
-        self.collisions: list[float] = []  # share of those rows that had to wait for this step's gradients
+        self.prefetched: list[int] = []  # after each step: bytes of rows that are held for the next one
+        self.collisions: list[float] = []  # after each step: share of those rows that waited for its gradients
 
-    def steps(self, batches: Sequence[Batch]) -> Steps:
-        source, ahead = iter(batches), deque[staging.Staged]()
+    def steps(self, batches: Sequence[ExchangeBatch]) -> Steps:
+        """Train on ``batches``, one step per ``next``."""
+        source, ahead = iter(batches), deque[PreparedBatch]()
         while True:
             for batch in source:
                 ahead.append(self._stage(batch))
-                if len(ahead) == 3:  # this step's batch and the two that the schedule works ahead on
+                if len(ahead) == 3:  # the batch of this step and the two that the schedule prefetches for
                     break
             if not ahead:
                 return
-            yield self._step(ahead.popleft().use(), [staging.peek(staged) for staged in ahead])
+            yield self._step(ahead.popleft().use(), [prepared.batch for prepared in ahead])
 
-    def _stage(self, batch: Batch) -> staging.Staged:
-        return staging.copy_ahead(lambda: batch.to(self._device, non_blocking=True), self._copies)
+    def _stage(self, batch: ExchangeBatch) -> PreparedBatch:
+        moved, copied = copy_in_advance(lambda: batch.to(self._device, non_blocking=True), self._copies)
+        return PreparedBatch(moved, 0, copied=copied)
 
-    def _step(self, batch: Batch, ahead: list[Batch]) -> Tensor:
+    def _step(self, batch: ExchangeBatch, ahead: list[ExchangeBatch]) -> Tensor:
         schedule = self.schedule
         if schedule is not None:
             soon, later = ([part.features for part in ahead[k : k + 1]] for k in (0, 1))
@@ -191,31 +202,33 @@ class Freescale:
         loss.backward()
         if schedule is not None:
             schedule.after_backward()
-            self._watch(schedule)
+            self._record(schedule)
         self._optimizer.step()
         return seen
 
-    def _watch(self, schedule: Schedule) -> None:
-        """Note what is held for the next step, now that all of its rows are on their way."""
-        state = schedule.lanes[0].current
+    def _record(self, schedule: ExchangeSchedule) -> None:
+        """Record what is held for the next step. All of its rows have been requested by now."""
+        state = schedule.modules[0].current
         received = {
             piece: [transfer.received for transfer in transfers]
-            for piece, transfers in (state.incoming if state is not None else {}).items()
+            for piece, transfers in (state.transfers if isinstance(state, FetchingBatch) else {}).items()
         }
         rows = {piece: sum(len(part) for part in parts) for piece, parts in received.items()}
         self.prefetched.append(sum(part.nbytes for parts in received.values() for part in parts))
         self.collisions.append(rows.get(COLLISION, 0) / max(1, sum(rows.values())))
 
 
-def make_sides(workload: Workload, machine: Machine, batches: Sequence[Batch]) -> tuple[dict[str, Steps], Freescale]:
-    """All sides by name, and the prioritized one again to ask it what it saw. A collective."""
-    prioritized = Freescale(True, workload, machine, machine.exchange_group("low"))
-    sides = {
-        DENSE: dense_alone(workload, machine, batches),
-        COMPUTE: compute_alone(workload, machine, batches),
-        BASE: torchrec_pipeline(TrainPipelineBase, workload, machine, batches),
-        SPARSE_DIST: torchrec_pipeline(TrainPipelineSparseDist, workload, machine, batches),
-        SYNC: Freescale(False, workload, machine, machine.sharding_group()).steps(batches),
+def make_variants(
+    workload: EqualCostWorkload, machine: Machine, batches: Sequence[ExchangeBatch]
+) -> tuple[dict[str, Steps], FreeScaleSteps]:
+    """All variants by name, and the prioritized one for its records. A collective."""
+    prioritized = FreeScaleSteps(True, workload, machine, machine.exchange_group("low"))
+    variants = {
+        DENSE_ONLY: dense_alone(workload, machine, batches),
+        COMPUTE_ONLY: compute_alone(workload, machine, batches),
+        TORCHREC_BASE: torchrec_pipeline(TrainPipelineBase, workload, machine, batches),
+        TORCHREC_SPARSE_DIST: torchrec_pipeline(TrainPipelineSparseDist, workload, machine, batches),
+        SYNC: FreeScaleSteps(False, workload, machine, machine.sharding_group()).steps(batches),
         PRIORITIZED: prioritized.steps(batches),
     }
-    return sides, prioritized
+    return variants, prioritized

@@ -1,4 +1,4 @@
-"""What the links between ranks carry with nothing beside them: the exchange's shape, an AllToAll without a part for oneself."""
+"""The bandwidth of each transport when nothing else runs: all-to-alls in which a rank sends nothing to itself."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.gpu_cluster.launcher import HOST, NCCL, TCP, own_host
+from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP, as_separate_host
 
-EXCHANGES = 4  # under way at the same time
+CONCURRENT_EXCHANGES = 4
 
 
-def links(device: torch.device, mebibytes: int = 64) -> dict[str, float]:
-    """GB/s that leave a rank, mean of the ranks, by transport; on CPU by gloo alone. A collective."""
-    usual = gb_per_second(None, device, mebibytes)
+def all_links(device: torch.device, mebibytes: int = 64) -> dict[str, float]:
+    """GB/s that leave a rank, mean over the ranks, for every transport; on the CPU for gloo only. A collective."""
+    default = gb_per_second(None, device, mebibytes)
     if device.type == "cpu":
-        return {"gloo": usual}
-    found = {NCCL: usual}
+        return {"gloo": default}
+    found = {NCCL: default}
     for name in (HOST, TCP):
-        group = hosts_of_their_own(device) if name == TCP else sm_free_group()
+        group = sm_free_tcp_group(device) if name == TCP else sm_free_group()
         found[name] = gb_per_second(group, device, mebibytes)
         dist.destroy_process_group(group)
     return found
 
 
 def gb_per_second(group: Any, device: torch.device, mebibytes: int = 64) -> float:
-    """Of a group; ``None``: of all ranks' own. A collective.
+    """GB/s that leave a rank, mean over the ranks. A collective.
 
     Args:
-        mebibytes: that leave a rank in one exchange.
+        group: process group; ``None`` is the default group.
+        mebibytes: what leaves a rank in one exchange.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    each = (mebibytes << 18) // (world - 1)  # numbers of four bytes
+    each = (mebibytes << 18) // (world - 1)  # float32 values per peer
     splits = [0 if peer == rank else each for peer in range(world)]
     send = torch.zeros(sum(splits), device=device)
     receive = torch.empty_like(send)
@@ -44,13 +45,14 @@ def gb_per_second(group: Any, device: torch.device, mebibytes: int = 64) -> floa
         dist.barrier()
         began = time.perf_counter()
         works = [
-            dist.all_to_all_single(receive, send, splits, splits, group=group, async_op=True) for _ in range(EXCHANGES)
+            dist.all_to_all_single(receive, send, splits, splits, group=group, async_op=True)
+            for _ in range(CONCURRENT_EXCHANGES)
         ]
         for work in works:
             work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return EXCHANGES * send.nbytes / 1e9 / (time.perf_counter() - began)
+        return CONCURRENT_EXCHANGES * send.nbytes / 1e9 / (time.perf_counter() - began)
 
     exchange()  # sets up connections and buffers
     rates: list[Any] = [None] * world
@@ -59,17 +61,19 @@ def gb_per_second(group: Any, device: torch.device, mebibytes: int = 64) -> floa
 
 
 def sm_free_group(options: Any = None) -> Any:
-    """A group of all ranks over the SM-free transport. A collective."""
-    from lightning_freescale.transport import Options  # not at the top: registers the backend
+    """A process group of all ranks over the SM-free transport. A collective."""
+    from lightning_freescale.transport import Options  # imported late: the import registers the backend
 
     options = options or Options(reductions="gloo")
     return dist.new_group(backend="freescale", pg_options=options, timeout=timedelta(seconds=60))
 
 
-def hosts_of_their_own(device: torch.device, options: Any = None) -> Any:
-    """The same between ranks that take each other for hosts. A collective."""
-    with own_host(dist.get_rank()):
+def sm_free_tcp_group(device: torch.device, options: Any = None) -> Any:
+    """As :func:`sm_free_group`, but the ranks treat each other as separate hosts and use TCP. A collective."""
+    with as_separate_host(dist.get_rank()):
         group = sm_free_group(options)
-        everyone = torch.empty(dist.get_world_size(), device=device)
-        dist.all_gather_into_tensor(everyone, everyone[:1].clone(), group=group)  # connects them
+        gathered = torch.empty(dist.get_world_size(), device=device)
+        dist.all_gather_into_tensor(
+            gathered, gathered[:1].clone(), group=group
+        )  # the first collective connects the ranks
     return group

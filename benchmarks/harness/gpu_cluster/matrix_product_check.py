@@ -1,7 +1,8 @@
-"""Whether matrix products are right on this machine: a benchmark of wrong ones measures nothing.
+"""Checks that matrix products are correct on this machine. A benchmark of wrong products would mean nothing.
 
-cuBLAS is not right everywhere. On an H200 (driver 580, CUDA 13.0) it gives clients of MPS that may use 20, 24 or 28 of the 132
-cores wrong bfloat16 products, some of them NaN; with 32 cores they are right. Every share of a GPU is checked before it is used.
+cuBLAS is not correct for every MPS setting. On an H200 (driver 580, CUDA 13.0), MPS clients that may use 20, 24 or 28
+of the 132 SMs get wrong bfloat16 products, some of them NaN. With 32 SMs the products are correct. Benchmarks therefore
+check first.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOLERANCE = 1e-2  # of bfloat16 inputs and outputs, against float32: 2e-3 is usual
+TOLERANCE = 1e-2  # relative error of bfloat16 products against float32; 2e-3 is usual
 
 
 def check_products(device: torch.device, rank: int, width: int = 128, rows: int = 100_003) -> None:
-    """Raise if products of the shapes that a layer of ``width`` has, forward and backward, are wrong."""
+    """Raise ``RuntimeError`` if a product with the shapes of a layer's forward or backward is wrong.
+
+    Args:
+        width: width of the layer.
+        rows: number of events.
+    """
     rng = torch.Generator(device).manual_seed(rank)
 
     def draw(*shape: int) -> Tensor:
@@ -29,10 +35,11 @@ def check_products(device: torch.device, rank: int, width: int = 128, rows: int 
         compare(name, left @ right, left.float() @ right.float(), rank)
 
 
-def compare(name: str, product: Tensor, right: Tensor, rank: int) -> None:
-    error = float((product.float() - right).norm() / right.norm())
-    if not error <= TOLERANCE:  # NaN, too
+def compare(name: str, product: Tensor, reference: Tensor, rank: int) -> None:
+    """Raise ``RuntimeError`` if ``product`` is not close to ``reference``."""
+    error = float((product.float() - reference).norm() / reference.norm())
+    if not error <= TOLERANCE:  # also true for NaN
         raise RuntimeError(
-            f"rank {rank}: matrix products are wrong here ({name}, {list(product.shape)}: off by {error:.1e}, at most "
-            f"{TOLERANCE:.0e} is right). Under MPS cuBLAS needs a share of cores that it can deal with: try another --share"
+            f"rank {rank}: a matrix product is wrong on this machine ({name}, {list(product.shape)}: relative error {error:.1e}, "
+            f"allowed {TOLERANCE:.0e}). cuBLAS does not support every share of SMs under MPS: try another --share"
         )

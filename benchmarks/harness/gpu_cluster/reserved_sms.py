@@ -1,8 +1,9 @@
-"""Cores of a rank's own, where ranks share one GPU.
+"""Reserves SMs of a shared GPU for each rank.
 
-MPS limits how many of the GPU's cores (streaming multiprocessors) a process uses, but not which: kernels of several ranks meet on
-one core, and the same batch takes longer in one step than in another. Ranks of a cluster do not meet. With ``own_cores.c``, which
-is built here and loaded before the CUDA runtime, all streams of a rank have the same cores, and no other rank has those.
+MPS limits how many SMs a process uses, but not which ones. Kernels of several ranks then share SMs, and the same batch
+takes longer in one step than in another. Ranks of a real cluster do not share SMs. ``reserved_sms.c`` is compiled here
+and loaded before the CUDA runtime. With it, all streams of a rank except the default stream use the same SMs, and no
+other rank uses those.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a launcher has no use for it
+if TYPE_CHECKING:  # the launcher does not need torch
     import torch
 
-PART = "OWN_CORES"  # PART/PARTS, in the environment of a rank
+PART = "RESERVED_SMS"  # environment variable of a rank, PART/PARTS: "1/4" is the second of four equal parts
 
 
 @contextmanager
-def library() -> Iterator[Path]:
-    """Build what a rank must have in ``LD_PRELOAD``."""
+def build_library() -> Iterator[Path]:
+    """Compile the library that a rank must have in ``LD_PRELOAD``. It exists for the duration of the block."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError(
-            "no C compiler for cores of the ranks' own: install one, or limit their number alone (--share)"
+            "no C compiler was found, and reserving SMs for each rank needs one: install a compiler, or only limit the number of "
+            "SMs (--share)"
         )
-    with tempfile.TemporaryDirectory(prefix="own-cores-") as folder:
-        built = Path(folder) / "own_cores.so"
+    with tempfile.TemporaryDirectory(prefix="reserved-sms-") as folder:
+        built = Path(folder) / "reserved_sms.so"
         source = Path(__file__).with_name("reserved_sms.c")
         subprocess.run(
             [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True
@@ -41,9 +43,9 @@ def library() -> Iterator[Path]:
 
 
 def use(device: torch.device) -> None:
-    """Let this thread's work on ``device`` run on the rank's own cores, if it was started with some.
+    """Make this thread's work on ``device`` run on the reserved SMs, if the rank has any.
 
-    The default stream has all cores. Call this before anything is queued.
+    The default stream uses all SMs, so this switches to another stream. Call it before any work is launched.
     """
     if device.type == "cuda" and PART in os.environ:
         import torch
@@ -52,7 +54,7 @@ def use(device: torch.device) -> None:
 
 
 def describe() -> str:
-    """What a rank has of the GPU, in words."""
+    """Which part of the GPU a rank uses, for the description of the machine."""
     if PART in os.environ:
-        return f"{ctypes.CDLL(None).own_cores()} cores of its own a rank"
-    return f"{os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')} % of its cores a rank"
+        return f"{ctypes.CDLL(None).reserved_sms()} SMs reserved per rank"
+    return f"at most {os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')}% of the SMs per rank, not reserved"

@@ -1,16 +1,18 @@
-"""From the marks of all ranks to the figures of the end-to-end benchmark: pure.
+"""From the time stamps of all ranks to the figures of the end-to-end benchmark. Pure functions.
 
-Bubble of a side: its step time less the mean dense compute time of the ranks, measured alone. Its parts, in milliseconds a step:
+The bubble of a variant is its step time minus the mean dense compute time of the ranks, which is measured alone. Its
+parts, in milliseconds per step:
 
-    straggler           what ranks wait for the slowest one's compute, mean of the ranks
-    exposed embedding   from the batch to its rows, between forward and backward, from the rows' gradient to the end of the graph,
-                        and from the reduced dense gradients to the optimizer: where ids, rows and gradients are waited for
+    straggler           wait of the ranks for the slowest rank's compute, mean over the ranks
+    exposed embedding   wait for ids, rows and gradients: from the batch to its rows, between forward and backward, from the
+                        gradient of the rows to the end of the graph, and from the reduced dense gradients to the optimizer
     exposed dense       from the end of the graph to the reduced dense gradients
     input               between steps: the training loop and the wait for a batch
-    slower compute      what the mean compute of the ranks takes longer than alone, beside transfers
-    other               the rest: the optimizer, what the ranks do not do at the same time
+    slower compute      how much longer the compute takes, mean over the ranks, than alone: it runs beside transfers
+    other               everything else: the optimizer, and time that the ranks do not spend simultaneously
 
-A wait counts as that of the rank that waits least: the others wait for that rank's compute, too, which is straggling.
+A wait is that of the rank that waits least. The others additionally wait for that rank's compute, which counts as
+straggler.
 """
 
 from __future__ import annotations
@@ -22,44 +24,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The moments of a step. The batch is there; its rows have arrived; the loss is known; its backward begins; the rows' gradient is
-# known; all gradients are through the graph, those of the tables included; the dense ones are reduced; the optimizer begins; the
-# step is over.
-MARKS = ("batch", "arrived", "forward", "begun", "gradient", "graph", "backward", "optimizer", "end")
+from benchmarks.harness.variant_names import ALL, DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
-DENSE = "dense alone"
-BASE = "TrainPipelineBase"
-SPARSE_DIST = "TrainPipelineSparseDist"
-SYNC = "freescale_sync"
-BALANCE = "+ balance"
-PRIORITIZE = "+ prioritize"
-SM_FREE = "+ SM-free"
-OVER_NCCL = "all over NCCL"
-OVER_TCP = "all over TCP"
-ALL = "all"
-SIDES = (DENSE, BASE, SPARSE_DIST, SYNC, BALANCE, PRIORITIZE, SM_FREE, OVER_NCCL, OVER_TCP, ALL)
-DEFAULT = "freescale"  # with the settings it has by itself; see cannot_help.py
-
-COOL = 4  # last steps of a side, for which there is less and less to work ahead on: not counted
-GOAL = 0.903  # of TorchRec's bubble gone
+# The points of a step at which time stamps are taken.
+POINTS = (
+    "batch",  # the batch is available
+    "arrived",  # its embedding rows have arrived
+    "forward",  # the loss is computed
+    "begun",  # backward begins
+    "gradient",  # the gradient of the rows is computed
+    "graph",  # all gradients are through the autograd graph, including those of the tables
+    "backward",  # the dense gradients are reduced over the ranks
+    "optimizer",  # the optimizer begins
+    "end",  # the step is over
+)
 PARTS = ("straggler", "exposed embedding", "exposed dense", "input", "slower compute", "other")
-# Without balancing all losses are equal bit for bit on CPU. Balancing adds up the same terms in another order; on CUDA atomics
-# and bfloat16 weight gradients do as well, and the steps carry it on.
+LAST_UNCOUNTED = 4  # last steps of a variant, which do not count: there are fewer batches left to prefetch
+GOAL = 0.903  # share of TorchRec's bubble that is removed
+# Largest relative difference of the losses. Without balancing they are equal bit for bit on the CPU. Balancing changes the order
+# of sums. So do atomic operations and bfloat16 weight gradients on CUDA, and later steps build on these differences.
 TOLERANCE = {"cpu": 1e-5, "cuda": 5e-3}
 
 Figures = dict[str, Any]
 
 
 def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
-    """Times of a side from its marks, in milliseconds.
+    """Times of a variant from its time stamps, in milliseconds.
 
     Args:
-        seconds: ``[ranks, steps, len(MARKS)]``, each rank on its own clock.
-        counted: steps that count; not the first, whose beginning is not known.
+        seconds: ``[ranks, steps, len(POINTS)]``, each rank on its own clock.
+        counted: steps that count; not the first step, because its start is unknown.
     """
     ms = 1e3 * seconds
-    column = {name: ms[:, counted, index] for index, name in enumerate(MARKS)}
-    began = ms[:, counted.start - 1 : counted.stop - 1, MARKS.index("end")]
+    column = {name: ms[:, counted, index] for index, name in enumerate(POINTS)}
+    began = ms[:, counted.start - 1 : counted.stop - 1, POINTS.index("end")]
     steps = (column["end"] - began).max(axis=0)
     compute = column["forward"] - column["arrived"] + column["gradient"] - column["begun"]
 
@@ -89,60 +87,58 @@ def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
 
 
 def global_losses(losses: NDArray[np.float64], predicted: NDArray[np.float64]) -> list[float]:
-    """Mean over the predicted positions of all ranks, by step; both ``[ranks, steps]``."""
+    """Mean loss per step over the predicted positions of all ranks; both arguments are ``[ranks, steps]``."""
     return ((losses * predicted).sum(axis=0) / predicted.sum(axis=0)).tolist()
 
 
 def summarise(figures: Figures) -> Figures:
-    """Add what follows from the measured sides: bubbles, their parts, what is gone of the baselines', equal losses."""
-    sides = figures["sides"]
-    trained = {name: side for name, side in sides.items() if name != DENSE}
-    if DENSE in sides:
-        alone = sides[DENSE]
+    """Add to the measured figures: bubbles, their parts, removed shares of the baselines' bubbles, equality of the losses."""
+    variants = figures["sides"]
+    trained = {name: variant for name, variant in variants.items() if name != DENSE_ONLY}
+    if DENSE_ONLY in variants:
+        alone = variants[DENSE_ONLY]
         figures["dense_ms"] = statistics.mean(alone["rank_ms"])
-        for side in trained.values():
-            side["bubble_ms"] = side["step_ms"]["mean"] - figures["dense_ms"]
-            parts = side["parts_ms"]
-            parts["slower compute"] = side["compute_ms"] - alone["compute_ms"]
-            parts["other"] = side["bubble_ms"] - sum(parts[name] for name in PARTS if name != "other")
-    for side in trained.values():
-        _rates(side, figures["global_batch"])
-        side["gone"] = {
-            name: 1 - side["bubble_ms"] / sides[name]["bubble_ms"]
-            for name in (BASE, SPARSE_DIST)
-            if sides.get(name, {}).get("bubble_ms", 0.0) > 0
+        for variant in trained.values():
+            variant["bubble_ms"] = variant["step_ms"]["mean"] - figures["dense_ms"]
+            parts = variant["parts_ms"]
+            parts["slower compute"] = variant["compute_ms"] - alone["compute_ms"]
+            parts["other"] = variant["bubble_ms"] - sum(parts[name] for name in PARTS if name != "other")
+    for variant in trained.values():
+        variant["samples_per_second"] = figures["global_batch"] / variant["step_ms"]["mean"] * 1e3
+        variant["straggler_percent"] = 100 * variant["parts_ms"]["straggler"] / variant["step_ms"]["mean"]
+        variant["gone"] = {
+            name: 1 - variant["bubble_ms"] / variants[name]["bubble_ms"]
+            for name in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)
+            if variants.get(name, {}).get("bubble_ms", 0.0) > 0
         }
-    if (apart := repeatability(sides)) is not None:
+    if (apart := repeatability(variants)) is not None:
         figures["same_batch_apart"] = apart
     if trained:
         figures["losses"] = compare_losses(
-            {name: side["losses"] for name, side in trained.items()}, figures["parameters"]["device"]
+            {name: variant["losses"] for name, variant in trained.items()}, figures["parameters"]["device"]
         )
-    if gone := sides.get(ALL, {}).get("gone"):
-        figures["goal"] = {"gone": GOAL, "reached": min(gone.values())}
+    if removed := variants.get(ALL, {}).get("gone"):
+        figures["goal"] = {"gone": GOAL, "reached": min(removed.values())}
     return figures
 
 
-def repeatability(sides: Mapping[str, Figures]) -> float | None:
-    """How far apart the compute of one and the same batch is on sides that leave it on its rank: standard deviation, relative.
+def repeatability(variants: Mapping[str, Figures]) -> float | None:
+    """Relative standard deviation of the compute time of the same batch over variants that do not move samples.
 
-    Every side computes alike, so this is the machine's doing, where ranks share one GPU above all.
+    All variants compute the same, so this is the noise of the machine, mainly of a GPU that several ranks share. ``None`` if
+    fewer than two such variants were measured.
     """
-    same = [sides[name]["compute_rank_ms"] for name in (DENSE, BASE, SPARSE_DIST) if name in sides]
+    names = (DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST)
+    same = [variants[name]["compute_rank_ms"] for name in names if name in variants]
     if len(same) < 2:
         return None
-    times = np.array(same)  # [sides, ranks, steps]
-    times /= times.mean(axis=(1, 2), keepdims=True)  # beside transfers all batches are slower alike
+    times = np.array(same)  # [variants, ranks, steps]
+    times /= times.mean(axis=(1, 2), keepdims=True)  # beside transfers all batches are slower by the same factor
     return float(np.sqrt(times.var(axis=0, ddof=1).mean()))
 
 
-def _rates(side: Figures, samples: int) -> None:
-    side["samples_per_second"] = samples / side["step_ms"]["mean"] * 1e3
-    side["straggler_percent"] = 100 * side["parts_ms"]["straggler"] / side["step_ms"]["mean"]
-
-
 def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figures:
-    """How far each side's losses are from the first one's, relative, at most over all steps."""
+    """The largest relative difference of each variant's losses from those of the first variant."""
     reference = np.array(next(iter(curves.values())))
     apart = {name: float(np.abs(np.array(curve) / reference - 1).max()) for name, curve in curves.items()}
     tolerance = TOLERANCE[device]
@@ -153,84 +149,3 @@ def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figure
         "tolerance": tolerance,
         "equal": max(apart.values()) <= tolerance,
     }
-
-
-# ---- as text -----------------------------------------------------------------------------------------------------------------
-def describe(figures: Figures) -> str:
-    """The figures as tables."""
-    lines = [_title(figures), ""]
-    rows = [["", "ms/step", "median", "spread", "samples/s", "straggler", "bubble", "GiB", "last loss"]]
-    for name, side in figures["sides"].items():
-        if "samples_per_second" not in side:
-            continue
-        step = side["step_ms"]
-        rows.append(
-            [
-                name,
-                *(f"{step[key]:.1f}" for key in ("mean", "median", "spread")),
-                f"{side['samples_per_second']:.0f}",
-                f"{side['straggler_percent']:.1f} %",
-                _number(side.get("bubble_ms")),
-                f"{side['peak_bytes'] / 2**30:.1f}" if side["peak_bytes"] else "-",
-                f"{side['losses'][-1]:.5f}",
-            ]
-        )
-    lines += _table(rows)
-    if "dense_ms" in figures:
-        each = ", ".join(f"{value:.1f}" for value in figures["sides"][DENSE]["rank_ms"])
-        lines += ["", f"dense compute alone: {figures['dense_ms']:.1f} ms a step, mean of the ranks ({each})"]
-        if "same_batch_apart" in figures:
-            lines.append(f"compute of one and the same batch, from side to side: +-{figures['same_batch_apart']:.2%}")
-        lines += ["", "Where the bubble is, ms a step, and what is gone of TorchRec's:"]
-        gone = list(dict.fromkeys(key for side in figures["sides"].values() for key in side.get("gone", ())))
-        rows = [["", *PARTS, "bubble", *(f"of {key}" for key in gone)]]
-        for name, side in figures["sides"].items():
-            if "bubble_ms" in side:
-                shares = [f"{side['gone'][key]:.1%}" if key in side["gone"] else "-" for key in gone]
-                parts = [_number(side["parts_ms"].get(part)) for part in PARTS]
-                rows.append([name, *parts, f"{side['bubble_ms']:.1f}", *shares])
-        lines += _table(rows)
-    lines.append("")
-    notes = {name: side["notes"]["verdict"] for name, side in figures["sides"].items() if "verdict" in side["notes"]}
-    lines += [f"{name}: {verdict}" for name, verdict in notes.items()]
-    lines += [f"{name}: FAILED, {reason}" for name, reason in figures["failed"].items()]
-    return "\n".join(lines + _verdicts(figures))
-
-
-def _title(figures: Figures) -> str:
-    shape = figures["workload"] | figures["model"] | figures["versions"]
-    return (
-        f"{figures['title']}, {figures['parameters']['ranks']} ranks, {figures['machine']}\n"
-        f"{', '.join(f'{name} {value}' for name, value in shape.items())}\n"
-        f"collisions met {figures['collisions']:.1%}; {figures['counted']} steps of {figures['steps']} count"
-    )
-
-
-def _verdicts(figures: Figures) -> list[str]:
-    lines = []
-    if "losses" in figures:
-        losses = figures["losses"]
-        lines.append(
-            f"losses over {figures['steps']} steps, {losses['first']:.4g} to {losses['last']:.4g}: "
-            f"{'equal' if losses['equal'] else 'DIFFERENT'}, apart by at most {max(losses['apart'].values()):.1e} "
-            f"(tolerance {losses['tolerance']:.0e})"
-        )
-    goal = figures.get("goal", {})
-    if "gone" in goal:
-        met = "reached" if goal["reached"] >= goal["gone"] else "missed"
-        lines.append(f"goal, {goal['gone']:.1%} of TorchRec's bubble gone with all on: {met}, {goal['reached']:.1%}")
-    return lines
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]

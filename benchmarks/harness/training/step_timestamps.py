@@ -1,6 +1,7 @@
-"""Moments of a training step in the time of a rank's compute engine: the same ones whoever trains, read when all is done.
+"""Time stamps inside a training step, at the same points for every variant, read after the training.
 
-A mark is an event on the compute stream of a GPU, a reading of the clock on a CPU. Nobody waits for it.
+On a GPU a time stamp is an event on the compute stream, on a CPU the time of the host. Taking one does not block the
+host.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.harness.training.bubble import MARKS
+from benchmarks.harness.training.bubble import POINTS
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
 from lightning_freescale.models import HSTU
 
 
-class Trace:
-    """A profiler's trace of some steps, for Perfetto. Those steps take longer.
+class ProfilerTrace:
+    """Writes a trace of a few steps for Perfetto. The traced steps take longer.
 
     Args:
-        path: of the trace, JSON.
-        first, last: steps.
+        path: JSON file to write.
+        first: number of the first traced step.
+        last: number of the last traced step.
     """
 
     def __init__(self, path: Path, first: int, last: int):
         self._path, self._first, self._last = path, first, last
         self._profile: Any = None
 
-    def ended(self, step: int) -> None:
+    def step_ended(self, step: int) -> None:
+        """Start or stop the profiler after this step, if it is time to."""
         if step == self._first - 1:
             self._profile = torch.profiler.profile()
             self._profile.start()
@@ -45,46 +48,46 @@ class Trace:
             self._profile.export_chrome_trace(str(self._path))
 
 
-class Marks:
-    """The moments of all steps of one training on this rank, and what the training saw.
+class StepTimestamps:
+    """Time stamps of all steps of one training on this rank, and the losses of the training.
 
     Args:
-        trace: takes a trace of some of them.
+        trace: writes a trace of some of the steps.
 
     Attributes:
-        losses: of each step, the mean over this rank's predicted positions.
-        predicted: their number.
-        late: of each step but the first, whether the host came to it after the device was through with the one before.
+        losses: per step, the mean over this rank's predicted positions.
+        predicted: per step, the number of these positions.
+        late: per step except the first, whether the device had finished the previous step before the host started this one.
     """
 
-    def __init__(self, device: torch.device, trace: Trace | None = None):
+    def __init__(self, device: torch.device, trace: ProfilerTrace | None = None):
         self._device, self._trace = device, trace
         self._steps: list[dict[str, Any]] = [{}]
         self.losses: list[Tensor] = []
         self.predicted: list[Tensor] = []
         self.late: list[bool] = []
 
-    def mark(self, name: str) -> None:
-        """Now, in the step under way; ``"end"`` begins the next one."""
-        if name == "batch" and len(self._steps) > 1:
+    def take(self, point: str) -> None:
+        """Take the time stamp of one of ``bubble.POINTS`` in the current step; ``"end"`` starts the next step."""
+        if point == "batch" and len(self._steps) > 1:
             ended = self._steps[-2]["end"]
             self.late.append(isinstance(ended, float) or ended.query())
-        self._steps[-1][name] = self._now()
-        if name == "end":
+        self._steps[-1][point] = self._now()
+        if point == "end":
             if self._trace is not None:
-                self._trace.ended(len(self._steps) - 1)
+                self._trace.step_ended(len(self._steps) - 1)
             self._steps.append({})
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()  # on the current stream: inside backward, the one that autograd has chosen
+        event.record()  # on the current stream; inside backward that is the stream of autograd
         return event
 
     def seconds(self) -> NDArray[np.float64]:
-        """``[steps, len(MARKS)]`` since the first mark. Waits for the device."""
-        steps = [[step[name] for name in MARKS] for step in self._steps if "end" in step]
+        """``[steps, len(POINTS)]`` seconds since the first time stamp. Waits for the device."""
+        steps = [[step[name] for name in POINTS] for step in self._steps if "end" in step]
         if self._device.type != "cuda":
             return np.array(steps) - steps[0][0]
         torch.cuda.synchronize(self._device)
@@ -92,50 +95,51 @@ class Marks:
         return np.array([[first.elapsed_time(event) / 1e3 for event in step] for step in steps])
 
 
-class MarkedHSTU(HSTU):
-    """Marks what happens between the arrival of the rows and the end of the graph; keeps the losses."""
+class TimestampedHSTU(HSTU):
+    """Takes the time stamps between the arrival of the rows and the end of the autograd graph, and keeps the losses."""
 
-    marks: Marks
+    timestamps: StepTimestamps
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
-        marks, rows = self.marks, embedded[HISTORY].values()
-        marks.mark("arrived")
+        timestamps, rows = self.timestamps, embedded[HISTORY].values()
+        timestamps.take("arrived")
         loss = super().loss(embedded, batch)
-        marks.losses.append(loss.detach())
-        marks.predicted.append(self.num_predicted(batch))
+        timestamps.losses.append(loss.detach())
+        timestamps.predicted.append(self.num_predicted(batch))
 
         def backward_begins(_: Tensor) -> None:
-            marks.mark("begun")
-            # Before DDP queues its own callback, which waits for the reduced gradients: callbacks run in this order.
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: marks.mark("graph"))  # type: ignore[attr-defined]
+            timestamps.take("begun")
+            # Callbacks run in the order in which they are queued. This one comes before the callback of DDP, which waits for
+            # the reduced gradients.
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: timestamps.take("graph"))  # type: ignore[attr-defined]
 
-        rows.register_hook(lambda _: marks.mark("gradient"))
+        rows.register_hook(lambda _: timestamps.take("gradient"))
         loss.register_hook(backward_begins)
-        marks.mark("forward")
+        timestamps.take("forward")
         return loss
 
 
-class Marker(pl.Callback):
-    """Marks the steps of a Trainer.
+class TimestampCallback(pl.Callback):
+    """Takes the time stamps at the start and end of a Trainer's steps.
 
     Attributes:
         prioritized: modules whose exchange was prioritized in the last step.
     """
 
-    def __init__(self, marks: Marks):
-        self.marks = marks
+    def __init__(self, timestamps: StepTimestamps):
+        self.timestamps = timestamps
         self.prioritized: list[str] = []
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.marks.mark("batch")
+        self.timestamps.take("batch")
 
     def on_after_backward(self, trainer: Any, *_: Any) -> None:
-        self.marks.mark("backward")
+        self.timestamps.take("backward")
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        self.marks.mark("optimizer")
+        self.timestamps.take("optimizer")
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.marks.mark("end")
+        self.timestamps.take("end")
         schedule = trainer.strategy.schedule
         self.prioritized = [] if schedule is None else schedule.prioritized

@@ -1,7 +1,8 @@
-"""The sides of the end-to-end benchmark: one HSTU trained on the same global batches by TorchRec's pipelines, by a Lightning
-Trainer with the strategy, and its dense compute alone.
+"""The variants of the end-to-end benchmark: one HSTU trained on the same global batches in several ways.
 
-A side is built, trained and freed before the next: the table and the activations of one are all that is in memory.
+TorchRec's pipelines train it, a Lightning Trainer with the strategy trains it, and its dense part runs alone. Each
+variant is built, trained and freed before the next one, so that memory holds the table and the activations of one
+variant only.
 """
 
 from __future__ import annotations
@@ -22,93 +23,99 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 import lightning_freescale as fs
-from benchmarks.harness.gpu_cluster.launcher import own_host
+from benchmarks.harness.gpu_cluster.transports import as_separate_host
 from benchmarks.harness.lightning_trainer import plain_trainer
-from benchmarks.harness.training.bubble import (
+from benchmarks.harness.training.step_timestamps import (
+    ProfilerTrace,
+    StepTimestamps,
+    TimestampCallback,
+    TimestampedHSTU,
+)
+from benchmarks.harness.variant_names import (
     ALL,
+    ALL_OVER_NCCL,
+    ALL_OVER_TCP,
     BALANCE,
-    BASE,
-    DEFAULT,
-    DENSE,
-    OVER_NCCL,
-    OVER_TCP,
+    DENSE_ONLY,
+    FREESCALE,
     PRIORITIZE,
     SM_FREE,
-    SPARSE_DIST,
     SYNC,
+    TORCHREC_BASE,
+    TORCHREC_SPARSE_DIST,
 )
-from benchmarks.harness.training.step_timestamps import MarkedHSTU, Marker, Marks, Trace
-from benchmarks.harness.workload import LongTail
+from benchmarks.harness.workload import LongTailWorkload
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.embedding.shard import shard
 
-PIPELINES = {BASE: TrainPipelineBase, SPARSE_DIST: TrainPipelineSparseDist}
+PIPELINES = {TORCHREC_BASE: TrainPipelineBase, TORCHREC_SPARSE_DIST: TrainPipelineSparseDist}
 _OFF: dict[str, Any] = {"balance": "off", "prioritize": False}
 _ON: dict[str, Any] = {"balance": "fixed", "prioritize": True}
-# NCCL is what "auto" takes between nodes; what moves by copy engines must be asked for there.
+# Options of the strategy. "auto" chooses NCCL between nodes, so the SM-free transport has to be requested.
 STRATEGIES: dict[str, dict[str, Any]] = {
     SYNC: _OFF,
     BALANCE: _OFF | {"balance": "fixed"},
     PRIORITIZE: _OFF | {"prioritize": True},
     SM_FREE: _OFF | {"transport": "host"},
-    OVER_NCCL: _ON,
-    OVER_TCP: _ON | {"transport": "host"},
+    ALL_OVER_NCCL: _ON,
+    ALL_OVER_TCP: _ON | {"transport": "host"},
     ALL: _ON | {"transport": "host"},
-    DEFAULT: {},
+    FREESCALE: {},
 }
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What to train, and for how long."""
 
     device: torch.device
     rank: int
     ranks: int
-    workload: LongTail
+    workload: LongTailWorkload
     model: dict[str, Any]  # arguments of HSTU
     steps: int
-    timeout: float  # seconds that a rank waits for another
-    traces: Path | None = None  # folder for traces of rank 0, of some steps of each side
-    options: dict[str, Any] = field(default_factory=dict)  # more of the strategy's, where all techniques are on
+    timeout: float  # longest wait of a rank for another, seconds
+    traces: Path | None = None  # folder for profiler traces of rank 0
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the strategy for the variant "all"
 
-    def marks(self, side: str) -> Marks:
-        """For one training; takes a trace of three of its last steps, if traces are wanted."""
+    def timestamps(self, variant: str) -> StepTimestamps:
+        """Time stamps for one training. With ``traces``, three of its last steps are also traced."""
         trace = None
         if self.traces is not None and self.rank == 0:
             last = self.steps - 5
-            trace = Trace(self.traces / f"{side.replace(' ', '_')}.json", max(1, last - 2), last)
-        return Marks(self.device, trace)
+            trace = ProfilerTrace(self.traces / f"{variant.replace(' ', '_')}.json", max(1, last - 2), last)
+        return StepTimestamps(self.device, trace)
 
-    def hstu(self, marks: Marks) -> MarkedHSTU:
-        """The model, equal on every call and rank; its table is drawn where it is sharded."""
+    def hstu(self, timestamps: StepTimestamps) -> TimestampedHSTU:
+        """The model, equal on every call and rank. Its table is initialised when it is sharded."""
         pl.seed_everything(self.workload.seed, verbose=False)
-        model = MarkedHSTU(self.workload.rows, max_history=self.workload.longest, meta_tables=True, **self.model)
-        model.marks = marks
+        model = TimestampedHSTU(self.workload.rows, max_history=self.workload.longest, meta_tables=True, **self.model)
+        model.timestamps = timestamps
         return model
 
     def autocast(self) -> torch.autocast:
-        """As Lightning's ``bf16-mixed`` has it; nothing on CPU."""
+        """The autocast of Lightning's ``bf16-mixed``; disabled on a CPU."""
         return torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda", cache_enabled=False)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 @dataclass
-class Trained:
-    """What a side shows on this rank."""
+class TrainedVariant:
+    """What one training measured on this rank."""
 
-    marks: Marks
-    peak_bytes: int = 0  # of device memory, beyond what was allocated before
+    timestamps: StepTimestamps
+    peak_bytes: int = 0  # device memory beyond what was allocated before
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-class Batches:
-    """This rank's batches of all steps, in page-locked memory where there is a GPU; a loader would have done that."""
+class JobBatches:
+    """This rank's batches of all steps; in pinned memory if there is a GPU, as a data loader would have left them."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: TrainingJob):
         workload = job.workload
         self._batches = [workload.batch(job.rank, step, job.ranks) for step in range(job.steps)]
         if job.device.type == "cuda":
@@ -120,22 +127,23 @@ class Batches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[SeqBatch]:
-        for batch in self._batches:  # a new object on every pass: jagged tensors keep what they have worked out
+        for batch in self._batches:  # new objects on every pass: jagged tensors cache what they compute
             features = batch.features
             again = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths())
-            again.offset_per_key()  # on the host, where it is free: on a GPU, every side would wait for it
+            again.offset_per_key()  # computed on the host: on a GPU every variant would have to synchronize
             yield SeqBatch(again, batch.timestamps)
 
     def scaled(self) -> Iterator[ScaledBatch]:
+        """The batches with the factors of their losses, for TorchRec's pipelines."""
         for batch, scale in zip(self, self.scales, strict=True):
             yield ScaledBatch(batch.features, batch.timestamps, scale=scale)
 
 
 @dataclass
 class ScaledBatch(SeqBatch):
-    """With the factor of this rank's loss that makes the mean over ranks the mean over the global batch.
+    """A batch with a factor for this rank's loss, which makes the mean over the ranks the mean over the global batch.
 
-    The strategy weights losses itself; a TorchRec user whose ranks have unequal batches writes this.
+    The strategy weights the losses itself. A TorchRec user whose ranks have batches of unequal size has to write this.
     """
 
     scale: float = 1.0
@@ -144,38 +152,38 @@ class ScaledBatch(SeqBatch):
         return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
-def train(name: str, job: Job, batches: Batches, callbacks: Sequence[pl.Callback] = ()) -> Trained:
-    """Train one side and free it. A collective.
+def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[pl.Callback] = ()) -> TrainedVariant:
+    """Train one variant and free it. A collective.
 
     Args:
-        callbacks: of the Trainer, where there is one; they come before the marks.
+        callbacks: callbacks of the Trainer, for the variants that have one. They run before the time stamps are taken.
     """
     gc.collect()
-    job.settle()
+    job.synchronize()
     before = 0
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(job.device)
         before = torch.cuda.memory_allocated(job.device)
     dist.barrier()
-    if name == DENSE:
-        trained = dense_alone(job, batches, job.marks(name))
+    if name == DENSE_ONLY:
+        trained = dense_alone(job, batches, job.timestamps(name))
     elif name in PIPELINES:
-        trained = torchrec_pipeline(PIPELINES[name], job, batches, job.marks(name))
+        trained = torchrec_pipeline(PIPELINES[name], job, batches, job.timestamps(name))
     else:
         options = STRATEGIES[name] | (job.options if name == ALL else {})
-        with own_host(job.rank) if name == OVER_TCP else nullcontext():
-            trained = freescale(options, job, batches, job.marks(name), callbacks)
-    job.settle()
+        with as_separate_host(job.rank) if name == ALL_OVER_TCP else nullcontext():
+            trained = freescale(options, job, batches, job.timestamps(name), callbacks)
+    job.synchronize()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before
     return trained
 
 
-# ---- the sides ---------------------------------------------------------------------------------------------------------------
-def dense_alone(job: Job, batches: Batches, marks: Marks) -> Trained:
-    """The dense compute of every rank's own batches with the rows already local: no exchange of any kind."""
-    model = job.hstu(marks)
+# ---- the variants ------------------------------------------------------------------------------------------------------------
+def dense_alone(job: TrainingJob, batches: JobBatches, timestamps: StepTimestamps) -> TrainedVariant:
+    """The dense compute of this rank's batches. The rows are already on the rank; nothing is exchanged."""
+    model = job.hstu(timestamps)
     del model.embedding
     model.to(job.device)
     optimizer = model.configure_optimizers()
@@ -186,23 +194,23 @@ def dense_alone(job: Job, batches: Batches, marks: Marks) -> Trained:
             lengths, count = on_device.features[key].lengths(), batch.features[key].values().numel()
             rows = torch.randn(count, model.hparams["embedding_dim"], device=job.device, requires_grad=True)
             embedded[key] = JaggedTensor(rows, lengths=lengths)
-        marks.mark("batch")
+        timestamps.take("batch")
         with job.autocast():
             loss = model.loss(embedded, on_device)
         optimizer.zero_grad()
         loss.backward()
-        marks.mark("backward")
-        marks.mark("optimizer")
+        timestamps.take("backward")
+        timestamps.take("optimizer")
         optimizer.step()
-        marks.mark("end")
-        del embedded, loss  # not beside those of the next step
-    return Trained(marks)
+        timestamps.take("end")
+        del embedded, loss  # so that they are freed before the next step
+    return TrainedVariant(timestamps)
 
 
-class _Dense(nn.Module):
-    """All of HSTU but the table. A module of its own, so that TorchRec's tracer does not look inside."""
+class _DenseHSTU(nn.Module):
+    """HSTU without its table. It is a separate module, so that TorchRec's tracer does not trace into it."""
 
-    def __init__(self, model: MarkedHSTU, job: Job):
+    def __init__(self, model: TimestampedHSTU, job: TrainingJob):
         super().__init__()
         self.model, self._job = model, job
 
@@ -213,56 +221,59 @@ class _Dense(nn.Module):
 
 
 class PipelinedHSTU(nn.Module):
-    """HSTU as TorchRec's pipelines want a model: the lookup in sight, a batch to the loss to train on and one to look at."""
+    """HSTU in the form that TorchRec's pipelines require: a visible lookup, then the loss to train on and the loss to report."""
 
-    def __init__(self, model: MarkedHSTU, job: Job):
+    def __init__(self, model: TimestampedHSTU, job: TrainingJob):
         super().__init__()
         self.embedding = model.embedding
         del model.embedding
-        self.dense = _Dense(model, job)
+        self.dense = _DenseHSTU(model, job)
 
     def forward(self, batch: ScaledBatch) -> tuple[Tensor, Tensor]:
         return self.dense(self.embedding(batch.features), batch)
 
 
-def torchrec_pipeline(kind: Any, job: Job, batches: Batches, marks: Marks) -> Trained:
-    """One of TorchRec's own training pipelines, on tables that are sharded and filled as the strategy does it."""
-    hstu = job.hstu(marks)
+def torchrec_pipeline(kind: Any, job: TrainingJob, batches: JobBatches, timestamps: StepTimestamps) -> TrainedVariant:
+    """One of TorchRec's training pipelines. Tables are sharded and initialised as by the strategy."""
+    hstu = job.hstu(timestamps)
     model = PipelinedHSTU(hstu, job)
     assert dist.group.WORLD is not None
-    sharded = shard(model, dist.group.WORLD, job.device)  # as the strategy has it
+    sharded = shard(model, dist.group.WORLD, job.device)
     optimizer = hstu.configure_optimizers()
 
     def optimizer_begins(*_: Any) -> None:
-        marks.mark("backward")
-        marks.mark("optimizer")
+        timestamps.take("backward")
+        timestamps.take("optimizer")
 
     optimizer.register_step_pre_hook(optimizer_begins)
     pipeline, source = kind(sharded, optimizer, job.device), batches.scaled()
     for _ in range(len(batches)):
-        marks.mark("batch")
+        timestamps.take("batch")
         pipeline.progress(source)
-        marks.mark("end")
-    return Trained(marks)
+        timestamps.take("end")
+    return TrainedVariant(timestamps)
 
 
 def freescale(
-    options: dict[str, Any], job: Job, batches: Batches, marks: Marks, callbacks: Sequence[pl.Callback] = ()
-) -> Trained:
-    """A Lightning Trainer with the strategy: all that a user runs, without a logger."""
-    model, marker = job.hstu(marks), Marker(marks)
+    options: dict[str, Any],
+    job: TrainingJob,
+    batches: JobBatches,
+    timestamps: StepTimestamps,
+    callbacks: Sequence[pl.Callback] = (),
+) -> TrainedVariant:
+    """A Lightning Trainer with the strategy: what a user runs, without a logger."""
+    model, callback = job.hstu(timestamps), TimestampCallback(timestamps)
     strategy = fs.FreeScaleStrategy(timeout=job.timeout, **options)
-    # Lightning takes it away at the end of every fit.
-    os.environ["WORLD_SIZE"] = str(job.ranks)
+    os.environ["WORLD_SIZE"] = str(job.ranks)  # Lightning deletes it at the end of every fit
     trainer = plain_trainer(
         strategy,
         job.ranks,
         job.device.type == "cuda",
         max_steps=job.steps,
-        callbacks=[*callbacks, marker],
+        callbacks=[*callbacks, callback],
     )
     trainer.fit(model, train_dataloaders=batches)
-    notes = {"strategy": options, "prioritized": marker.prioritized}
-    if strategy.verdict is not None:
-        notes["verdict"] = str(strategy.verdict)
-    return Trained(marks, notes=notes)
+    notes = {"strategy": options, "prioritized": callback.prioritized}
+    if strategy.mode_choice is not None:
+        notes["verdict"] = str(strategy.mode_choice)
+    return TrainedVariant(timestamps, notes=notes)

@@ -1,0 +1,38 @@
+"""NVIDIA's Multi-Process Service (MPS): kernels of several processes run on one GPU at the same time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MPS_CONTROL = "nvidia-cuda-mps-control"
+
+
+@contextmanager
+def mps(sm_percent: int) -> Iterator[dict[str, str]]:
+    """Run an MPS daemon for the duration of the block.
+
+    Args:
+        sm_percent: upper limit on the share of the GPU's SMs that each process may use.
+
+    Yields:
+        The environment variables that the client processes need.
+    """
+    tool = shutil.which(MPS_CONTROL)
+    if tool is None:
+        raise RuntimeError(
+            f"{MPS_CONTROL} is not installed. Without MPS the ranks cannot use one GPU at the same time: install the NVIDIA "
+            "driver's utilities, or run on the CPU (--device cpu)"
+        )
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        env = dict(os.environ) | variables
+        subprocess.run([tool, "-d"], env=env, check=True, stdout=subprocess.DEVNULL)
+        try:
+            yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_percent)}
+        finally:
+            subprocess.run([tool], env=env, input="quit\n", text=True, check=False, timeout=60, capture_output=True)
