@@ -1,16 +1,17 @@
-"""From spans to bubbles: where the time of a step went on every rank.
+"""From spans to bubbles: where the time of a step goes on every rank.
 
-Bubble of a rank and step: its wall time minus the time its compute engine does useful work. Its parts add up to it:
+The bubble of a step on a rank is the step's wall time minus the time in which the compute engine does useful work. It is the sum
+of these parts:
 
-    straggler           in a collective, until the slowest rank has joined it
-    exposed_embedding   in an exchange of ids, rows or their gradients that all ranks have joined
-    exposed_dense       the same for the AllReduce of the dense gradients
-    input_wait          for the next batch
-    other               the rest: the training loop itself, logging, callbacks
+    straggler           waiting in a collective, until the slowest rank has joined it
+    exposed_embedding   waiting for an exchange of ids, rows or their gradients that all ranks have joined
+    exposed_dense       waiting for the AllReduce of the dense gradients that all ranks have joined
+    input_wait          waiting for the next batch
+    other               everything else: the training loop itself, logging, callbacks
 
-Two pure steps. :func:`account` looks at one rank alone and keeps what the others need; :func:`attribute` sees all ranks, and
-splits each wait at the moment the last of them arrived. An account is a row of numbers of fixed length, so that all ranks'
-accounts of many steps travel in one collective.
+There are two pure functions. :func:`account` takes the step of one rank and keeps what the other ranks need to know.
+:func:`attribute` takes the accounts of all ranks and splits each wait at the moment at which the last rank joined. An account is
+a row of numbers of fixed length, so that one collective can carry the accounts of many steps.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.bubbles.timeline import EMBEDDING_EXCHANGES, ENGINE, EXCHANGES, Kind, Role, Span, Step
+from lightning_freescale.bubbles.spans import EMBEDDING_EXCHANGES, ENGINE, EXCHANGES, Kind, Role, Span, Step
 
 PARTS = ("straggler", "exposed_embedding", "exposed_dense", "input_wait", "other")
-SLOTS = 16  # waits of one kind and step that are matched between ranks; further ones count as exposed in full
+SLOTS = 16  # waits of one kind in a step that are matched between ranks; further waits count as exposed
 
-# What a rank counts in a step besides time.
+# What a rank counts in a step, besides time.
 COUNTS = ("samples", "tokens", "padded", "cost", "flops", "bytes", "collisions", "rows", "overhead")
 _SCALARS = ("start", "wall", "useful", "input_wait", "hidden", "unmatched_embedding", "unmatched_dense", *COUNTS)
 WIDTH = len(_SCALARS) + len(EXCHANGES) * SLOTS * 3
 
 
 class Segment(NamedTuple):
-    """A piece of the engine's time, all of it one span's."""
+    """An interval of the engine's time that belongs to one span."""
 
     start: float
     end: float
@@ -42,9 +43,9 @@ class Segment(NamedTuple):
 
 
 def flatten(spans: Iterable[Span], start: float, end: float) -> list[Segment]:
-    """The engine's time from ``start`` to ``end`` as disjoint segments: at every moment the span that began last counts."""
+    """The engine's time from ``start`` to ``end`` as disjoint segments. At every moment the span that began last counts."""
     segments: list[Segment] = []
-    stack: list[Span] = []  # begun and not known to have ended; the innermost is the last
+    stack: list[Span] = []  # spans that have begun; the innermost is the last, and ended ones are removed later
     now = start
 
     def run_to(moment: float) -> None:
@@ -67,7 +68,7 @@ def flatten(spans: Iterable[Span], start: float, end: float) -> list[Segment]:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals in order of time that cover the same moments."""
+    """Disjoint intervals, in order of time, that cover the same time as ``intervals``."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -78,7 +79,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """Seconds that two sets of disjoint, ordered intervals share."""
+    """Seconds that two lists of disjoint, ordered intervals have in common."""
     total, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -90,11 +91,11 @@ def overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, 
 
 
 def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
-    """``[WIDTH]``: what one rank has to say about one step.
+    """``[WIDTH]`` numbers about one step of one rank.
 
     Args:
         step: of this rank.
-        offset: seconds to add to this rank's clock to get the common one.
+        offset: seconds to add to this rank's clock to get rank 0's time.
     """
     segments = flatten((span for span in step.spans if span.track == ENGINE), step.start, step.end)
     useful = [(s.start, s.end) for s in segments if s.span.kind.role is Role.COMPUTE]
@@ -106,7 +107,7 @@ def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
     values["start"], values["wall"] = step.start + offset, step.wall
     values["useful"] = sum(end - start for start, end in useful)
     values["hidden"] = overlap(background, union(useful))
-    busy: dict[Span, float] = {}  # seconds the engine spent in each span itself
+    busy: dict[Span, float] = {}  # seconds of the engine in each span, without the spans inside it
     for start, end, span in segments:
         busy[span] = busy.get(span, 0.0) + end - start
     values["input_wait"] = sum(seconds for span, seconds in busy.items() if span.kind.role is Role.WAITING)
@@ -114,7 +115,7 @@ def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
     for span, slot in _slots(step.spans).items():
         seconds = busy.get(span, 0.0)
         if slot < SLOTS:
-            waits[EXCHANGES.index(span.kind), slot] = (span.arrived + offset, span.start + offset, seconds)
+            waits[EXCHANGES.index(span.kind), slot] = (span.joined + offset, span.start + offset, seconds)
         else:
             part = "dense" if span.kind is Kind.ALLREDUCE else "embedding"
             values[f"unmatched_{part}"] += seconds
@@ -123,12 +124,12 @@ def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Bubbles:
-    """Where the time went: arrays ``[ranks, steps]``, seconds unless said otherwise."""
+    """Where the time of the steps went. Arrays are ``[ranks, steps]``, times are in seconds."""
 
-    start: NDArray[np.float64]  # of the step, on the common clock
+    start: NDArray[np.float64]  # of the step, on rank 0's clock
     wall: NDArray[np.float64]
     useful: NDArray[np.float64]
-    hidden: NDArray[np.float64]  # communication behind useful work
+    hidden: NDArray[np.float64]  # communication that ran during useful work
     parts: dict[str, NDArray[np.float64]]  # by the names in PARTS
     counts: dict[str, NDArray[np.float64]]  # by the names in COUNTS
 
@@ -138,7 +139,7 @@ class Bubbles:
 
     @property
     def exposed(self) -> NDArray[np.float64]:
-        """Communication that was waited for, the wait for stragglers not included."""
+        """Time in which the engine waited for communication, without the wait for stragglers."""
         return self.parts["exposed_embedding"] + self.parts["exposed_dense"]
 
 
@@ -150,9 +151,9 @@ def attribute(accounts: NDArray[np.float64]) -> Bubbles:
     """
     scalars = {name: accounts[..., index] for index, name in enumerate(_SCALARS)}
     waits = accounts[..., len(_SCALARS) :].reshape(*accounts.shape[:2], len(EXCHANGES), SLOTS, 3)
-    arrived, start, busy = waits[..., 0], waits[..., 1], np.nan_to_num(waits[..., 2])
-    # A wait that no rank knows the arrivals of counts as exposed: the last arrival is then -inf.
-    last = np.where(np.isnan(arrived), -np.inf, arrived).max(axis=0)
+    joined, start, busy = waits[..., 0], waits[..., 1], np.nan_to_num(waits[..., 2])
+    # If no rank knows when it joined, the wait counts as exposed: ``last`` is then -inf.
+    last = np.where(np.isnan(joined), -np.inf, joined).max(axis=0)
     straggling = np.clip(np.nan_to_num(last - start, neginf=0.0), 0.0, busy)  # [ranks, steps, kinds, slots]
     exposed = (busy - straggling).sum(axis=3)
     embedding = [EXCHANGES.index(kind) for kind in EMBEDDING_EXCHANGES]
@@ -162,7 +163,7 @@ def attribute(accounts: NDArray[np.float64]) -> Bubbles:
         "exposed_dense": exposed[..., EXCHANGES.index(Kind.ALLREDUCE)] + scalars["unmatched_dense"],
         "input_wait": scalars["input_wait"],
     }
-    # Engine time in no span, or in one that is overhead: what is left of the bubble.
+    # The remainder of the bubble: engine time outside of all spans, or in a span of overhead.
     bubble = scalars["wall"] - scalars["useful"]
     parts["other"] = np.maximum(bubble - sum(parts.values()), 0.0)
     return Bubbles(
@@ -176,7 +177,7 @@ def attribute(accounts: NDArray[np.float64]) -> Bubbles:
 
 
 def label(steps: Sequence[Step]) -> list[list[tuple[float, float, str]]]:
-    """What the engine of each rank did in one step, for pictures: ``(start, end, label)``, disjoint and in order.
+    """What the engine of each rank does in one step, for pictures: ``(start, end, label)``, disjoint and in order of time.
 
     A label is the kind of a span, or ``"straggler"`` for the part of an exchange before the last rank joined it.
 
@@ -188,7 +189,7 @@ def label(steps: Sequence[Step]) -> list[list[tuple[float, float, str]]]:
     last: dict[tuple[Kind, int], float] = {}
     for numbered in slots:
         for span, slot in numbered.items():
-            last[span.kind, slot] = max(last.get((span.kind, slot), -np.inf), np.nan_to_num(span.arrived, nan=-np.inf))
+            last[span.kind, slot] = max(last.get((span.kind, slot), -np.inf), np.nan_to_num(span.joined, nan=-np.inf))
     labelled: list[list[tuple[float, float, str]]] = []
     for segments, numbered in zip(flat, slots, strict=True):
         labelled.append([])
@@ -204,9 +205,9 @@ def label(steps: Sequence[Step]) -> list[list[tuple[float, float, str]]]:
 
 
 def _slots(spans: Iterable[Span]) -> dict[Span, int]:
-    """Number of each exchange on the engine's track among those of its kind, the same on every rank.
+    """Number of each wait on the engine's track among the waits of its kind. The number matches waits between ranks.
 
-    Waits of no length are numbered too, or the others would be matched with the wrong ones.
+    A wait of zero length gets a number too. Otherwise the waits after it would match the wrong waits of other ranks.
     """
     used = dict.fromkeys(EXCHANGES, 0)
     numbered = {}

@@ -1,11 +1,10 @@
-"""Bubbles and what goes with them as torchmetrics: update on every rank, compute for all of them.
+"""Torchmetrics of bubbles, balance, communication and throughput: every rank updates them, ``compute()`` covers all ranks.
 
-States are sums or means over ranks, or lists of one value per step, so a metric means the same on one rank, on many,
-and after ``reset()``. Times are in seconds.
+Times are in seconds.
 
     straggler = BubbleShare()
     straggler.update(part=0.012, wall=0.1)   # this rank, this step
-    straggler.compute()                      # share of all ranks' time: tensor(0.12)
+    straggler.compute()                      # share of the time of all ranks: tensor(0.12)
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class _Ratio(Metric):
-    """``sum(part) / sum(whole)`` over updates and ranks; ``empty`` where there is nothing to divide by."""
+    """``sum(part) / sum(whole)`` over updates and ranks; ``empty`` if the whole is 0."""
 
     full_state_update = False
     empty = 0.0
@@ -44,44 +43,47 @@ class _Ratio(Metric):
 
 
 class BubbleShare(_Ratio):
-    """Share of the ranks' time that is bubble, or one part of it (``straggler``, ``input_wait``, ...)."""
+    """Share of the ranks' time that is bubble, or that is one part of the bubble (``straggler``, ``input_wait``, ...)."""
 
     def update(self, part: Any, wall: Any) -> None:
-        """Seconds of the bubble or part, and of the steps: numbers or arrays of the same steps."""
+        """Args:
+        part: seconds of the bubble, or of one of its parts; a number or an array.
+        wall: seconds of the same steps.
+        """
         self._add(part, wall)
 
 
 class OverlapEfficiency(_Ratio):
-    """Share of the communication that ran behind useful work; 1 where there was none to hide."""
+    """Share of the communication that ran during useful work; 1 if there was no communication."""
 
     empty = 1.0
 
     def update(self, hidden: Any, exposed: Any) -> None:
-        """Seconds of communication behind useful work, and seconds the engine waited for it."""
+        """Seconds of communication during useful work, and seconds in which the engine waited for communication."""
         self._add(hidden, self._total(hidden) + self._total(exposed))
 
 
 class PaddingSparsity(_Ratio):
-    """Share of padding if every batch were padded to its longest history."""
+    """Share of padding that batches would have if each were padded to its longest history."""
 
     def update(self, tokens: Any, padded: Any) -> None:
-        """Events of the histories of each batch, and batch size times the longest of them."""
+        """Events of each batch, and its size times its longest history."""
         self._add(self._total(padded) - self._total(tokens), padded)
 
     def update_lengths(self, lengths: Tensor) -> None:
-        """The same from the history lengths ``[B]`` of one batch."""
+        """The same, from the history lengths ``[B]`` of one batch."""
         self.update(lengths.sum(), lengths.numel() * lengths.max() if lengths.numel() else 0)
 
 
 class CollisionRate(_Ratio):
-    """Share of the rows a batch asks for that the batch before has updated."""
+    """Share of the rows of a batch that the previous batch has updated."""
 
     def update(self, collisions: Any, rows: Any) -> None:
         self._add(collisions, rows)
 
 
 class BytesExchanged(_Ratio):
-    """Bytes a rank hands to collectives in a step, mean over ranks and steps."""
+    """Bytes that a rank sends in a step, mean over ranks and steps."""
 
     def update(self, nbytes: Any, steps: int = 1) -> None:
         self._add(nbytes, steps)
@@ -95,9 +97,9 @@ class StepTime(_Ratio):
 
 
 class Rate(Metric):
-    """Amount per second of all ranks together: samples, tokens or FLOPs. Ranks run side by side, so their times do not add.
+    """Amount per second of all ranks together: samples, tokens or FLOPs. The ranks run at the same time: their times do not add.
 
-    ``Rate(peak=...)`` gives the share of ``peak * ranks`` instead: MFU, with FLOPs as the amount and a device's peak.
+    ``Rate(peak=...)`` gives the share of ``peak * ranks`` instead. With FLOPs and the peak of a device, this is the MFU.
     """
 
     full_state_update = False
@@ -114,9 +116,9 @@ class Rate(Metric):
 
     def update(self, amount: Any, seconds: Any, ranks: int = 1) -> None:
         """Args:
-        amount: of this rank's steps; or of ``ranks`` ranks together.
-        seconds: wall time of one rank's steps.
-        ranks: how many ranks ``amount`` is of.
+        amount: in this rank's steps, or in the steps of ``ranks`` ranks together.
+        seconds: wall time of the steps of one rank.
+        ranks: number of ranks that ``amount`` covers.
         """
         self.amount += _total(amount, self.device)
         self.seconds += _total(seconds, self.device)
@@ -128,9 +130,10 @@ class Rate(Metric):
 
 
 class Imbalance(Metric):
-    """Largest over mean of the ranks' loads (cost, or compute time), mean over steps: 1 is perfectly balanced.
+    """Largest over mean load of the ranks (cost or compute time), mean over steps; 1 means perfect balance.
 
-    Every rank updates once a step with its own load; or one that knows them all, with ``[ranks]`` or ``[steps, ranks]`` loads.
+    Every rank updates it once per step with its own load. Or one process knows all loads and updates it with ``[ranks]`` or
+    ``[steps, ranks]`` loads.
     """
 
     full_state_update = False
@@ -147,7 +150,7 @@ class Imbalance(Metric):
         self.loads.append(values if values.ndim == 2 else values.reshape(1, -1))
 
     def compute(self) -> Tensor:
-        """Synced, the loads are those of rank 0's steps, then of rank 1's, ...: ``[ranks * steps, 1]``."""
+        """After a sync, the loads ``[ranks * steps, 1]`` are those of all steps of rank 0, then of rank 1, and so on."""
         if not len(self.loads):
             return torch.ones((), device=self.device)
         loads = dim_zero_cat(self.loads)

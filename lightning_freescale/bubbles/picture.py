@@ -1,4 +1,4 @@
-"""The timeline as a picture: ranks from top to bottom, time from left to right, coloured by what the engine does."""
+"""Draws a step: ranks from top to bottom, time from left to right, colored by what the engine does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.bubbles.attribution import label
-from lightning_freescale.bubbles.timeline import ENGINE, Step
+from lightning_freescale.bubbles.spans import ENGINE, Step
 
-# Useful work is blue, exchanges are warm, waiting is grey; what is left white is idle for no reason that we know.
+# Useful work is blue or green, AllReduce is purple, other communication is yellow to red, waiting is grey. White time is in no
+# span: the reason for it is not known.
 COLORS = {
     "dense_forward": "#4f83cc",
     "dense_backward": "#2a5599",
@@ -35,21 +36,29 @@ _LEFT, _TOP, _LANE, _GAP, _AXIS, _LINE = 56, 24, 16, 8, 22, 18  # pixels at scal
 
 
 def draw(steps: Sequence[Step], width: int = 1200, title: str = "") -> NDArray[np.uint8]:
-    """``[H, W, 3]`` picture of one step of all ranks, on a common clock. Needs Pillow."""
+    """``[H, W, 3]`` picture of one step.
+
+    Needs Pillow.
+
+    Args:
+        steps: the same step of every rank, on a common clock.
+        width: pixels.
+        title: above the picture.
+    """
     return draw_panels([(title, steps)], width)
 
 
 def draw_panels(
     panels: Sequence[tuple[str, Sequence[Step]]], width: int = 1200, scale: float = 1.0
 ) -> NDArray[np.uint8]:
-    """``[H, W, 3]`` picture of several steps, such as one of each of two runs, below each other on one scale of time.
+    """``[H, W, 3]`` picture of several steps below each other, on one time scale; for example one step of each of two runs.
 
-    Each rank has a lane for its engine and, below, a thinner one for exchanges in the background.
+    Each rank has a lane for its engine and, below it, a thinner lane for exchanges in the background.
 
     Args:
-        panels: title and step, which is the same step of every rank on a common clock.
+        panels: pairs of a title and the same step of every rank, on a common clock.
         width: pixels.
-        scale: of lanes and letters.
+        scale: factor of the size of lanes and letters.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -99,7 +108,7 @@ def draw_panels(
 
 
 def _seen(panels: Sequence[tuple[str, Sequence[Step]]]) -> list[str]:
-    """What is in the picture, in the order of COLORS."""
+    """Labels that the picture contains, in the order of COLORS."""
     engine = {name for _, steps in panels for labelled in label(steps) for *_, name in labelled}
     background = {
         span.kind.value for _, steps in panels for step in steps for span in step.spans if span.track != ENGINE
@@ -110,7 +119,7 @@ def _seen(panels: Sequence[tuple[str, Sequence[Step]]]) -> list[str]:
 def _legend(
     names: Sequence[str], font: Any, left: int, width: int, scale: float
 ) -> tuple[list[tuple[str, float, int]], int]:
-    """Name, horizontal place and row of each entry; and how many rows there are."""
+    """Name, horizontal position and row of each entry, and the number of rows."""
     entries, x, row = [], float(left), 0
     for name in names:
         size = font.getlength(name) + 14 * scale
@@ -122,7 +131,7 @@ def _legend(
 
 
 def _ticks(seconds: float) -> NDArray[np.float64]:
-    """Round numbers of milliseconds, four to nine of them."""
+    """Round numbers of milliseconds, at most ten of them, from 0 to the end of the axis."""
     step = 10.0 ** np.floor(np.log10(max(seconds * 1e3, 1e-6)))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if seconds * 1e3 / s <= 9)
     return np.arange(0, seconds * 1e3 + step / 2, step)

@@ -1,10 +1,11 @@
-"""Where spans come from when nobody marks them: hooks on TorchRec's modules, on autograd and on DDP.
+"""Probes: hooks on TorchRec's modules, on autograd and on DDP that record the spans of code which does not record itself.
 
-Nothing here changes a value or a collective. Between recorded steps a hook costs one look at ``timeline.active``.
+Probes change neither values nor collectives. Between recorded steps a hook only reads ``timeline.active``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,41 +16,45 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.bubbles.timeline import Kind, Moment, Timeline
+from lightning_freescale.bubbles.collision_estimate import CollisionEstimate
+from lightning_freescale.bubbles.pending import Moment
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Span, Step
+from lightning_freescale.bubbles.timeline import Timeline
 
 
+# ---- embedding exchange ------------------------------------------------------------------------------------------------
 @dataclass
-class _Call:
-    """One synchronous forward of a sharded module, under way."""
+class _ForwardCall:
+    """A synchronous forward of a sharded module that has not returned."""
 
     began: Moment
-    ids: int  # bytes
+    id_bytes: int
     looked_up: bool = False
 
 
 class _TimedAwaitable(LazyAwaitable[Any]):
-    """A module's output that marks the wait for its rows."""
+    """A module's output that records the wait for its rows."""
 
     def __init__(self, inner: Awaitable[Any], timeline: Timeline):
         super().__init__()
-        self._inner, self._timeline, self._arrived = inner, timeline, timeline.mark()
+        self._inner, self._timeline, self._joined = inner, timeline, timeline.mark()
 
     def _wait_impl(self) -> Any:
-        with self._timeline.span(Kind.ROW_EXCHANGE, arrived=self._arrived):
+        with self._timeline.span(Kind.ROW_EXCHANGE, joined=self._joined):
             return self._inner.wait()
 
 
 class ExchangeProbe:
-    """Marks the synchronous exchanges of every sharded embedding module: ids, rows, gradients of the rows.
+    """Records the synchronous exchanges of all sharded embedding modules of a model.
 
-    ids: from the call of the module to its first lookup. rows: the wait for its output. gradients: from the gradient of the
-    rows received to the gradient of the rows looked up. A forward without a lookup is not the synchronous one, and is left
-    to whoever drives it.
+    The exchange of ids lasts from the call of a module to its first lookup. The exchange of rows is the wait for the module's
+    output. The exchange of gradients lasts from the gradient of the received rows to the gradient of the looked-up rows. A
+    forward without a lookup belongs to the prioritized exchange, which records itself.
     """
 
     def __init__(self, model: nn.Module, timeline: Timeline):
         self._timeline = timeline
-        self._calls: dict[nn.Module, _Call] = {}
+        self._calls: dict[nn.Module, _ForwardCall] = {}
         self.collisions = CollisionEstimate()
         self._handles: list[Any] = []
         for module in model.modules():
@@ -58,24 +63,25 @@ class ExchangeProbe:
 
     def _attach(self, module: Any) -> None:
         hooks = self._handles
-        hooks.append(module.register_forward_pre_hook(self._called, with_kwargs=True))
-        hooks.append(module.register_forward_hook(self._returned))
+        hooks.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        hooks.append(module.register_forward_hook(self._after_forward))
         for index, (lookup, output_dist) in enumerate(zip(module._lookups, module._output_dists, strict=True)):
-            hooks.append(lookup.register_forward_pre_hook(self._looking_up(module, index)))
-            hooks.append(output_dist.register_forward_hook(self._sent(module)))
+            hooks.append(lookup.register_forward_pre_hook(self._before_lookup(module, index)))
+            hooks.append(output_dist.register_forward_hook(self._after_send(module)))
 
     def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls.pop(module, None)
         if (self._timeline.active or self.collisions.watching) and torch.is_grad_enabled():
             features = args[0] if args else kwargs.get("features")
-            self._calls[module] = _Call(self._timeline.mark(), _nbytes(features))
+            self._calls[module] = _ForwardCall(self._timeline.mark(), _nbytes(features))
 
-    def _looking_up(self, module: nn.Module, index: int) -> Callable[..., None]:
+    def _before_lookup(self, module: nn.Module, index: int) -> Callable[..., None]:
         def hook(lookup: nn.Module, args: Any) -> None:
             call = self._calls.get(module)
             if call is None:
@@ -83,60 +89,62 @@ class ExchangeProbe:
             if not call.looked_up:
                 call.looked_up = True
                 self._timeline.add(Kind.ID_EXCHANGE, call.began, self._timeline.mark())
-                self._timeline.count("bytes", call.ids)
+                self._timeline.count("bytes", call.id_bytes)
             if self.collisions.watching:
                 self.collisions.see((module, index), lookup, args[0], self._timeline)
 
         return hook
 
-    def _sent(self, module: nn.Module) -> Callable[..., None]:
+    def _after_send(self, module: nn.Module) -> Callable[..., None]:
         def hook(output_dist: nn.Module, args: Any, output: Any) -> None:
             rows = args[0] if args else None
             if module not in self._calls or not isinstance(rows, Tensor) or not isinstance(output, Awaitable):
                 return
             self._timeline.count("bytes", _nbytes(rows))
             if rows.requires_grad and self._timeline.active:
-                gradient = _Gradient(self._timeline, _nbytes(rows))
-                rows.register_hook(gradient.left)
-                output.callbacks.append(gradient.watch)
+                probe = _GradientProbe(self._timeline, _nbytes(rows))
+                rows.register_hook(probe.end)
+                output.callbacks.append(probe.attach)
 
         return hook
 
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls.pop(module, None)
         if call is None or not call.looked_up or not isinstance(output, LazyAwaitable):
             return None
         return _TimedAwaitable(output, self._timeline)
 
 
-class _Gradient:
-    """The way back of one exchange of rows."""
+class _GradientProbe:
+    """Records the exchange of the gradients of rows, in the backward of one exchange of rows."""
 
     def __init__(self, timeline: Timeline, nbytes: int):
         self._timeline, self._nbytes = timeline, nbytes
         self._began: Moment | None = None
 
-    def watch(self, received: Any) -> Any:
+    def attach(self, received: Any) -> Any:
+        """Register the hook on the received rows, and return them."""
         if isinstance(received, Tensor) and received.requires_grad:
-            received.register_hook(self.came)
+            received.register_hook(self.begin)
         return received
 
-    def came(self, _: Tensor) -> None:
+    def begin(self, _: Tensor) -> None:
         if self._timeline.active:
             self._began = self._timeline.mark()
 
-    def left(self, _: Tensor) -> None:
+    def end(self, _: Tensor) -> None:
         if self._began is not None and self._timeline.active:
             self._timeline.add(Kind.GRADIENT_EXCHANGE, self._began, self._timeline.mark())
             self._timeline.count("bytes", self._nbytes)
         self._began = None
 
 
+# ---- dense AllReduce ---------------------------------------------------------------------------------------------------
 class AllReduceProbe:
-    """Marks the time that backward spends in nothing but the wait for DDP's AllReduce.
+    """Records the time in which backward only waits for DDP's AllReduce.
 
-    DDP waits in a callback that autograd runs when the graph is done; ours is queued before it, and so runs just before it.
-    How much of the AllReduce ran behind the backward, DDP measures itself.
+    DDP waits in a callback that autograd runs when the graph is done. The callback of this probe is queued first, so it runs
+    just before the wait. DDP itself measures how much of the AllReduce ran during backward.
     """
 
     def __init__(self, model: Any, timeline: Timeline):
@@ -148,7 +156,9 @@ class AllReduceProbe:
             ignored = getattr(self._ddp, "parameters_to_ignore", ())
             dense = (p for name, p in self._ddp.module.named_parameters() if name not in ignored and p.requires_grad)
             self._bytes = sum(_nbytes(parameter) for parameter in dense)
-            if self._ddp.device_type == "cpu":  # on CUDA, DDP's sampling waits for the device: keep its own low rate
+            if (
+                self._ddp.device_type == "cpu"
+            ):  # on CUDA, DDP's measurement waits for the device: keep its low default rate
                 self._ddp._set_ddp_runtime_logging_sample_rate(1)
 
     def before_backward(self, loss: Tensor) -> None:
@@ -171,75 +181,24 @@ class AllReduceProbe:
         self._graph_done = None
 
     def hidden_before(self) -> float:
-        """Seconds of AllReduce that ran behind backward, in the step before the current one. Call it after forward.
+        """Seconds of AllReduce that ran during the backward of the previous step. Call it after forward.
 
-        At most: DDP counts from the first bucket's start to the end of backward, though the last may have arrived before.
-        On CUDA it looks at one step in a hundred (and at the first ten): there it is that of the last step it looked at.
+        This is an upper bound: DDP counts from the start of the first bucket to the end of backward, though the last bucket
+        may be done before. On CUDA, DDP measures the first ten steps and then one step in a hundred; between them this returns
+        the figure of the last measured step.
         """
         if self._ddp is None:
             return 0.0
         return float(self._ddp._get_ddp_logging_data().get("backward_compute_comm_overlap_time", 0)) / 1e9
 
 
-class CollisionEstimate:
-    """Share of the ids of a batch whose rows the batch before has updated, seen at their owner.
-
-    For runs that do not look for collisions themselves. A sample of the rows, chosen by their hash, is marked in a bitmap:
-    static shapes, so nothing waits for the device; rows that share a bit make it too large by at most 1.6 points.
-    """
-
-    BITS = 1 << 22
-    SAMPLE = 1 << 16  # ids at most, in expectation: SAMPLE / BITS is the bound above
-
-    def __init__(self) -> None:
-        self.watching = False
-        self.counting = False  # whether the batch is compared with the one before, or only remembered
-        self._before: dict[Any, Tensor] = {}
-
-    def follow(self, count: bool, remember: bool) -> None:
-        """Say, before a step, what is wanted of it. It can be counted only if the step before was remembered."""
-        self.counting = count and self.watching
-        self.watching = remember
-        if not remember:
-            self._before.clear()
-
-    def see(self, key: Any, lookup: Any, features: KeyedJaggedTensor, timeline: Timeline) -> None:
-        """Look at the ids one lookup is asked for."""
-        rows = _row_keys(lookup, features)
-        before = self._before.get(key)
-        if self.counting and before is not None and rows.numel():
-            bits = torch.zeros(self.BITS + 1, dtype=torch.bool, device=rows.device)
-            # Both batches are thinned alike, or a row could be in one sample and not in the other.
-            every = -(-max(rows.numel(), before.numel()) // self.SAMPLE)
-            bits[self._slots(before, every)] = True
-            slots = self._slots(rows, every)
-            chosen = slots < self.BITS
-            timeline.count("collisions", (bits[slots] & chosen).sum() * every)
-            timeline.count("rows", chosen.sum() * every)
-        self._before[key] = rows
-
-    def _slots(self, rows: Tensor, every: int) -> Tensor:
-        """Bit of each row, ``BITS`` for those that are not in the sample."""
-        mixed = _mix(rows)
-        return torch.where(mixed % every == 0, (mixed // every) % self.BITS, self.BITS)
-
-
-def _mix(values: Tensor) -> Tensor:
-    """Spread int64 values over 62 bits, not negative (the finaliser of SplitMix64, on what int64 leaves of it)."""
-    values = (values ^ ((values >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    values = (values ^ ((values >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return (values ^ ((values >> 31) & 0x1FFFFFFFF)) & 0x3FFFFFFFFFFFFFFF
-
-
-def _row_keys(lookup: Any, features: KeyedJaggedTensor) -> Tensor:
-    """``[n]`` a number for the row behind each id: features that share a table share its rows."""
-    tables = [table for group in lookup.grouped_configs for table in group.embedding_tables]
-    of_feature = [index for index, table in enumerate(tables) for _ in table.feature_names]
-    ids = features.values().long()
-    if not of_feature:  # whole tables, none of them on this rank
-        return ids
-    parts = ids.split(features.length_per_key())
-    return torch.cat([part + (index << 48) for index, part in zip(of_feature, parts, strict=True)])
+def hidden_allreduce(step: Step, seconds: float) -> tuple[Span, ...]:
+    """A background span for the AllReduce that ran for ``seconds`` during the backward of ``step``; empty if there is none."""
+    waited = [span.start for span in step.spans if span.kind is Kind.ALLREDUCE and span.track == ENGINE]
+    if not seconds or not waited:
+        return ()
+    began = max(step.start, waited[-1] - seconds)
+    return (Span(Kind.ALLREDUCE, f"{Kind.ALLREDUCE.value} (async)", began, waited[-1], math.nan),)
 
 
 def _nbytes(value: Any) -> int:

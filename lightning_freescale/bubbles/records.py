@@ -1,7 +1,7 @@
-"""Steps on disk: ``RUN_DIR/freescale/rank_00000.jsonl``, one file per rank, one line per step.
+"""Recorded steps on disk: ``RUN_DIR/freescale/rank_00000.jsonl``, one file per rank, one line per step.
 
-The first line of a file, and one more for every resume, is a header. Times are microseconds from the start of the step, which
-itself is in seconds on rank 0's clock, so that the files of all ranks fit together as they are.
+The first line of a file is a header; every resume adds another header. The start of a step is in seconds on rank 0's clock, so
+that the files of all ranks can be compared. The other times of a step are in microseconds from its start.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_freescale.bubbles.timeline import Kind, Span, Step
+from lightning_freescale.bubbles.spans import Kind, Span, Step
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
 
 FOLDER = "freescale"
 FORMAT = 1
-_FLUSH = 64  # lines
+_LINES_PER_FLUSH = 64
 
 
 def histogram(values: ArrayLike) -> list[int]:
-    """Counts by power of two: element ``i`` counts the values from ``2**i`` up to ``2**(i + 1)``, the first also 0."""
+    """Counts by power of two: element ``i`` counts the values in ``[2**i, 2**(i + 1))``. Element 0 also counts values below 1."""
     exponents = np.floor(np.log2(np.maximum(np.asarray(values, dtype=np.float64), 1.0))).astype(np.int64)
     return np.bincount(exponents).tolist() if exponents.size else []
 
 
 def to_record(step: Step, offset: float = 0.0) -> dict[str, Any]:
-    """A step as plain data; ``offset`` brings its rank's clock to rank 0's."""
+    """A step as JSON data. ``offset`` is the seconds to add to its rank's clock to get rank 0's time."""
 
     def micros(moment: float) -> float | None:
         return None if np.isnan(moment) else round(1e6 * (moment - step.start), 1)
@@ -42,7 +42,7 @@ def to_record(step: Step, offset: float = 0.0) -> dict[str, Any]:
         "start": round(step.start + offset, 7),
         "wall": micros(step.end),
         "spans": [
-            [span.kind.value, span.track, micros(span.start), micros(span.end), micros(span.arrived)]
+            [span.kind.value, span.track, micros(span.start), micros(span.end), micros(span.joined)]
             for span in step.spans
         ],
         "counts": {name: round(value, 6) for name, value in step.counts.items()},
@@ -51,7 +51,7 @@ def to_record(step: Step, offset: float = 0.0) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Step:
-    """The step, on rank 0's clock, without the arrays of which only histograms were kept."""
+    """The step, on rank 0's clock. Its arrays are lost: a record keeps only their histograms."""
     start = record["start"]
 
     def moment(micros: float | None) -> float:
@@ -62,7 +62,7 @@ def from_record(record: Mapping[str, Any]) -> Step:
 
 
 class RecordWriter:
-    """Appends lines to one rank's file. Any thread may write; a run that dies loses the last few lines at most."""
+    """Appends lines to one rank's file. Any thread may write. A run that crashes loses at most the last lines."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ class RecordWriter:
         line = json.dumps(record, separators=(",", ":"))
         with self._lock:
             self._lines.append(line)
-            full = len(self._lines) >= _FLUSH
+            full = len(self._lines) >= _LINES_PER_FLUSH
         if full:
             self.flush()
 
@@ -93,8 +93,8 @@ class RecordWriter:
 
 
 @dataclass
-class Run:
-    """What a run has left: for each rank its header and its records by step, for the steps that all ranks have."""
+class RecordedRun:
+    """The records of a run: a header per rank, and per rank the records by step index, of the steps that all ranks have."""
 
     path: Path
     headers: list[dict[str, Any]]
@@ -109,11 +109,11 @@ class Run:
         return sorted(self.records[0])
 
     def step(self, index: int) -> list[Step]:
-        """One step on all ranks, on one clock."""
+        """One step of all ranks, on rank 0's clock."""
         return [from_record(records[index]) for records in self.records]
 
-    def only(self, indices: Sequence[int]) -> Run:
-        """The same run, of which these steps are known."""
+    def only(self, indices: Sequence[int]) -> RecordedRun:
+        """The same run with only these steps."""
         return replace(self, records=[{index: records[index] for index in indices} for records in self.records])
 
 
@@ -121,29 +121,32 @@ def rank_file(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank_{rank:05d}.jsonl"
 
 
-def read_run(run_dir: Path) -> Run:
-    """Read the records below ``run_dir``.
+def read_run(run_dir: Path) -> RecordedRun:
+    """Read the records of a run from ``run_dir/freescale``.
 
     Raises:
-        InputError: if there are none, or a rank's are missing.
+        InputError: if there are no records, if the file of a rank is missing, or if no step was recorded on all ranks.
     """
     files = sorted((run_dir / FOLDER).glob("rank_*.jsonl"))
     if not files:
         found = (
             sorted({file.parents[1] for file in run_dir.glob(f"**/{FOLDER}/rank_*.jsonl")}) if run_dir.is_dir() else []
         )
-        hint = f"; did you mean {', '.join(map(str, found[:3]))}?" if found else "; was the monitor on, with a logger?"
-        raise InputError(f"{run_dir}: no {FOLDER}/rank_*.jsonl in it{hint}")
+        hint = "The monitor records only if the Trainer has a logger and the strategy does not set monitor=False."
+        if found:
+            hint = f"Did you mean {', '.join(map(str, found[:3]))}?"
+        raise InputError(f"{run_dir}: the folder has no {FOLDER}/rank_*.jsonl. {hint}")
     headers, records = zip(*(_read(file) for file in files), strict=True)
     world = headers[0].get("world", len(files))
     if len(files) != world:
         raise InputError(
-            f"{run_dir}: files of {len(files)} ranks where the run had {world}; copy {FOLDER}/ of every node here"
+            f"{run_dir}: {FOLDER}/ has the files of {len(files)} ranks, but the run had {world} ranks. "
+            f"Copy the {FOLDER}/ folders of all nodes into this one."
         )
     common = set.intersection(*(set(found) for found in records))
     if not common:
-        raise InputError(f"{run_dir}: no step was recorded on all ranks; train for more steps")
-    return Run(run_dir, list(headers), [{index: found[index] for index in common} for found in records])
+        raise InputError(f"{run_dir}: no step was recorded on all ranks. Train for more steps.")
+    return RecordedRun(run_dir, list(headers), [{index: found[index] for index in common} for found in records])
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
@@ -152,20 +155,22 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # cut off by a crash, or by two runs in one folder
-            log_once(f"{file}: line {number} is damaged and left out")
+        except ValueError:  # a crash, or two runs in one folder, can cut a line
+            log_once(f"{file}: line {number} is damaged and is ignored.")
             continue
         if "freescale" in record:
             if record["freescale"] != FORMAT:
-                raise InputError(f"{file}: format {record['freescale']}, this version reads {FORMAT}")
+                raise InputError(
+                    f"{file}: the file has format {record['freescale']}, but this version reads only format {FORMAT}."
+                )
             header = record
         else:
-            records[record["step"]] = record  # a step trained again after a resume counts as it was the last time
+            records[record["step"]] = record  # a step that was trained again after a resume: the last record counts
     return header, records
 
 
 def add_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
-    """Sum of histograms of different lengths."""
+    """Sum of histograms that may differ in length."""
     total = [0] * max((len(counts) for counts in histograms), default=0)
     for counts in histograms:
         for index, count in enumerate(counts):

@@ -1,8 +1,11 @@
-"""The figures of a logging interval, by the names they have in TensorBoard."""
+"""All metrics of a logging interval, by their tags in TensorBoard."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 
 from lightning_freescale.bubbles import metrics
 from lightning_freescale.bubbles.attribution import PARTS, Bubbles
@@ -18,7 +21,7 @@ TAGS = (
     "throughput/tokens_per_s",
     "step/time_ms",
 )
-# Logged too, the last two where the model says what it computes, and the device's peak is known.
+# ``throughput/tflops`` needs a model with ``cost_coefficients()``; ``throughput/mfu`` also needs a device with a known peak.
 MORE_TAGS = (
     "embedding/prioritized",
     "balance/cost_imbalance",
@@ -29,15 +32,15 @@ MORE_TAGS = (
 
 
 class Summary:
-    """Computes all tags from the bubbles of all ranks.
+    """Computes all metrics from the bubbles of all ranks.
 
     Args:
         flops: whether ``counts["flops"]`` is known.
-        peak: FLOP/s of one device, if known.
+        peak: FLOP/s of one device; ``None`` if it is not known.
     """
 
     def __init__(self, flops: bool = False, peak: float | None = None):
-        local: dict[str, Any] = {"sync_on_compute": False}  # every rank holds the steps of all ranks already
+        local: dict[str, Any] = {"sync_on_compute": False}  # every rank already has the steps of all ranks
         self._flops, self._peak = flops, peak
         self._shares = {f"bubble/{part}": metrics.BubbleShare(**local) for part in ("total", *PARTS)}
         self._imbalance, self._cost_imbalance = metrics.Imbalance(**local), metrics.Imbalance(**local)
@@ -48,10 +51,10 @@ class Summary:
         self._time = metrics.StepTime(**local)
 
     def __call__(self, bubbles: Bubbles) -> dict[str, float]:
-        """Values by tag, of the steps of ``bubbles`` alone."""
+        """Values by tag. They cover the steps of ``bubbles`` and no earlier ones."""
         counts, wall = bubbles.counts, bubbles.wall
         ranks, steps = wall.shape
-        seconds = wall.mean(axis=0)  # ranks run side by side
+        seconds = wall.mean(axis=0)  # the ranks run at the same time
         for name, share in self._shares.items():
             part = name.removeprefix("bubble/")
             share.update(bubbles.bubble if part == "total" else bubbles.parts[part], wall)
@@ -87,3 +90,10 @@ class Summary:
             values[name] = float(metric.compute())
             metric.reset()
         return values
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of ``device`` at the Trainer's ``precision``; ``None`` if it is not known."""
+    if device.type != "cuda":
+        return None
+    return get_available_flops(device, torch.bfloat16 if "bf16" in precision else torch.float32)

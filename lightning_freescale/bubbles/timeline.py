@@ -1,8 +1,8 @@
-"""Spans: what a rank did, and when. Recorded for few nanoseconds when off, a few microseconds when on, resolved late.
+"""``Timeline``: records what a rank does in a step, and when.
 
-On CPU a moment is a reading of the monotonic clock. On CUDA it is an event on a stream: what counts is when the *device* gets
-there, and nobody waits for it. A span on the compute stream around ``stream.wait_event(...)`` or around a host that is late
-then lasts exactly as long as the device stood still.
+A span costs nanoseconds between recorded steps and a few microseconds within one. On CPU a moment is a reading of the monotonic
+clock. On CUDA it is an event on a stream: it shows when the *device* gets there, and the host does not wait for it. So a span
+on the compute stream around ``stream.wait_event(...)``, or around a late host, lasts exactly as long as the device is idle.
 """
 
 from __future__ import annotations
@@ -13,163 +13,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-ENGINE = "compute"  # the track of the compute engine: the main thread on CPU, the compute stream on CUDA
+from lightning_freescale.bubbles.clock import DeviceClock
+from lightning_freescale.bubbles.pending import Moment, PendingStep
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Span, Step
 
 
-class Role(Enum):
-    COMPUTE = "compute"  # useful work
-    COMMUNICATION = (
-        "communication"  # with other ranks; on the engine's track the engine waits for it, elsewhere nobody does
-    )
-    WAITING = "waiting"  # for something that is no other rank
-    OVERHEAD = "overhead"  # neither useful nor waited for
+class _OpenSpan:
+    """A span that has not ended: the context manager of :meth:`Timeline.span`."""
 
+    __slots__ = ("_joined", "_kind", "_start", "_stream", "_timeline", "_track")
 
-class Kind(StrEnum):
-    """What a span was spent on. The engine's innermost span counts, so an exchange inside ``forward`` interrupts it."""
-
-    INPUT_WAIT = "input_wait"
-    H2D = "h2d"
-    ID_EXCHANGE = "id_exchange"
-    ROW_EXCHANGE = "row_exchange"  # synchronous: collision and exclusive rows together
-    ROW_EXCHANGE_COLLISION = "row_exchange_collision"
-    ROW_EXCHANGE_EXCLUSIVE = "row_exchange_exclusive"
-    GRADIENT_EXCHANGE = "gradient_exchange"
-    ALLREDUCE = "allreduce"
-    LOOKUP = "lookup"  # reading and updating table rows outside of forward and backward
-    DENSE_FORWARD = "dense_forward"
-    DENSE_BACKWARD = "dense_backward"
-    OPTIMIZER = "optimizer"
-    METRICS = "metrics"
-
-    @property
-    def role(self) -> Role:
-        return _ROLES[self]
-
-
-EMBEDDING_EXCHANGES = (
-    Kind.ID_EXCHANGE,
-    Kind.ROW_EXCHANGE,
-    Kind.ROW_EXCHANGE_COLLISION,
-    Kind.ROW_EXCHANGE_EXCLUSIVE,
-    Kind.GRADIENT_EXCHANGE,
-)
-EXCHANGES = (*EMBEDDING_EXCHANGES, Kind.ALLREDUCE)
-_ROLES = {
-    Kind.INPUT_WAIT: Role.WAITING,
-    Kind.H2D: Role.WAITING,
-    **dict.fromkeys(EXCHANGES, Role.COMMUNICATION),
-    Kind.LOOKUP: Role.COMPUTE,
-    Kind.DENSE_FORWARD: Role.COMPUTE,
-    Kind.DENSE_BACKWARD: Role.COMPUTE,
-    Kind.OPTIMIZER: Role.COMPUTE,
-    Kind.METRICS: Role.OVERHEAD,
-}
-
-
-class Span(NamedTuple):
-    """Times in seconds on this rank's clock. ``arrived``: when the rank joined the collective, ``nan`` if not known."""
-
-    kind: Kind
-    track: str
-    start: float
-    end: float
-    arrived: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one rank, from the end of the step before to its own end. All spans lie within."""
-
-    index: int
-    start: float
-    end: float
-    spans: tuple[Span, ...]
-    counts: dict[str, float] = field(default_factory=dict)  # bytes, rows, collisions, ...
-    arrays: dict[str, NDArray] = field(default_factory=dict)  # history lengths, candidates
-
-    @property
-    def wall(self) -> float:
-        return self.end - self.start
-
-
-Moment = float | torch.cuda.Event
-
-
-class DeviceClock:
-    """When the events of a device happened, on the host's clock.
-
-    Every recorded step ties the two clocks: the host's time is read, then an event is recorded on a stream that is always
-    idle. The device may come to it late, for streams share its queues, but never early: the most prompt of all ties counts.
-    """
-
-    DRIFT = 1e-4  # by which the clocks may go apart, seconds a second: an old tie is trusted that much less
-
-    def __init__(self) -> None:
-        self._moment = -math.inf
-
-    def tie(self, host: float, since: float) -> float:
-        """The moment of a tie's event on the host's clock.
-
-        Args:
-            host: seconds, read just before the event was recorded.
-            since: seconds on the device since the event of the tie before; any number for the first.
-        """
-        self._moment = max(host, self._moment + since * (1 - self.DRIFT))
-        return self._moment
-
-
-class _Recording:
-    """A step whose moments are not resolved yet."""
-
-    def __init__(self, index: int, start: Moment, anchor: tuple[torch.cuda.Event, float] | None):
-        self.index, self.start = index, start
-        self.anchor = anchor  # on CUDA: an event, and the host's time just before it
-        self.end: Moment = math.nan
-        self.spans: list[tuple[Kind, str, Moment, Moment, Moment]] = []
-        self.counts: dict[str, float] = {}
-        self.late: list[tuple[str, Tensor]] = []  # host copies under way of values that were on the device
-        self.kept: dict[str, Tensor] = {}
-        self.copied: list[Moment] = []  # when those host copies are complete
-
-    def events(self) -> list[torch.cuda.Event]:
-        if self.anchor is None:
-            return []
-        moments = [self.start, self.end, *self.copied, *(moment for span in self.spans for moment in span[2:])]
-        moments.append(self.anchor[0])
-        return [moment for moment in moments if not isinstance(moment, float)]
-
-    def resolve(self, anchored: float) -> Step:
-        """The step on the host's clock, on which the anchor's event was at ``anchored``."""
-
-        def seconds(moment: Moment) -> float:
-            if isinstance(moment, float):
-                return moment
-            assert self.anchor is not None
-            return anchored + self.anchor[0].elapsed_time(moment) / 1e3
-
-        for name, value in self.late:
-            self.counts[name] = self.counts.get(name, 0.0) + float(value)
-        arrays = {name: value.numpy() for name, value in self.kept.items()}
-        spans = (Span(kind, track, *map(seconds, moments)) for kind, track, *moments in self.spans)
-        return Step(self.index, seconds(self.start), seconds(self.end), tuple(spans), self.counts, arrays)
-
-
-class _Open:
-    """A span that is going on: the context manager of :meth:`Timeline.span`."""
-
-    __slots__ = ("_arrived", "_kind", "_start", "_stream", "_timeline", "_track")
-
-    def __init__(self, timeline: Timeline, kind: Kind, stream: Any, arrived: Moment | None):
-        self._timeline, self._kind, self._stream, self._arrived = timeline, kind, stream, arrived
+    def __init__(self, timeline: Timeline, kind: Kind, stream: Any, joined: Moment | None):
+        self._timeline, self._kind, self._stream, self._joined = timeline, kind, stream, joined
 
     def __enter__(self) -> None:
         self._track = self._timeline.track(self._stream)
@@ -177,11 +38,11 @@ class _Open:
 
     def __exit__(self, *error: object) -> None:
         end = self._timeline.mark(self._stream)
-        self._timeline.add(self._kind, self._start, end, track=self._track, arrived=self._arrived)
+        self._timeline.add(self._kind, self._start, end, track=self._track, joined=self._joined)
 
 
-class Transfer:
-    """An asynchronous collective on its way, from :meth:`Timeline.transfer`."""
+class TrackedTransfer:
+    """An asynchronous collective that the timeline records; made by :meth:`Timeline.transfer`."""
 
     __slots__ = ("_issued", "_kind", "_timeline")
 
@@ -189,15 +50,15 @@ class Transfer:
         self._timeline, self._kind, self._issued = timeline, kind, issued
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around the wait for it: ``with transfer.waiting(): work.wait()``."""
-        return self._timeline.span(self._kind, arrived=math.nan if self._issued is None else self._issued)
+        """Put it around the wait for the collective: ``with transfer.waiting(): work.wait()``."""
+        return self._timeline.span(self._kind, joined=math.nan if self._issued is None else self._issued)
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
 
 class Timeline:
-    """Records the spans of the steps it is told to record; does nothing in between.
+    """Records the spans of chosen steps, and does nothing between them.
 
         timeline = Timeline()
         timeline.begin_step(17)
@@ -206,89 +67,91 @@ class Timeline:
         timeline.end_step()
         for step in timeline.take(): ...
 
-    Spans of any thread and any CUDA stream are welcome. ``stream=None`` is the current stream on CUDA, the current thread on
-    CPU; a string names a track of a host thread, on the host's clock.
+    Any thread and any CUDA stream may add spans. ``stream=None`` means the current stream on CUDA and the current thread on CPU.
+    A string is the name of a track; its spans are on the host's clock.
 
     Args:
-        clock: seconds, monotonic; the ranks' clocks need not agree (see ``clock.py``).
+        clock: seconds, monotonic. The clocks of the ranks need not agree (see ``clock.py``).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        self.active = False
-        self._recording: _Recording | None = None
-        self._done: deque[_Recording] = deque()
-        self._carry: tuple[int, list[Span]] = (-1, [])  # step it belongs to, background spans that reach into it
+        self.active = False  # whether a step is being recorded
+        self._pending: PendingStep | None = None
+        self._done: deque[PendingStep] = deque()
+        self._carry: tuple[int, list[Span]] = (-1, [])  # index of a step, and background spans that continue in it
         self._thread = threading.get_ident()
         self._device: torch.device | None = None
         self._compute: torch.cuda.Stream | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._idle: torch.cuda.Stream | None = None
         self._watchers: dict[str, torch.cuda.Stream] = {}
         self._names: dict[int, str] = {}
         self._pool: list[torch.cuda.Event] = []
         self._device_clock = DeviceClock()
-        self._tied: torch.cuda.Event | None = None  # of the last tie
+        self._sampled: torch.cuda.Event | None = None  # event of the last clock sample
 
     def open(self, device: torch.device) -> None:
         """Choose the engine: the calling thread, or the current stream of a CUDA device."""
         self._thread, self._device = threading.get_ident(), device
         if device.type == "cuda":
             self._compute = torch.cuda.current_stream(device)
-            self._side = torch.cuda.Stream(device)  # always idle: ties the device's clock to the host's
+            self._idle = torch.cuda.Stream(device)  # for clock samples only, see DeviceClock
             self._names[self._compute.stream_id] = ENGINE
 
-    def name(self, stream: torch.cuda.Stream, track: str) -> None:
-        """Call the track of a CUDA stream ``track`` in pictures and traces."""
+    def name_stream(self, stream: torch.cuda.Stream, track: str) -> None:
+        """Set the name that a CUDA stream has in pictures and traces."""
         self._names.setdefault(stream.stream_id, track)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
     def begin_step(self, index: int) -> None:
-        """Record from here on. A step that was begun and not ended is forgotten."""
-        anchor = None
-        if self._side is not None:
-            anchor = (self._event(), self.clock())
-            anchor[0].record(self._side)
-        self._recording = _Recording(index, self.mark(), anchor)
+        """Start to record. A step that has begun and not ended is dropped."""
+        clock_sample = None
+        if self._idle is not None:
+            clock_sample = (self._event(), self.clock())
+            clock_sample[0].record(self._idle)
+        self._pending = PendingStep(index, self.mark(), clock_sample)
         self.active = True
 
     def end_step(self) -> None:
-        recording, self._recording, self.active = self._recording, None, False
-        if recording is not None:
-            recording.end = self.mark()
-            self._done.append(recording)
+        """Stop recording. The step is available from :meth:`take`."""
+        pending, self._pending, self.active = self._pending, None, False
+        if pending is not None:
+            pending.end = self.mark()
+            self._done.append(pending)
 
     def cancel_step(self) -> None:
-        self._recording, self.active = None, False
+        """Stop recording, and drop the step."""
+        self._pending, self.active = None, False
 
     def take(self, upto: int | None = None) -> list[Step]:
-        """Steps recorded so far, up to index ``upto``, oldest first. Waits for the device if it has not got there yet."""
+        """Remove and return the recorded steps, oldest first, up to index ``upto``. Waits for the device to reach their ends."""
         taken = []
         while self._done and (upto is None or self._done[0].index <= upto):
             taken.append(self._done.popleft())
             for event in taken[-1].events():
                 event.synchronize()
-        steps = [self._split(recording.resolve(self._tie(recording))) for recording in taken]
-        self._reuse(taken)
+        steps = [self._cut(pending.resolve(self._sample(pending))) for pending in taken]
+        self._reuse_events(taken)
         return steps
 
-    def _tie(self, recording: _Recording) -> float:
-        """The moment of the anchor on the host's clock; without meaning where there is none."""
-        if recording.anchor is None:
+    def _sample(self, pending: PendingStep) -> float:
+        """The time of the step's clock sample on the host's clock; 0 on CPU, where there is none."""
+        if pending.clock_sample is None:
             return 0.0
-        event, host = recording.anchor
-        since = 0.0 if self._tied is None else self._tied.elapsed_time(event) / 1e3
-        self._tied = event
-        return self._device_clock.tie(host, since)
+        event, host = pending.clock_sample
+        elapsed = 0.0 if self._sampled is None else self._sampled.elapsed_time(event) / 1e3
+        self._sampled = event
+        return self._device_clock.sample(host, elapsed)
 
-    def _reuse(self, taken: list[_Recording]) -> None:
-        """Events of resolved steps go back to the pool, but for those that a later step refers to as well."""
-        later = [*self._done, *([self._recording] if self._recording is not None else [])]
-        needed = {id(event) for recording in later for event in recording.events()} | {id(self._tied)}
-        free = {id(event): event for recording in taken for event in recording.events()}
+    def _reuse_events(self, taken: list[PendingStep]) -> None:
+        """Return the events of resolved steps to the pool, except those that a later step uses too."""
+        later = [*self._done, *([self._pending] if self._pending is not None else [])]
+        needed = {id(event) for pending in later for event in pending.events()} | {id(self._sampled)}
+        free = {id(event): event for pending in taken for event in pending.events()}
         self._pool.extend(event for key, event in free.items() if key not in needed)
 
-    def _split(self, step: Step) -> Step:
-        """Cut background spans at the end of the step: the rest belongs to the next one."""
+    def _cut(self, step: Step) -> Step:
+        """Cut background spans at the end of the step. What is left of them belongs to the next step."""
         index, carried = self._carry
         spans = [*step.spans, *(carried if index == step.index else [])]
         beyond = [span._replace(start=step.end) for span in spans if span.track != ENGINE and span.end > step.end]
@@ -303,47 +166,47 @@ class Timeline:
 
     # ---- within a step ---------------------------------------------------------------------------------------------
     def span(
-        self, kind: Kind | str, stream: torch.cuda.Stream | str | None = None, arrived: Moment | None = None
+        self, kind: Kind | str, stream: torch.cuda.Stream | str | None = None, joined: Moment | None = None
     ) -> AbstractContextManager[None]:
-        """Time what happens inside.
+        """Record the time of a ``with`` block.
 
         Args:
             kind: of the span.
-            stream: where it happens, see the class.
-            arrived: when this rank joined the collective, if that was before the span; ``nan`` for work around an exchange
-                that waits for no other rank.
+            stream: where the work runs, see the class.
+            joined: when this rank joined the collective, if that was before the span; ``nan`` for work of an exchange that
+                does not wait for other ranks.
         """
-        return _Open(self, Kind(kind), stream, arrived) if self.active else _NOTHING
+        return _OpenSpan(self, Kind(kind), stream, joined) if self.active else _NOT_RECORDED
 
-    def transfer(self, kind: Kind | str, work: Any, nbytes: int = 0) -> Transfer:
-        """Follow a collective that was just started, ``work = dist.all_to_all_single(..., async_op=True)``.
+    def transfer(self, kind: Kind | str, work: Any, nbytes: int = 0) -> TrackedTransfer:
+        """Record a collective that has just started, ``work = dist.all_to_all_single(..., async_op=True)``.
 
-        Its whole way shows on a track of its own, and the wait for it (:meth:`Transfer.waiting`) on the track that waits.
-        ``nbytes``: what this rank sends.
+        The collective shows on a track of its own from start to end. The wait for it (:meth:`TrackedTransfer.waiting`) shows
+        on the track that waits. ``nbytes`` is what this rank sends.
         """
         kind = Kind(kind)
         if not self.active:
-            # The clock is cheap, so that a wait in the next, recorded step knows when this rank had joined.
-            return Transfer(self, kind, self.clock() if self._compute is None else None)
+            # The next step may be recorded and wait for this collective. It then needs the time at which this rank joined.
+            return TrackedTransfer(self, kind, self.clock() if self._compute is None else None)
         self.count("bytes", nbytes)
-        issued, recording, track = self.mark(), self._recording, f"{kind.value} (async)"
+        issued, pending, track = self.mark(), self._pending, f"{kind.value} (async)"
 
         def finished(_: object = None) -> None:
-            if recording is not None:
-                recording.spans.append((kind, track, issued, self.mark(), issued))
+            if pending is not None:
+                pending.spans.append((kind, track, issued, self.mark(), issued))
 
         if self._compute is None:
             work.get_future().add_done_callback(finished)
-        else:  # a stream of our own waits for it: a future's callback would borrow one that others may be using
+        else:  # wait on a stream of our own: the callback of a future would run on a stream that others may use
             if track not in self._watchers:
                 self._watchers[track] = torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._watchers[track]):
                 work.wait()
                 finished()
-        return Transfer(self, kind, issued)
+        return TrackedTransfer(self, kind, issued)
 
     def iterate(self, kind: Kind | str, source: Iterable[Any]) -> Iterator[Any]:
-        """``source``, with a span around the wait for each of its items."""
+        """Yield the items of ``source``, and record the wait for each item as a span."""
         iterator = iter(source)
         while True:
             with self.span(kind):
@@ -354,29 +217,29 @@ class Timeline:
             yield item
 
     def add(
-        self, kind: Kind | str, start: Moment, end: Moment, *, track: str = ENGINE, arrived: Moment | None = None
+        self, kind: Kind | str, start: Moment, end: Moment, *, track: str = ENGINE, joined: Moment | None = None
     ) -> None:
-        """A span known only after the fact, from two moments of :meth:`mark`."""
-        if self._recording is not None:
-            self._recording.spans.append((Kind(kind), track, start, end, start if arrived is None else arrived))
+        """Add a span between two moments of :meth:`mark`."""
+        if self._pending is not None:
+            self._pending.spans.append((Kind(kind), track, start, end, start if joined is None else joined))
 
     def count(self, name: str, value: float | Tensor) -> None:
-        """Add to a counter of this step. A value on the device is copied without waiting and read when the step is taken."""
-        recording = self._recording
-        if recording is None:
+        """Add to a counter of this step. A tensor on the device is copied without a wait, and read by :meth:`take`."""
+        pending = self._pending
+        if pending is None:
             return
         if isinstance(value, Tensor):
-            recording.late.append((name, self._to_host(value, recording)))
+            pending.device_counts.append((name, self._to_host(value, pending)))
         else:
-            recording.counts[name] = recording.counts.get(name, 0.0) + value
+            pending.counts[name] = pending.counts.get(name, 0.0) + value
 
     def keep(self, name: str, value: Tensor) -> None:
-        """Keep an array with this step, such as the history lengths of the batch; copied like the values of :meth:`count`."""
-        if self._recording is not None:
-            self._recording.kept[name] = self._to_host(value, self._recording)
+        """Keep a copy of an array with this step, such as the history lengths of the batch. Does not wait for the device."""
+        if self._pending is not None:
+            self._pending.kept[name] = self._to_host(value, self._pending)
 
     def mark(self, stream: torch.cuda.Stream | str | None = None) -> Moment:
-        """This moment: on the host's clock, or on a CUDA stream."""
+        """This moment: a time on the host's clock, or an event on a CUDA stream."""
         if self._compute is None or isinstance(stream, str):
             return self.clock()
         event = self._event()
@@ -384,6 +247,7 @@ class Timeline:
         return event
 
     def track(self, stream: torch.cuda.Stream | str | None = None) -> str:
+        """Name of the track of a stream, or of the calling thread on CPU."""
         if isinstance(stream, str):
             return stream
         if self._compute is None:
@@ -394,11 +258,11 @@ class Timeline:
     def _event(self) -> torch.cuda.Event:
         return self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
 
-    def _to_host(self, value: Tensor, recording: _Recording) -> Tensor:
-        """A copy on the host, complete when the work queued so far on the current stream is."""
+    def _to_host(self, value: Tensor, pending: PendingStep) -> Tensor:
+        """A copy on the host. It is complete when the work that the current stream has now is complete."""
         value = value.detach()
         if not value.is_cuda:
             return value.clone()
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        recording.copied.append(self.mark())
+        pending.copied.append(self.mark())
         return host

@@ -1,4 +1,4 @@
-"""The recorded steps as a trace for Perfetto or chrome://tracing: one process per rank, one thread per track."""
+"""Writes a run as a trace for Perfetto or chrome://tracing: one process per rank, one thread per track."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_freescale.bubbles.records import Run
-from lightning_freescale.bubbles.timeline import ENGINE, Step
+from lightning_freescale.bubbles.records import RecordedRun
+from lightning_freescale.bubbles.spans import ENGINE, Step
 
-STEPS = "steps"
+STEP_TRACK = "steps"
 
 
-def events(run: Run) -> Iterator[dict[str, Any]]:
-    """Trace events of all ranks on one clock, in microseconds from the first recorded step."""
+def trace_events(run: RecordedRun) -> Iterator[dict[str, Any]]:
+    """Trace events of all ranks, in microseconds from the start of the first recorded step."""
     indices = run.indices
     origin = min(step.start for step in run.step(indices[0]))
     for rank in range(run.ranks):
@@ -26,8 +26,8 @@ def events(run: Run) -> Iterator[dict[str, Any]]:
             for track, name, start, end, more in _intervals(step):
                 key = (rank, track)
                 if key not in threads:
-                    # Steps on top, then the engine, then the rest as they come.
-                    threads[key] = {STEPS: 0, ENGINE: 1}.get(track, 2 + len(threads))
+                    # The steps are on top, then the engine, then the other tracks in order of appearance.
+                    threads[key] = {STEP_TRACK: 0, ENGINE: 1}.get(track, 2 + len(threads))
                     yield {
                         "ph": "M", "name": "thread_name", "pid": rank, "tid": threads[key], "args": {"name": track},
                     }  # fmt: skip
@@ -43,15 +43,16 @@ def events(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _intervals(step: Step) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
-    yield STEPS, f"step {step.index}", step.start, step.end, {"cat": "step", **step.counts}
+    """Track, name, start, end and arguments of the step itself and of its spans."""
+    yield STEP_TRACK, f"step {step.index}", step.start, step.end, {"cat": "step", **step.counts}
     for span in step.spans:
         yield span.track, span.kind.value, span.start, span.end, {"cat": span.kind.role.value}
 
 
-def write_trace(run: Run, path: Path) -> None:
-    """Write the trace of all ranks to one file."""
+def write_trace(run: RecordedRun, path: Path) -> None:
+    """Write the trace of all ranks to ``path``."""
     with path.open("w") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for number, event in enumerate(events(run)):
+        for number, event in enumerate(trace_events(run)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")

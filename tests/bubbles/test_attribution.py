@@ -22,7 +22,7 @@ from lightning_freescale.bubbles.attribution import (
     overlap,
     union,
 )
-from lightning_freescale.bubbles.timeline import EXCHANGES, Kind, Role, Span, Step
+from lightning_freescale.bubbles.spans import EXCHANGES, Kind, Role, Span, Step
 
 WALL = 40  # ticks
 
@@ -31,8 +31,8 @@ def step(*spans: Span, start: float = 0.0, end: float = WALL) -> Step:
     return Step(0, start, end, spans)
 
 
-def span(kind: str, start: float, end: float, arrived: float | None = None, track: str = "compute") -> Span:
-    return Span(Kind(kind), track, float(start), float(end), float(start if arrived is None else arrived))
+def span(kind: str, start: float, end: float, joined: float | None = None, track: str = "compute") -> Span:
+    return Span(Kind(kind), track, float(start), float(end), float(start if joined is None else joined))
 
 
 def bubbles(*ranks: Step, offsets: list[float] | None = None) -> Bubbles:
@@ -56,7 +56,7 @@ def label_ticks(ranks: list[Step]) -> list[dict[str, float]]:
             if item.track == "compute" and item.kind in EXCHANGES:
                 numbered[-1][item] = seen[item.kind] = seen.get(item.kind, -1) + 1
                 key = (item.kind, seen[item.kind])
-                arrivals[key] = max(arrivals.get(key, -math.inf), item.arrived)
+                arrivals[key] = max(arrivals.get(key, -math.inf), item.joined)
     results = []
     for rank, numbers in zip(ranks, numbered, strict=True):
         total = dict.fromkeys((*PARTS, "useful", "hidden"), 0.0)
@@ -98,7 +98,7 @@ def engine_spans(draw: st.DrawFn) -> list[Span]:
             cursor += 1
             continue
         kind = draw(st.sampled_from([*EXCHANGES, Kind.INPUT_WAIT, Kind.H2D]))
-        spans.append(span(kind, cursor, end, arrived=draw(st.integers(max(0, cursor - 5), cursor))))
+        spans.append(span(kind, cursor, end, joined=draw(st.integers(max(0, cursor - 5), cursor))))
         cursor = end + draw(st.integers(1, 8))
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, WALL))
@@ -131,8 +131,8 @@ def test_straggler_and_transfer_are_told_apart() -> None:
 
 def test_joined_early_and_waited_late_is_no_straggling() -> None:
     """Rank 1 posts its part at 5 and waits at 20: rank 0, which waits from 10, waits for the link alone."""
-    first = step(span("row_exchange_exclusive", 10, 15, arrived=4))
-    second = step(span("row_exchange_exclusive", 20, 20, arrived=5))
+    first = step(span("row_exchange_exclusive", 10, 15, joined=4))
+    second = step(span("row_exchange_exclusive", 20, 20, joined=5))
     assert parts(bubbles(first, second), 0) == {"exposed_embedding": 5, "other": 35}
 
 
@@ -159,16 +159,16 @@ def test_slots_match_although_a_wait_has_no_length() -> None:
 
 
 def test_unknown_arrival_counts_as_exposed() -> None:
-    first = step(span("row_exchange_exclusive", 10, 20, arrived=math.nan))
-    second = step(span("row_exchange_exclusive", 15, 20, arrived=math.nan))
+    first = step(span("row_exchange_exclusive", 10, 20, joined=math.nan))
+    second = step(span("row_exchange_exclusive", 15, 20, joined=math.nan))
     assert parts(bubbles(first, second), 0)["exposed_embedding"] == 10
-    known = step(span("row_exchange_exclusive", 15, 20, arrived=12))
+    known = step(span("row_exchange_exclusive", 15, 20, joined=12))
     assert parts(bubbles(first, known), 0)["straggler"] == 2
 
 
 def test_more_waits_than_slots_are_exposed() -> None:
     many = [span("id_exchange", i, i + 0.5) for i in range(SLOTS + 3)]
-    result = bubbles(step(*many), step(*(item._replace(arrived=item.start + 0.25) for item in many)))
+    result = bubbles(step(*many), step(*(item._replace(joined=item.start + 0.25) for item in many)))
     assert parts(result, 0)["straggler"] == 0.25 * SLOTS
     assert parts(result, 0)["exposed_embedding"] == 0.25 * SLOTS + 0.5 * 3
 

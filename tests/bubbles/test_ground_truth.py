@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_freescale.bubbles.attribution import PARTS, account, attribute
 from lightning_freescale.bubbles.records import read_run
 from tests import toy
-from tests.bubbles.seam import fit
+from tests.bubbles.monitored_fit import fit
 from tests.ranks import run_ranks
 
 DELAY = 0.3  # seconds, large against the noise of a busy machine

@@ -17,7 +17,7 @@ from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.embedding import all_to_all
 from tests import toy
-from tests.bubbles.seam import Watched, fit
+from tests.bubbles.monitored_fit import SynchronousStrategy, fit
 from tests.ranks import run_ranks
 
 DELAY = 0.5  # seconds, large against what happens between a step's end and the next forward
@@ -74,7 +74,7 @@ def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
         2,
         model=model,
         loader=loader,
-        strategy=Watched(prioritize=True),
+        strategy=SynchronousStrategy(prioritize=True),
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=STEPS,
         max_epochs=1,

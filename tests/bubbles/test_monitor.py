@@ -17,14 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import lightning_freescale.pytorch_lightning as other_namespace
 from lightning_freescale import ConfigurationError
-from lightning_freescale.bubbles import monitor as monitors
-from lightning_freescale.bubbles import picture
+from lightning_freescale.bubbles import overhead, picture
 from lightning_freescale.bubbles.monitor import BubbleMonitor, BubbleMonitorMixin, add_monitor
 from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.bubbles.summary import MORE_TAGS, TAGS
 from lightning_freescale.models import HSTU
 from tests import toy
-from tests.bubbles.seam import Watched, fit
+from tests.bubbles.monitored_fit import SynchronousStrategy, fit
 from tests.ranks import RankFailed, run_ranks
 
 PARTS = [tag for tag in TAGS if tag.startswith("bubble/") and tag != "bubble/total"]
@@ -46,7 +45,9 @@ def fit_and_resume(rank: int, folder: Path, world: int) -> None:
     trainer = fit(world, logger=logger(), max_steps=10, **options)
     trainer.save_checkpoint(folder / "half")
     model = toy.Model()
-    trainer = toy.trainer(Watched(), world, logger=logger(), max_steps=19, callbacks=[BubbleMonitor()], **options)
+    trainer = toy.trainer(
+        SynchronousStrategy(), world, logger=logger(), max_steps=19, callbacks=[BubbleMonitor()], **options
+    )
     trainer.fit(model, toy.loader(), ckpt_path=folder / "half")
     assert trainer.global_step == 19
 
@@ -143,7 +144,7 @@ def train(rank: int, world: int, watched: bool, bags: bool, prioritize: bool) ->
     model = toy.Model(bags=bags)
     callbacks = [BubbleMonitor()] if watched else []
     options = {"callbacks": callbacks, "log_every_n_steps": 3, "limit_val_batches": 1, "val_check_interval": 7}
-    trainer = toy.trainer(Watched(prioritize=prioritize), world, **options)
+    trainer = toy.trainer(SynchronousStrategy(prioritize=prioritize), world, **options)
     trainer.fit(model, toy.loader(), toy.loader(8, shuffle=False))
     return model.losses, toy.weights(model)
 
@@ -220,11 +221,9 @@ def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_readme_names_every_tag() -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    named = {
-        tag for line in readme.splitlines() if line.startswith("| `") for tag in re.findall(r"`([a-z]+/\w+)`", line)
-    }
+def test_the_documentation_names_every_tag() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    named = {tag for line in page.splitlines() if line.startswith("| `") for tag in re.findall(r"`([a-z]+/\w+)`", line)}
     assert named == {*TAGS, *MORE_TAGS}
 
 
@@ -244,11 +243,11 @@ def test_sampling_adapts_and_covers_every_interval() -> None:
 
 
 def test_fewer_steps_are_recorded_where_they_cost_more() -> None:
-    assert [monitors.sampling(share) for share in (0.0, 0.05, 0.2)] == [10, 10, 40]
+    assert [overhead.sampling_period(share) for share in (0.0, 0.05, 0.2)] == [10, 10, 40]
 
 
 def fit_adaptively(rank: int, folder: Path) -> int:
-    monitors.OVERHEAD = 1e-4  # cannot be met: as few steps as possible
+    overhead.MAX_OVERHEAD = 1e-4  # cannot be met: as few steps as possible
     monitor = BubbleMonitor()
     fit(2, monitor=monitor, logger=CSVLogger(folder, name="", version=""), log_every_n_steps=4)
     return monitor._every
@@ -272,7 +271,7 @@ def fit_failing(rank: int, folder: Path) -> None:
     fit(
         2,
         model=Failing(),
-        strategy=Watched(timeout=5),
+        strategy=SynchronousStrategy(timeout=5),
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=4,
     )
@@ -355,7 +354,7 @@ def fit_hstu(rank: int, folder: Path) -> None:
     )  # fmt: skip
     pl.seed_everything(1, verbose=False)
     trainer = toy.trainer(
-        Watched(), 2, max_epochs=1, max_steps=8, log_every_n_steps=4, callbacks=[BubbleMonitor(every=1)],
+        SynchronousStrategy(), 2, max_epochs=1, max_steps=8, log_every_n_steps=4, callbacks=[BubbleMonitor(every=1)],
         logger=TensorBoardLogger(folder, name="", version="run"),
     )  # fmt: skip
     trainer.fit(HSTU(data.num_items, embedding_dim=16, num_layers=1), datamodule=data)

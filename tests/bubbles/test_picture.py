@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_freescale.bubbles.picture import COLORS, draw, draw_panels
-from lightning_freescale.bubbles.timeline import ENGINE, Kind, Span, Step
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Span, Step
 
 pytest.importorskip("PIL")
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.bubbles.timeline import ENGINE, DeviceClock, Kind, Role, Span, Step, Timeline
+from lightning_freescale.bubbles.clock import DeviceClock
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Role, Span, Step
+from lightning_freescale.bubbles.timeline import Timeline
 from tests.ranks import run_ranks
 
 
@@ -33,7 +35,7 @@ def test_spans_nest_and_lie_within_their_step() -> None:
     clock.now = 101.0
     with timeline.span("dense_forward"):
         clock.now = 102.0
-        with timeline.span(Kind.ROW_EXCHANGE, arrived=101.5):
+        with timeline.span(Kind.ROW_EXCHANGE, joined=101.5):
             clock.now = 104.0
         clock.now = 105.0
     clock.now = 106.0
@@ -41,7 +43,7 @@ def test_spans_nest_and_lie_within_their_step() -> None:
     (step,) = timeline.take()
     assert (step.index, step.start, step.end, step.wall) == (7, 100.0, 106.0, 6.0)
     assert spans(step) == [("dense_forward", 101.0, 105.0), ("row_exchange", 102.0, 104.0)]
-    assert [span.arrived for span in step.spans] == [101.0, 101.5]
+    assert [span.joined for span in step.spans] == [101.0, 101.5]
     assert timeline.take() == []
 
 
@@ -169,7 +171,7 @@ def tied(lags: list[float], drift: float = 0.0, period: float = 0.1) -> list[flo
     for number, lag in enumerate(lags):
         host = 5000.0 + period * number
         moment = host + lag
-        wrong.append(clock.tie(host, (moment - before) * (1 + drift)) - moment)
+        wrong.append(clock.sample(host, (moment - before) * (1 + drift)) - moment)
         before = moment
     return wrong
 
@@ -220,7 +222,7 @@ def follow(rank: int) -> tuple[Span, Span, float]:
 
 def test_a_transfer_shows_its_way_and_the_wait_for_it() -> None:
     (first_way, first_wait, first_issued), (second_way, second_wait, second_issued) = run_ranks(follow)
-    assert first_way.start == first_wait.arrived
+    assert first_way.start == first_wait.joined
     assert 0 <= first_way.start - first_issued < PAUSE / 2
     # Done when rank 1 had joined, half way through the pause of rank 0, which then has nothing left to wait for.
     assert first_way.end - first_way.start == pytest.approx(PAUSE, abs=PAUSE / 2)

@@ -1,4 +1,4 @@
-"""A small fit that is watched."""
+"""A short training of the toy model with the monitor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_freescale import BubbleMonitor, FreeScaleStrategy
 from tests import toy
 
 
-class Watched(FreeScaleStrategy):
-    """Synchronous and unbalanced unless told otherwise."""
+class SynchronousStrategy(FreeScaleStrategy):
+    """FreeScaleStrategy with a synchronous exchange and without balancing, by default."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**({"prioritize": False, "balance": "off"} | kwargs))
@@ -25,9 +25,10 @@ def fit(
     monitor: Any = None,
     **options: Any,
 ) -> pl.Trainer:
+    """Train on ``world`` ranks. By default the monitor records every step."""
     pl.seed_everything(1, verbose=False)
     trainer = toy.trainer(
-        strategy or Watched(), world, **({"callbacks": [monitor or BubbleMonitor(every=1)]} | options)
+        strategy or SynchronousStrategy(), world, **({"callbacks": [monitor or BubbleMonitor(every=1)]} | options)
     )
     trainer.fit(model or toy.Model(), loader or toy.loader())
     return trainer

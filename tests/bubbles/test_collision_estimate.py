@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.bubbles.probes import CollisionEstimate, _mix
+from lightning_freescale.bubbles.collision_estimate import CollisionEstimate, _mix
 from lightning_freescale.bubbles.timeline import Timeline
 
 # Features a and b share the first table; c has the second.

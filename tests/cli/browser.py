@@ -1,4 +1,4 @@
-"""A page in a real browser: Chromium without a window, driven over a pipe with the DevTools protocol."""
+"""Opens a page in a real browser: headless Chromium, controlled over a pipe with the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Browser:
         assert CHROMIUM is not None
         to_child, self._out = os.pipe()
         self._in, from_child = os.pipe()
-        # The protocol's pipes are descriptors 3 and 4 of the browser.
+        # The browser uses file descriptors 3 and 4 for the protocol.
         command = f'exec "$@" 3<&{to_child} 4>&{from_child}'
         options = [
             "--headless",
@@ -69,7 +69,7 @@ class Browser:
         return json.loads(message)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and return its result; events that come meanwhile are kept."""
+        """Send a command and return its result. Events that arrive before the result are kept."""
         self._sent += 1
         message: dict[str, Any] = {"id": self._sent, "method": method, "params": params}
         if self._session is not None:
@@ -85,6 +85,7 @@ class Browser:
                 self.events.append(answer)
 
     def open(self, page: Path) -> None:
+        """Open a file and wait until it is loaded."""
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + 30
         while self.evaluate("document.readyState") != "complete" and time.monotonic() < deadline:
@@ -97,7 +98,7 @@ class Browser:
         return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
-        """A real click in the middle of the first element that fits."""
+        """Click in the middle of the first element that matches ``selector``."""
         self.evaluate(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         x, y = self.evaluate(
             f"(() => {{ const box = document.querySelector({selector!r}).getBoundingClientRect();"
@@ -107,7 +108,7 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, failed loads."""
+        """Errors and warnings of the console, exceptions and failed loads."""
         found = []
         for event in self.events:
             params, method = event["params"], event["method"]
@@ -122,4 +123,5 @@ class Browser:
         return found
 
     def requested(self) -> list[str]:
+        """URLs that the page requested."""
         return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]

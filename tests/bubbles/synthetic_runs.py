@@ -1,4 +1,4 @@
-"""Runs made by hand: what they show is known."""
+"""Synthetic runs with known figures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.bubbles.records import RecordWriter, rank_file, to_record
-from lightning_freescale.bubbles.timeline import ENGINE, Kind, Span, Step
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Span, Step
 
 
 def engine(*parts: tuple[str, float], start: float) -> tuple[Span, ...]:
-    """Spans end to end: ``(kind, milliseconds)``; kind ``idle`` leaves a gap."""
+    """Consecutive spans on the engine's track from ``(kind, milliseconds)``. The kind ``idle`` leaves a gap."""
     spans, now = [], start
     for kind, ms in parts:
         if kind != "idle":
@@ -30,7 +30,10 @@ def step(
     start: float = 100.0,
     behind: str = "allreduce",
 ) -> Step:
-    """A step of 3 ms input wait, then compute (by rank, ms), then an exchange that waits for the slowest, 1 ms idle."""
+    """A step of rank ``rank``: 3 ms of input wait, ``compute[rank]`` ms of forward, an exchange, and 1 ms of idle time.
+
+    The exchange waits for the slowest rank and then takes ``exchange`` ms. A transfer of kind ``behind`` is in the background.
+    """
     slowest = max(compute)
     start = start + index * (slowest + exchange + 4.0) / 1e3
     parts = (
@@ -61,8 +64,15 @@ def write_run(
     offsets: Sequence[float] = (0.0, 0.0),
     collisions: float = 12,
 ) -> Path:
-    """A run whose step ``i`` computes ``computes[i]`` ms, by rank. ``offsets``: clocks that differ, put right by the
-    writer. ``collisions``: of 100 rows."""
+    """Write a run.
+
+    Args:
+        computes: for each step, the ms of compute of each rank.
+        exchange: ms.
+        settings: of the strategy.
+        offsets: of the clocks of the ranks, in seconds; the writer corrects them.
+        collisions: number of collisions among 100 rows.
+    """
     behind = "row_exchange_exclusive" if (settings or {}).get("prioritize") is True else "allreduce"
     for rank in range(len(computes[0])):
         header = {"rank": rank, "world": len(computes[0]), "strategy": "Made", "device": "cpu",
