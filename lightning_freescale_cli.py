@@ -1,6 +1,7 @@
-"""Starts the ``freescale`` command: its ``cli/main.py`` alone, for importing the package takes seconds that ``--help`` need not.
+"""The console script ``freescale``. It loads ``lightning_freescale/cli/main.py`` without importing the package.
 
-The command imports what it runs when it runs it.
+Importing the package takes seconds, which ``freescale --help`` does not need. The command imports a subcommand's module only when
+it runs it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from pathlib import Path
 
 
 def main() -> int:
-    package = importlib.util.find_spec("lightning_freescale")  # finds it, does not import it
+    """Run ``freescale``; returns the exit code."""
+    package = importlib.util.find_spec("lightning_freescale")  # locates the package without importing it
     assert package is not None
     assert package.origin is not None
     spec = importlib.util.spec_from_file_location("freescale", Path(package.origin).with_name("cli") / "main.py")

@@ -1,10 +1,14 @@
-"""Train HSTU on two processes: ``python examples/train_hstu.py``, or ``--help``, or on your own events:
+"""Trains an HSTU recommender on two processes, on synthetic data or on your own events:
 
+    python examples/train_hstu.py
     python examples/train_hstu.py --data ratings.csv --max-epochs 10
+    python examples/train_hstu.py --help
 
-The code is in ``lightning_freescale/demo.py``, so that ``freescale demo`` runs it from an installed package. To read a
-training script from top to bottom, see ``own_model.py``.
+The code is in ``lightning_freescale/cli/demo.py``, because ``freescale demo`` runs it too. ``own_model.py`` is a complete
+training script to read from top to bottom.
 """
+
+from __future__ import annotations
 
 from lightning_freescale.cli.demo import main
 

@@ -1,4 +1,6 @@
-"""Lets ``python -m lightning_freescale.cli`` run the ``freescale`` command."""
+"""Runs the ``freescale`` command for ``python -m lightning_freescale.cli``."""
+
+from __future__ import annotations
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The ``freescale`` command. A subcommand is a line in ``COMMANDS``; its module is imported when it is called."""
+"""The ``freescale`` command. ``COMMANDS`` lists its subcommands. A subcommand's module is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NamedTuple
 
-STACK = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+PACKAGES = (  # that --version shows
+    "lightning-freescale",
+    "lightning",
+    "torch",
+    "torchrec",
+    "fbgemm-gpu",
+    "fbgemm-gpu-cpu",
+)
 
 
 class Command(NamedTuple):
-    main: str  # "module:function", called as function(arguments, prog=...); returns the exit code, or None for 0
+    """A subcommand."""
+
+    main: str  # "module:function"; function(arguments, prog=...) returns the exit code, or None for 0
     help: str
 
 
 COMMANDS = {
     "demo": Command(
-        "lightning_freescale.cli.demo:main", "train an HSTU recommender on two processes, without FreeScale and with it"
+        "lightning_freescale.cli.demo:main", "train an HSTU recommender on two processes, without and with FreeScale"
     ),
-    "plan": Command("lightning_freescale.cli.plan:main", "say what balancing would win on your data"),
-    "report": Command("lightning_freescale.cli.report:main", "show where the time of a run went"),
-    "export": Command("lightning_freescale.cli.export:main", "write a checkpoint as one plain, unsharded state dict"),
+    "plan": Command("lightning_freescale.cli.plan:main", "show how much time balancing would save on your data"),
+    "report": Command("lightning_freescale.cli.report:main", "show where the time of a training run went"),
+    "export": Command("lightning_freescale.cli.export:main", "write a checkpoint as one unsharded state dict"),
 }
 
 
@@ -37,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return run(options.arguments, prog=prog) or 0
-    except FreeScaleError as error:  # says what to do; a traceback would hide it
+    except FreeScaleError as error:  # its message says what to do; a traceback would hide the message
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
 
@@ -46,23 +55,26 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="freescale",
-        description="Distributed training of sequence recommenders with PyTorch Lightning.",
+        description="FreeScale: distributed training of sequence recommenders with PyTorch Lightning.",
         epilog="\n".join(["commands:", *(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())])
-        + "\n\n'freescale COMMAND --help' lists a command's options",
+        + "\n\n'freescale COMMAND --help' shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--version", action="version", version=versions(), help="versions of this package and its stack"
+        "--version",
+        action="version",
+        version=versions(),
+        help="print the versions of this package and of the packages it uses",
     )
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands below")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the command")
     return parser
 
 
 def versions() -> str:
-    """What a bug report needs, from the installed packages' metadata: imports none of them."""
+    """Versions for a bug report. They come from package metadata, so that no package is imported."""
     found = []
-    for name in STACK:
+    for name in PACKAGES:
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

@@ -18,7 +18,7 @@ from lightning_freescale.balance.planner import CROSSOVER_LENGTH
 from lightning_freescale.cli import forecast
 from lightning_freescale.cli.balance_outcomes import RANDOM, BalanceOutcome, draw_outcomes, evaluate, global_batches
 from lightning_freescale.cli.history_lengths import read_lengths
-from lightning_freescale.data.dataset import MIN_EVENTS
+from lightning_freescale.data.samples import MIN_EVENTS
 from lightning_freescale.data.sources import open_source
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.runtime.errors import ConfigurationError, InputError

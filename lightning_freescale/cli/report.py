@@ -1,4 +1,4 @@
-"""``freescale report RUN_DIR [RUN_B]``: where a run's time went, as a table, as a page, as a trace."""
+"""``freescale report RUN_DIR [RUN_B]``: shows where the time of a run went, as tables, as an HTML page and as a trace."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from lightning_freescale.bubbles.analysis import Analysis, analyse
 from lightning_freescale.bubbles.attribution import PARTS, label
 from lightning_freescale.bubbles.picture import COLORS
 from lightning_freescale.bubbles.records import FOLDER, read_run
-from lightning_freescale.bubbles.timeline import ENGINE
+from lightning_freescale.bubbles.spans import ENGINE
 from lightning_freescale.bubbles.trace import write_trace
 
-DRAWN = 3000  # engines drawn in a page: with more ranks times steps, the slowest steps and some in between are kept
+MAX_DRAWN = (
+    3000  # ranks times steps whose spans are in the page; if there are more, it has the slowest steps and a sample
+)
 _PLACEHOLDER = "/*DATA*/"
 
 
 # ---- terminal ------------------------------------------------------------------------------------------------------
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first flush left, the others flush right."""
+    """Rows of cells as text. The first column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -36,7 +38,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe(analysis: Analysis) -> str:
-    """One run for the terminal."""
+    """The figures of one run, for the terminal."""
     wall, bubble = analysis.ms("wall"), analysis.ms("bubble")
     parts = [["", "ms", "of the step", "of the bubble"], ["step", f"{wall:.2f}", "", ""]]
     parts += [["useful work", f"{wall - bubble:.2f}", f"{1 - bubble / wall:.1%}", ""]]
@@ -64,16 +66,16 @@ def describe(analysis: Analysis) -> str:
 
 
 def compare(first: Analysis, second: Analysis) -> str:
-    """Two runs side by side for the terminal."""
+    """The figures of two runs side by side, for the terminal."""
     rows = [["", "A", "B", "B / A"]]
     for name in ("wall", "useful", "bubble", *PARTS):
         a, b = first.ms(name), second.ms(name)
         title = {"wall": "step", "useful": "useful work"}.get(name, name if name == "bubble" else f"  {name}")
         rows.append([f"{title} ms", f"{a:.2f}", f"{b:.2f}", f"{b / a:.2f}" if a else ""])
-    for tag in first.summary.keys() & second.summary.keys() - {f"bubble/{name}" for name in ("total", *PARTS)}:
+    tags = first.summary.keys() & second.summary.keys() - {f"bubble/{name}" for name in ("total", *PARTS)}
+    for tag in sorted(tags):
         a, b = first.summary[tag], second.summary[tag]
         rows.append([tag, _format(tag, a), _format(tag, b), f"{b / a:.2f}" if a else ""])
-    rows[9:] = sorted(rows[9:])
     return f"A  {first.name}\n   {first.title}\nB  {second.name}\n   {second.title}\n\n{table(rows)}"
 
 
@@ -88,14 +90,15 @@ _SHARES = {"balance/sparsity", "embedding/collision_rate", "comm/overlap", "thro
 
 # ---- page ----------------------------------------------------------------------------------------------------------
 def page(analyses: Iterable[Analysis]) -> str:
-    """A self-contained HTML page: no network, no other file."""
-    data = {"runs": [_data(analysis) for analysis in analyses], "colors": COLORS, "parts": PARTS}
+    """A self-contained HTML page: it loads nothing from the network and no other file."""
+    data = {"runs": [_page_data(analysis) for analysis in analyses], "colors": COLORS, "parts": PARTS}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     template = resources.files("lightning_freescale.cli").joinpath("report.html").read_text()
     return template.replace(_PLACEHOLDER, text)
 
 
-def _data(analysis: Analysis) -> dict[str, Any]:
+def _page_data(analysis: Analysis) -> dict[str, Any]:
+    """The data of one run for the page's script; times are in ms."""
     bubbles = analysis.bubbles
     means = {part: (1e3 * values.mean(axis=0)).round(3).tolist() for part, values in bubbles.parts.items()}
     drawn = _drawn(analysis)
@@ -121,8 +124,8 @@ def _data(analysis: Analysis) -> dict[str, Any]:
 
 
 def _drawn(analysis: Analysis) -> list[int]:
-    """Steps whose spans go into the page."""
-    indices, budget = analysis.indices, max(2, DRAWN // analysis.run.ranks)
+    """Indices of the steps whose spans are in the page."""
+    indices, budget = analysis.indices, max(2, MAX_DRAWN // analysis.run.ranks)
     if len(indices) <= budget:
         return indices
     slowest = np.argsort(-analysis.bubbles.wall.max(axis=0), kind="stable")[: budget // 2]
@@ -131,7 +134,7 @@ def _drawn(analysis: Analysis) -> list[int]:
 
 
 def _gantt(analysis: Analysis, index: int) -> list[dict[str, Any]]:
-    """One step: for each rank its extent and spans, ``[label, start, end]`` in ms from the first rank's start."""
+    """One step: per rank its start, its end and its spans ``[label, start, end]``, in ms from the start of the first rank."""
     steps = analysis.run.step(index)
     origin = min(step.start for step in steps)
 
@@ -151,24 +154,24 @@ def _gantt(analysis: Analysis, index: int) -> list[dict[str, Any]]:
 
 # ---- command -------------------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``freescale report``."""
+    """Add the options of ``freescale report``."""
     parser.add_argument(
-        "run", metavar="RUN_DIR", type=Path, help="log folder of a run, the one that has freescale/ in it"
+        "run", metavar="RUN_DIR", type=Path, help="log folder of a run; it contains the folder freescale/"
     )
-    parser.add_argument("other", metavar="RUN_B", type=Path, nargs="?", help="a second run, to compare with")
     parser.add_argument(
-        "--html", metavar="OUT", type=Path, help="write a page that shows every step, to open in a browser"
+        "other", metavar="RUN_B", type=Path, nargs="?", help="log folder of a second run to compare with"
     )
+    parser.add_argument("--html", metavar="OUT", type=Path, help="write an HTML page that shows every step")
     parser.add_argument(
         "--trace",
         metavar="OUT",
         type=Path,
-        help=f"where to write the first run's trace for Perfetto (default: RUN_DIR/{FOLDER}/trace.json)",
+        help=f"where to write the trace of the first run, for Perfetto (default: RUN_DIR/{FOLDER}/trace.json)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; write the trace, and the page if it is asked for."""
+    """Print the report, and write the traces and, with ``--html``, the page."""
     analyses = [analyse(read_run(path)) for path in (args.run, args.other) if path is not None]
     print("\n\n".join([*map(describe, analyses), *([compare(*analyses)] if len(analyses) == 2 else [])]))
     print()
@@ -184,7 +187,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str], prog: str = "freescale report") -> int:
-    """``freescale report``."""
-    parser = argparse.ArgumentParser(prog=prog, description="Where the time of a run went, and what would help.")
+    """Run ``freescale report``; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Show where the time of a run went, and how to make it faster."
+    )
     add_arguments(parser)
     return run(parser.parse_args(argv))

@@ -1,12 +1,13 @@
-"""Time on many ranks that run one program: an engine and a link each, for all ranks at once in arrays ``[ranks]``.
+"""Simulated time of ranks that run the same program. Each rank has an engine and a link; arrays ``[ranks]`` hold all of them.
 
-    ranks = Ranks(2, latency=0.0)
+    ranks = SimulatedRanks(2, latency=0.0)
     ranks.compute(np.array([1.0, 3.0]))
-    rows = ranks.send(np.array([0.5, 0.5]), urgent=True)   # joined at 1 and at 3: starts at 3, when all have joined
-    ranks.wait(rows, "exposed_embedding")                  # both go on at 3.5; rank 0 has waited 2 for rank 1, and 0.5 more
+    rows = ranks.send(np.array([0.5, 0.5]), urgent=True)   # the ranks join at 1 and at 3: the transfer starts at 3
+    ranks.wait(rows, "exposed_embedding")                  # both continue at 3.5; rank 0 waited 2 for rank 1, then 0.5
 
-Each operation stands for one event of every rank, in program order. A link works out what it carries when only as far as
-somebody waits for it. That is exact: a rank that waits starts nothing that could overtake.
+Each operation is one event of every rank, in program order. The times of transfers on a link are computed only when a rank
+waits for one of them, and only up to that transfer. This is exact, because a rank that waits starts no transfer that could
+come first.
 """
 
 from __future__ import annotations
@@ -17,82 +18,91 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 STRAGGLER, EMBEDDING, DENSE, CONTENTION = "straggler", "exposed_embedding", "exposed_dense", "contention"
-# As in bubbles/attribution.py. Contention is compute slowed by a transfer beside it: a monitor sees it as compute.
-PARTS = (STRAGGLER, EMBEDDING, DENSE, CONTENTION)
+# The first three are parts of the bubble in ``bubbles/attribution.py`` too. Contention is the time by which transfers slow down
+# compute. The monitor cannot tell it from compute.
+BUBBLE_PARTS = (STRAGGLER, EMBEDDING, DENSE, CONTENTION)
 
 
-class Transfer:
-    """A collective: it starts on all links when the last rank has joined it, and ends on each by itself.
+class SimulatedTransfer:
+    """A collective. It starts on all links when the last rank has joined it, and ends on each link separately.
 
     Args:
-        seconds: ``[ranks]`` that each link takes for it.
-        joined: ``[ranks]`` when each rank joins.
-        latency: seconds from the last to join to the first byte.
-        urgent: goes before, and in the middle of, those that are not.
-        slows: time of compute beside it over its time alone.
-        after: a rank joins when this one has arrived there, too; not for urgent ones.
+        seconds: ``[ranks]`` seconds that each link takes.
+        joined: ``[ranks]`` times at which the ranks join.
+        latency: seconds from the moment at which the last rank joins to the first byte.
+        urgent: whether it goes before, and interrupts, transfers that are not urgent.
+        slowdown: time of compute during the transfer over its time without the transfer.
+        after: a transfer that must be done on all ranks first; not allowed for an urgent transfer.
     """
 
     def __init__(
-        self, seconds: Array, joined: Array, latency: float, urgent: bool, slows: float, after: Transfer | None
+        self,
+        seconds: Array,
+        joined: Array,
+        latency: float,
+        urgent: bool,
+        slowdown: float,
+        after: SimulatedTransfer | None,
     ):
         if urgent and after is not None:
-            raise ValueError("after: an urgent transfer cannot wait for another; wait for it, then send")
+            raise ValueError(
+                "after: an urgent transfer cannot follow another transfer. Wait for the other transfer, then send."
+            )
         self.left = np.array(seconds, dtype=np.float64)
-        self.done = np.full(len(self.left), np.inf)  # when it has arrived, once known
-        self.urgent, self.slows = urgent, slows
+        self.done = np.full(len(self.left), np.inf)  # when the transfer is done; inf while that is not known
+        self.urgent, self.slowdown = urgent, slowdown
         self._joined, self._latency, self._after = joined, latency, after
 
     def joined(self) -> float:
-        """When the last rank joins; infinite while that is not known."""
+        """Time at which the last rank joins; inf while that is not known."""
         last = float(self._joined.max())
         return last if self._after is None else max(last, float(self._after.done.max()))
 
     def ready(self) -> float:
-        """When its first byte can go."""
+        """Earliest time of the first byte; inf while that is not known."""
         return self.joined() + self._latency
 
-    def not_before(self, carried: Array) -> float:
-        """A time that :meth:`ready` cannot come before, from the times ``carried [ranks]`` up to which links are known."""
+    def earliest(self, known: Array) -> float:
+        """A lower bound of :meth:`ready`, from the times ``known [ranks]`` up to which the traffic of the links is known."""
         if self._after is None or np.isfinite(self.ready()):
             return self.ready()
-        reached = np.where(np.isinf(self._after.done), np.maximum(carried, self._after.ready()), self._after.done)
+        reached = np.where(np.isinf(self._after.done), np.maximum(known, self._after.ready()), self._after.done)
         return max(float(self._joined.max()), float(reached.max())) + self._latency
 
 
-class Links:
-    """One link a rank, both ways at once: urgent transfers in order of issue, then the others in order of issue."""
+class SimulatedLinks:
+    """One full-duplex link per rank. It carries urgent transfers in the order of their start, then the others in that order."""
 
     def __init__(self, ranks: int):
-        self._carried = np.zeros(ranks)  # up to when it is known what each link carries
-        self.pending: list[Transfer] = []  # in order of issue
+        self._known = np.zeros(ranks)  # time up to which the traffic of each link is known
+        self.pending: list[SimulatedTransfer] = []  # not done on all ranks; in the order of their start
 
-    def finish(self, target: Transfer) -> None:
-        """Carry on until ``target`` has arrived everywhere."""
+    def finish(self, target: SimulatedTransfer) -> None:
+        """Compute the traffic of the links until ``target`` is done on all ranks."""
         while (open_ := np.isinf(target.done)).any():
-            if not self._carry(open_):
-                raise RuntimeError("a transfer waits for one that is never sent")
+            if not self._advance(open_):
+                raise RuntimeError("a transfer waits for another transfer that was never sent")
         self.pending = [transfer for transfer in self.pending if np.isinf(transfer.done).any()]
 
     def busy(self) -> list[tuple[Array, Array, float]]:
-        """Start and end ``[ranks]`` of what is under way on each link, and how it slows compute; one after another."""
-        end, spans = self._carried, []
+        """Start ``[ranks]``, end ``[ranks]`` and slowdown of each pending transfer if no other comes, in order of time."""
+        end, spans = self._known, []
         for transfer in self.pending:
-            start = np.maximum(end, transfer.not_before(self._carried))
+            start = np.maximum(end, transfer.earliest(self._known))
             left = np.where(np.isinf(transfer.done), transfer.left, 0.0)
             end = np.where(left > 0, start + left, end)
-            spans.append((np.where(left > 0, start, end), end, transfer.slows))
+            spans.append((np.where(left > 0, start, end), end, transfer.slowdown))
         return spans
 
-    def _carry(self, ranks: NDArray[np.bool_]) -> bool:
-        """One event on each of ``ranks``: a transfer ends, or is interrupted. Returns whether any came nearer its end."""
+    def _advance(self, ranks: NDArray[np.bool_]) -> bool:
+        """Advance each link of ``ranks`` by one event: a transfer ends or is interrupted. Returns whether any link advanced."""
         (urgent, urgent_at), (other, other_at) = self._heads(True), self._heads(False)
-        # A head whose start is not known yet cannot be served, nor may the link move past the earliest moment for it.
+        # A first transfer whose start is not known yet cannot run, and the link must not advance past its earliest start.
         known = np.array([np.isfinite(transfer.ready()) for transfer in self.pending] + [True])
         limit = np.where(known[other], np.inf, other_at)
         startable = np.where(known[other], other_at, np.inf)
-        start = np.maximum(self._carried, np.minimum(urgent_at, startable))
-        ranks = ranks & np.isfinite(start) & (start <= np.maximum(limit, self._carried))
+        start = np.maximum(self._known, np.minimum(urgent_at, startable))
+        ranks = ranks & np.isfinite(start) & (start <= np.maximum(limit, self._known))
         first = urgent_at <= start
         for index, transfer in enumerate(self.pending):
             mine = ranks & np.where(first, urgent == index, other == index)
@@ -103,46 +113,49 @@ class Links:
             transfer.left[cut] -= urgent_at[cut] - start[cut]
             whole = mine & ~cut
             transfer.left[whole], transfer.done[whole] = 0.0, end[whole]
-            self._carried[mine] = np.where(cut, urgent_at, end)[mine]
+            self._known[mine] = np.where(cut, urgent_at, end)[mine]
         return bool(ranks.any())
 
     def _heads(self, urgent: bool) -> tuple[NDArray[np.int64], Array]:
-        """Of each rank, the first transfer of a class that has not arrived: its place in ``pending``, -1 if there is none;
-        and when it can start, or the earliest moment if that is not known."""
-        place = np.full(len(self._carried), -1)
-        start = np.full(len(self._carried), np.inf)
+        """The first urgent, or first other, transfer of each rank that is not done.
+
+        Returns:
+            ``[ranks]`` its index in ``pending``, -1 if there is none; ``[ranks]`` its start, or a lower bound of it.
+        """
+        place = np.full(len(self._known), -1)
+        start = np.full(len(self._known), np.inf)
         for index in reversed(range(len(self.pending))):
             transfer = self.pending[index]
             if transfer.urgent == urgent:
                 open_ = np.isinf(transfer.done)
                 place[open_] = index
-                start[open_] = transfer.not_before(self._carried)
+                start[open_] = transfer.earliest(self._known)
         return place, start
 
 
-class Ranks:
-    """Engines of all ranks, and what became of their time.
+class SimulatedRanks:
+    """The engines and links of all ranks, and how the engines spend their time.
 
     Attributes:
-        now: ``[ranks]`` seconds, when each engine is free.
-        useful: ``[ranks]`` seconds of compute, by its time alone.
-        parts: ``[ranks]`` seconds by the names in ``PARTS``; with ``useful`` they add up to ``now``.
+        now: ``[ranks]`` seconds, the current time of each engine.
+        useful: ``[ranks]`` seconds of compute, without slowdown by transfers.
+        parts: ``[ranks]`` seconds by the names in ``BUBBLE_PARTS``; with ``useful`` they add up to ``now``.
     """
 
     def __init__(self, ranks: int, latency: float):
         self.now, self.useful = np.zeros(ranks), np.zeros(ranks)
-        self.parts = {name: np.zeros(ranks) for name in PARTS}
-        self._latency, self.links = latency, Links(ranks)
+        self.parts = {name: np.zeros(ranks) for name in BUBBLE_PARTS}
+        self._latency, self.links = latency, SimulatedLinks(ranks)
 
     def compute(self, seconds: Array) -> None:
-        """Compute that takes ``seconds [ranks]`` alone, and longer beside transfers that slow it."""
+        """Compute for ``seconds [ranks]``, and longer during transfers that slow it down."""
         time, left = self.now, np.array(seconds, dtype=np.float64)
-        slowed = any(transfer.slows > 1 for transfer in self.links.pending)
-        for start, end, slows in self.links.busy() if slowed else ():
+        slowed = any(transfer.slowdown > 1 for transfer in self.links.pending)
+        for start, end, slowdown in self.links.busy() if slowed else ():
             alone = np.minimum(left, np.maximum(start - time, 0.0))
             time, left = time + alone, left - alone
-            beside = np.minimum(left * slows, np.maximum(end - np.maximum(start, time), 0.0))
-            time, left = time + beside, left - beside / slows
+            beside = np.minimum(left * slowdown, np.maximum(end - np.maximum(start, time), 0.0))
+            time, left = time + beside, left - beside / slowdown
         time = time + left
         self.useful = self.useful + seconds
         if slowed:
@@ -154,19 +167,19 @@ class Ranks:
         seconds: Array,
         *,
         urgent: bool,
-        slows: float = 1.0,
+        slowdown: float = 1.0,
         joined: Array | None = None,
-        after: Transfer | None = None,
+        after: SimulatedTransfer | None = None,
         latency: float | None = None,
-    ) -> Transfer:
-        """Start a transfer in the background; see :class:`Transfer`. Ranks join it now unless told otherwise."""
+    ) -> SimulatedTransfer:
+        """Start a transfer in the background, see :class:`SimulatedTransfer`. By default the ranks join it now."""
         latency = self._latency if latency is None else latency
-        transfer = Transfer(seconds, self.now if joined is None else joined, latency, urgent, slows, after)
+        transfer = SimulatedTransfer(seconds, self.now if joined is None else joined, latency, urgent, slowdown, after)
         self.links.pending.append(transfer)
         return transfer
 
-    def wait(self, transfer: Transfer, part: str) -> None:
-        """Engines stand still until a transfer has arrived: for the last to join it, then for the link, which is ``part``."""
+    def wait(self, transfer: SimulatedTransfer, part: str) -> None:
+        """Make the engines wait for a transfer. The wait for the last rank is ``straggler``, the remaining wait is ``part``."""
         self.links.finish(transfer)
         waited = np.maximum(transfer.done - self.now, 0.0)
         straggling = np.clip(transfer.joined() - self.now, 0.0, waited)

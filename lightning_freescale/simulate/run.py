@@ -1,37 +1,39 @@
-"""Simulate a way to train, and say where the time of its steps goes."""
+"""``simulate``: the step time of a variant of training, and where the time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.runtime.errors import ConfigurationError
-from lightning_freescale.simulate.events import PARTS, Ranks
-from lightning_freescale.simulate.schedules import Program, prioritized, synchronous
-from lightning_freescale.simulate.setting import Cluster, Model, Side, make_load
+from lightning_freescale.simulate.events import BUBBLE_PARTS, SimulatedRanks
+from lightning_freescale.simulate.loads import make_loads
+from lightning_freescale.simulate.scenario import Cluster, ModelProfile, TrainingVariant
+from lightning_freescale.simulate.schedules import StepOperations, prioritized, synchronous
 
-WARM = 2  # steps at the start, and at the end, that are not like those in between
-COOL = 1
+# Steps that are not counted: the pipeline is not full in the first ones, and the last one has no next batch.
+FIRST_STEPS = 2
+LAST_STEPS = 1
 
 
 @dataclass(frozen=True)
-class Result:
-    """A step, seconds, means over ranks and steps. ``step == compute + bubble``, and ``parts`` add up to ``bubble``.
+class SimulationResult:
+    """A step in seconds, mean over ranks and steps. ``step == compute + bubble``, and ``parts`` add up to ``bubble``.
 
     Attributes:
-        side: its name.
-        ranks: their number.
+        variant: its name.
+        ranks: number of ranks.
         step: wall time.
-        compute: forward, backward and dense optimizer, by their time alone.
-        parts: of the bubble, by the names in ``events.PARTS``.
-        qps: samples a second, of all ranks.
+        compute: forward, backward and dense optimizer, without slowdown by transfers.
+        parts: of the bubble, by the names in ``events.BUBBLE_PARTS``.
+        qps: samples per second of all ranks.
     """
 
-    side: str
+    variant: str
     ranks: int
     step: float
     compute: float
@@ -44,14 +46,14 @@ class Result:
 
     @property
     def exposed(self) -> float:
-        """Communication that is waited for, the wait for stragglers not included."""
+        """Time in which the engine waits for communication, without the wait for stragglers."""
         return self.parts["exposed_embedding"] + self.parts["exposed_dense"]
 
     def as_row(self) -> dict[str, Any]:
-        """For tables: milliseconds and shares."""
+        """A row of a table: milliseconds and percentages."""
         return {
             "ranks": self.ranks,
-            "side": self.side,
+            "side": self.variant,
             "step ms": 1e3 * self.step,
             "compute ms": 1e3 * self.compute,
             **{f"{name.replace('_', ' ')} ms": 1e3 * seconds for name, seconds in self.parts.items()},
@@ -59,25 +61,45 @@ class Result:
             "QPS": self.qps,
         }
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields and the bubble. The variant has the key ``side``."""
+        fields = asdict(self)
+        return {"side": fields.pop("variant"), **fields, "bubble": self.bubble}
 
-def simulate(side: Side, cluster: Cluster, model: Model, batches: Sequence[NDArray[np.int64]], seed: int = 0) -> Result:
-    """Train on ``batches``, the history lengths of consecutive global batches; the first two and the last are not counted.
 
-    Sides see the same batches and, with the same balancing, the same owners of rows and the same noise.
+def simulate(
+    variant: TrainingVariant,
+    cluster: Cluster,
+    model: ModelProfile,
+    batches: Sequence[NDArray[np.int64]],
+    seed: int = 0,
+) -> SimulationResult:
+    """Simulate training on ``batches``. The first two steps and the last step are not counted.
+
+    With the same batches, seed and balancing, variants get the same owners of rows and the same noise.
+
+    Args:
+        batches: history lengths of the samples of consecutive global batches, at least four batches.
     """
-    if len(batches) <= WARM + COOL:
-        raise ConfigurationError(f"batches: {len(batches)} are too few: {WARM + COOL} of them are not counted")
-    load = make_load(batches, cluster, model, side.balance, seed)
-    ranks = Ranks(cluster.ranks, cluster.latency if cluster.ranks > 1 else 0.0)  # nothing leaves a rank that is alone
-    program = Program(ranks, cluster, model, side, load)
-    steps = prioritized(program) if side.schedule == "prioritized" else synchronous(program, side.schedule != "base")
-    seen = [_look(ranks) for _ in steps]
-    counted = seen[-1 - COOL] - seen[WARM - 1]  # [1 + 1 + parts, ranks]
-    step, compute, *parts = (counted.mean(axis=1) / (len(batches) - WARM - COOL)).tolist()
-    return Result(
-        side.name, cluster.ranks, step, compute, dict(zip(PARTS, parts, strict=True)), qps=load.samples / step
-    )
+    ignored = FIRST_STEPS + LAST_STEPS
+    if len(batches) <= ignored:
+        raise ConfigurationError(
+            f"batches: {len(batches)} are too few. Give at least {ignored + 1}: {ignored} steps are not counted."
+        )
+    loads = make_loads(batches, cluster, model, variant.balance, seed)
+    ranks = SimulatedRanks(cluster.ranks, cluster.latency if cluster.ranks > 1 else 0.0)  # one rank sends nothing
+    operations = StepOperations(ranks, cluster, model, variant, loads)
+    if variant.schedule == "prioritized":
+        steps = prioritized(operations)
+    else:
+        steps = synchronous(operations, prefetch_ids=variant.schedule == "sparse_dist")
+    totals = [_totals(ranks) for _ in steps]
+    counted = totals[-1 - LAST_STEPS] - totals[FIRST_STEPS - 1]
+    step, compute, *parts = (counted.mean(axis=1) / (len(batches) - ignored)).tolist()
+    named_parts = dict(zip(BUBBLE_PARTS, parts, strict=True))
+    return SimulationResult(variant.name, cluster.ranks, step, compute, named_parts, qps=loads.samples / step)
 
 
-def _look(ranks: Ranks) -> NDArray[np.float64]:
-    return np.stack([ranks.now, ranks.useful, *(ranks.parts[name] for name in PARTS)])
+def _totals(ranks: SimulatedRanks) -> NDArray[np.float64]:
+    """``[2 + parts, ranks]`` seconds so far: wall time, compute, and the parts of the bubble."""
+    return np.stack([ranks.now, ranks.useful, *(ranks.parts[name] for name in BUBBLE_PARTS)])

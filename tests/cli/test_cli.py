@@ -1,4 +1,4 @@
-"""The ``freescale`` command: what it prints, what it returns, and that asking for help is cheap."""
+"""The ``freescale`` command: output, exit codes, and that ``--help`` imports no large package."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.cli import main as cli
 from tests import toy
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# The command as its console script starts it, then a look at what that has imported.
+# Runs the command like its console script, then prints which large packages it has imported.
 START = """
 import sys, lightning_freescale_cli
 try:
@@ -48,10 +50,10 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         assert expected in done.stdout
 
 
-def test_what_a_command_needs_is_imported() -> None:
+def test_a_subcommand_imports_the_package() -> None:
     done = freescale("export", "missing.ckpt", "out.pt")
     assert "freescale export: error: missing.ckpt does not exist" in done.stderr
-    assert "lightning_freescale" in done.stderr.splitlines()[-1]  # the look above can see an import
+    assert "lightning_freescale" in done.stderr.splitlines()[-1]  # START detects imports
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,18 +73,20 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert f"usage: freescale {name}" in capsys.readouterr().out
 
 
-def save(rank: int, path: str) -> dict[str, torch.Tensor]:
+def save(rank: int, path: str, checkpoint: Literal["file", "sharded"]) -> dict[str, torch.Tensor]:
+    """Train for three steps, save a checkpoint, and return the weights."""
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
-    trainer = toy.trainer("freescale", 2, max_steps=3)
+    trainer = toy.trainer(FreeScaleStrategy(checkpoint=checkpoint), 2, max_steps=3)
     trainer.fit(model, toy.loader())
     trainer.save_checkpoint(path)
     return toy.weights(model)
 
 
-def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("format_", ["file", "sharded"])
+def test_export(format_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, output = tmp_path / "toy.ckpt", tmp_path / "new folder" / "toy.pt"
-    saved = run_ranks(save, args=(str(checkpoint),))[0]
+    saved = run_ranks(save, args=(str(checkpoint), format_))[0]
     assert cli.main(["export", str(checkpoint), str(output)]) == 0
     model = toy.Model()
     assert not toy.same(dict(model.state_dict()), saved)
@@ -94,7 +98,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_export_of_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, output = tmp_path / "toy.ckpt", tmp_path / "toy.pt"
-    run_ranks(save, args=(str(checkpoint),))
+    run_ranks(save, args=(str(checkpoint), "sharded"))
     (checkpoint / ".metadata").unlink()
     assert cli.main(["export", str(checkpoint), str(output)]) == 1
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``freescale plan``: lengths out of every kind of file, and figures that a reader can check."""
+"""``freescale plan``: lengths from every kind of file, and known figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightning_freescale.balance import CostModel
-from lightning_freescale.cli.plan import evaluate, global_batches, main, read_lengths
+from lightning_freescale.cli.balance_outcomes import evaluate, global_batches
+from lightning_freescale.cli.history_lengths import read_lengths
+from lightning_freescale.cli.plan import main
 from lightning_freescale.data.sources import open_source
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
 from tests.conftest import SHARED_DATA
@@ -49,7 +51,7 @@ def write_nameless(path: Path, events: dict[str, int]) -> Path:
 
 
 def write_folder(path: Path, events: dict[str, int]) -> Path:
-    """A user's events may stand in several files."""
+    """Several files. A user's events may be in more than one of them."""
     folder = path.with_suffix("")
     folder.mkdir()
     write_events(folder / "a.parquet", {user: count // 2 for user, count in events.items() if count > 1})
@@ -72,8 +74,8 @@ def test_lengths_of_every_kind_of_file(tmp_path: Path, name: str, write) -> None
     assert sorted(read_lengths(open_source(write(tmp_path / name, EVENTS)))) == sorted(EVENTS.values())
 
 
-def test_a_hand_made_batch() -> None:
-    """Two ranks of two samples each; the first two are long."""
+def test_the_figures_of_a_known_batch() -> None:
+    """Two ranks with two samples each. The first two samples are long."""
     lengths = np.array([8, 6, 2, 4])
     outcomes = {outcome.mode: outcome for outcome in evaluate(lengths, 2, 2, CostModel(1.0), batches=1)}
     (batch,) = global_batches(lengths, 4, 1, seed=0)
@@ -87,7 +89,7 @@ def test_a_hand_made_batch() -> None:
     assert fixed.speedup == pytest.approx(heavy / 10)
 
 
-def test_an_epoch_has_no_sample_twice_while_data_last() -> None:
+def test_batches_repeat_samples_only_if_there_are_too_few() -> None:
     lengths = np.arange(1000)
     drawn = np.concatenate(global_batches(lengths, 64, 20, seed=1))
     assert len(drawn) == len(set(drawn.tolist())) == 1000 // 64 * 64
@@ -95,8 +97,8 @@ def test_an_epoch_has_no_sample_twice_while_data_last() -> None:
     assert len(np.concatenate(global_batches(lengths, 4000, 2, seed=1))) == 8000
 
 
-def test_the_issue_s_figures() -> None:
-    """Log-normal lengths at 8 x 32: random about 42%, zigzag about 12%, fixed at most 0.10%."""
+def test_the_straggler_shares_of_log_normal_lengths() -> None:
+    """On 8 ranks with 32 samples each: about 42% with random, about 12% with zigzag, at most 0.10% with fixed."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(7.3, 1.2, 2560), 21_000).astype(np.int64)
     outcomes = {o.mode: o for o in evaluate(lengths, 8, 32, CostModel(1.0, 1 / 2048), batches=10)}
     assert outcomes["random"].straggler == pytest.approx(0.42, abs=0.06)
@@ -111,7 +113,7 @@ def test_the_command_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: py
     assert main([*options, "--plot", str(tmp_path / "out.png")]) == 0
     table = capsys.readouterr().out
     assert "300 histories of" in table
-    assert "100 at most" in table
+    assert "maximum 100" in table
     assert [line.split()[0] for line in table.splitlines() if " random " in line] == ["2", "4"]
     assert (tmp_path / "out.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert main([*options, "--json"]) == 0
@@ -125,11 +127,11 @@ def test_the_command_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: py
     assert f"{outcomes[0]['straggler']:.2%}" in table
 
 
-def test_too_few_users_are_drawn_again_and_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_note_says_that_samples_are_repeated(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(write_csv(tmp_path / "d.csv", EVENTS)), "--ranks", "8", "--batch-size", "4"]) == 0
     captured = capsys.readouterr()
     assert "3 histories of" in captured.out  # one user has too few events to train on
-    assert "3 users do not fill a batch of 8 x 4: drawn with repetition" in captured.err
+    assert "3 users do not fill a global batch of 8 x 4 samples, so samples are drawn with repetition" in captured.err
 
 
 @pytest.mark.parametrize("name", ["ml-latest-small.ratings.csv", "wikipedia-edits.txt"])
@@ -145,7 +147,7 @@ def test_real_files(name: str, capsys: pytest.CaptureFixture) -> None:
         assert outcomes[mode]["speedup"] > 1.4
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+def test_error_messages(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         main([str(tmp_path / "no.csv")])
     with pytest.raises(InputError, match="none of 2 users has 3 events or more"):

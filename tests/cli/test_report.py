@@ -1,4 +1,4 @@
-"""The report of runs whose figures are known by hand: table, advice, trace, and the page in a real browser."""
+"""``freescale report`` on runs with known figures: tables, advice, trace, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import RecordWriter, histogram, rank_file, read_run, to_record
-from lightning_freescale.bubbles.timeline import Step
+from lightning_freescale.bubbles.spans import Step
 from lightning_freescale.bubbles.trace import write_trace
 from lightning_freescale.cli import report
 from lightning_freescale.runtime.errors import InputError
-from tests.bubbles import browser as browsers
-from tests.bubbles.made import engine, write_run
+from tests.bubbles.synthetic_runs import engine, write_run
+from tests.cli import browser as browsers
 
-STEPS = [(10.0, 20.0)] * 8 + [(10.0, 40.0)]  # ms by rank; rank 0 waits, most in the last step
+STEPS = [(10.0, 20.0)] * 8 + [(10.0, 40.0)]  # ms of compute by rank; rank 0 waits for rank 1, longest in the last step
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------
-def test_figures_by_hand(tmp_path: Path) -> None:
+def test_the_figures_of_a_known_run(tmp_path: Path) -> None:
     analysis = analyse(read_run(write_run(tmp_path, STEPS)))
     waits = [10.0] * 8 + [30.0]
     assert analysis.ms("straggler") == pytest.approx(np.mean(waits) / 2)
@@ -36,7 +36,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert analysis.histograms("lengths") == [histogram([10, 20] * 9), histogram([20, 40] * 9)]
 
 
-def test_clocks_that_differ_change_nothing(tmp_path: Path) -> None:
+def test_clock_offsets_do_not_change_the_figures(tmp_path: Path) -> None:
     skewed = analyse(read_run(write_run(tmp_path / "skewed", STEPS, offsets=(0.0, -5000.0))))
     plain = analyse(read_run(write_run(tmp_path / "plain", STEPS)))
     assert skewed.ms("straggler") == pytest.approx(plain.ms("straggler"), rel=1e-4)
@@ -45,13 +45,13 @@ def test_clocks_that_differ_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("computes", "exchange", "settings", "words"),
     [
-        ([(10.0, 50.0)] * 4, 1.0, {"balance": "off"}, ["straggler wait: use balance='fixed'", "predicted step 55 to 35 ms"]),
-        ([(10.0, 50.0)] * 4, 1.0, {"balance": "fixed"}, ["in spite of balance='fixed'", "balance='variable'"]),
-        ([(50.0, 50.0)] * 4, 40.0, {}, ["88% of the rows", "use prioritize=True", "predicted step 94 to 58.8 ms"]),
-        ([(50.0, 50.0)] * 4, 40.0, {"prioritize": True}, ["although it is prioritized: 12% of the rows collide"]),
+        ([(10.0, 50.0)] * 4, 1.0, {"balance": "off"}, ["straggler wait: use balance='fixed'", "time at best: 35 ms (now 55 ms)"]),
+        ([(10.0, 50.0)] * 4, 1.0, {"balance": "fixed"}, ["although balance='fixed'", "Use balance='variable'"]),
+        ([(50.0, 50.0)] * 4, 40.0, {}, ["88% of the rows", "use prioritize=True", "time at best: 58.8 ms (now 94 ms)"]),
+        ([(50.0, 50.0)] * 4, 40.0, {"prioritize": True}, ["although it is prioritized", "collisions (12% of the rows)"]),
         ([(50.0, 50.0)] * 4, 40.0, {"prioritize": "auto"}, ["use prioritize=True (prioritize='auto' found no gain"]),
         ([(5.0, 5.0)] * 4, 0.1, {}, ["waiting for the next batch: raise num_workers"]),
-        ([(1000.0, 1000.0)] * 4, 0.1, {}, ["no part of it is worth a change"]),
+        ([(1000.0, 1000.0)] * 4, 0.1, {}, ["No part of it is large enough to be worth a change"]),
     ],
 )  # fmt: skip
 def test_advice(computes: list, exchange: float, settings: dict, words: list[str], tmp_path: Path) -> None:
@@ -61,11 +61,13 @@ def test_advice(computes: list, exchange: float, settings: dict, words: list[str
 
 def test_rows_that_all_collide_are_not_worth_prioritizing(tmp_path: Path) -> None:
     advice = analyse(read_run(write_run(tmp_path, [(50.0, 50.0)] * 4, 40.0, collisions=99))).advice[0]
-    assert "99% of the rows are shared by consecutive batches, which prioritizing cannot hide" in advice.text
+    assert (
+        "99% of the rows are collisions (shared by consecutive batches), which prioritizing cannot hide" in advice.text
+    )
 
 
 def slowed(index: int, rank: int, part: str) -> Step:
-    """Rank 1 spends 30 ms longer on ``part``; rank 0 waits for it in the exchange. Both batches cost the same."""
+    """Rank 1 spends 30 ms longer on ``part``, and rank 0 waits for it in the exchange. Both batches cost the same."""
     start = 100.0 + index * 0.06
     parts = {"input_wait": 3.0, "idle": 1.0, "dense_forward": 10.0}
     late = parts | {part: parts[part] + 30.0}
@@ -77,9 +79,9 @@ def slowed(index: int, rank: int, part: str) -> Step:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ("dense_forward", ["although the ranks' batches cost the same", "rank 1 that computes longer"]),
-        ("input_wait", ["rank 1 that waits for its loader"]),
-        ("idle", ["rank 1 that spends longer outside of the step"]),
+        ("dense_forward", ["although the batches of all ranks cost the same", "rank 1, which computes longer"]),
+        ("input_wait", ["rank 1, which waits for its DataLoader"]),
+        ("idle", ["rank 1, which spends more time outside of the step"]),
     ],
 )
 def test_advice_names_the_straggler_and_its_reason(part: str, words: list[str], tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert (tmp_path / "freescale" / "trace.json").exists()
 
 
-def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before = write_run(tmp_path / "before", [(10.0, 50.0)] * 4)
     after = write_run(tmp_path / "after", [(30.0, 30.0)] * 4, settings={"balance": "fixed"})
     command(before, after)
@@ -126,7 +128,7 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert all((run / "freescale" / "trace.json").exists() for run in (before, after))
 
 
-def test_main_is_the_same_with_arguments_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_main_parses_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write_run(tmp_path, STEPS)
     assert report.main([str(tmp_path), "--trace", str(tmp_path / "mine.json")], prog="freescale report") == 0
     assert (tmp_path / "mine.json").exists()
@@ -137,10 +139,10 @@ def test_main_is_the_same_with_arguments_of_its_own(tmp_path: Path, capsys: pyte
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no freescale/rank_\*.jsonl in it; was the monitor on"):
+    with pytest.raises(InputError, match=r"the folder has no freescale/rank_\*.jsonl. The monitor records only if"):
         read_run(tmp_path)
     write_run(tmp_path / "lightning_logs" / "version_3", STEPS)
-    with pytest.raises(InputError, match=r"did you mean .*version_3"):
+    with pytest.raises(InputError, match=r"Did you mean .*version_3"):
         read_run(tmp_path)
     with pytest.raises(InputError, match="nowhere"):
         read_run(tmp_path / "nowhere")
@@ -149,11 +151,11 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
 def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, STEPS)
     rank_file(tmp_path, 1).unlink()
-    with pytest.raises(InputError, match="files of 1 ranks where the run had 2"):
+    with pytest.raises(InputError, match="files of 1 ranks, but the run had 2 ranks"):
         read_run(tmp_path)
 
 
-def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_are_ignored(tmp_path: Path) -> None:
     write_run(tmp_path, STEPS)
     path = rank_file(tmp_path, 1)
     lines = path.read_text().splitlines()
@@ -163,7 +165,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     RecordWriter(rank_file(tmp_path, 0), {"freescale": 2}).close()
-    with pytest.raises(InputError, match="format 2, this version reads 1"):
+    with pytest.raises(InputError, match="format 2, but this version reads only format 1"):
         read_run(tmp_path)
 
 
@@ -194,14 +196,16 @@ def test_the_trace_has_a_track_for_every_rank_and_stream(tmp_path: Path) -> None
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
-def test_a_page_names_no_other_host_and_survives_odd_names(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_the_network_and_escapes_names(tmp_path: Path) -> None:
     text = report.page([analyse(read_run(write_run(tmp_path / "</script><b>", STEPS)))])
     assert "</script><b>" not in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_many_steps_are_thinned_out_but_for_the_slowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "DRAWN", 10)
+def test_a_page_of_many_steps_keeps_the_typical_and_the_slowest_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "MAX_DRAWN", 10)
     analysis = analyse(read_run(write_run(tmp_path, [(10.0, 20.0 + (i == 33)) for i in range(40)])))
     drawn = report._drawn(analysis)
     assert len(drawn) <= 6
@@ -236,7 +240,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert "Step 2" in browser.evaluate("document.getElementById('picked-0').textContent")
         assert browser.complaints() == []
         assert all(url.startswith(("file:", "data:")) for url in browser.requested())
-        # The check is able to fail.
+        # Show that the check can fail.
         browser.evaluate("console.error('a complaint')")
         assert len(browser.complaints()) == 1
 

@@ -21,8 +21,8 @@ import torch
 
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
-from lightning_freescale.cli import demo
-from tests.bubbles.made import write_run
+from lightning_freescale.cli import demo, demo_output
+from tests.bubbles.synthetic_runs import write_run
 from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,15 +126,15 @@ def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
     assert output.count("2 x cpu") == 2
     assert re.search(r"^ +freescale_sync +freescale$", output, re.MULTILINE)
     assert re.search(r"^HR@10 +0\.\d{3} +0\.\d{3}$", output, re.MULTILINE)
-    assert re.search(r"^Losses of all 4 steps: equal", output, re.MULTILINE)
+    assert re.search(r"^The losses of all 4 steps are equal", output, re.MULTILINE)
     assert re.search(r"^A +runs/freescale_sync/version_0$", output, re.MULTILINE)
     assert re.search(r"^B +runs/freescale/version_0$", output, re.MULTILINE)
     assert output.count("3 steps recorded (1 to 3)") == 2  # the first sets things up
     assert re.search(r"^  straggler ms( +\d+\.\d\d){2}", output, re.MULTILINE)
-    assert re.search(r"^Wait for stragglers: \d+% to \d+% of the ranks' time", output, re.MULTILINE)
+    assert re.search(r"^Straggler wait: \d+% of the ranks' time in A, \d+% in B", output, re.MULTILINE)
     page = (tmp_path / "runs" / "report.html").read_text()
     assert "runs/freescale_sync/version_0" in page
-    assert "See every step:      runs/report.html" in output
+    assert "See every step:    runs/report.html" in output
     for noise in ("Warning", "Tip:", "is_fx_tracing", "LeafSpec", "INFO:"):
         assert noise not in output, output
 
@@ -257,10 +257,13 @@ def test_the_model_beats_popularity_twice() -> None:
 # ---- what the demo says of two trainings -------------------------------------------------------------------------------
 def test_losses_are_compared() -> None:
     losses = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)
-    assert demo.same_losses(losses, losses.clone()) == "Losses of all 3 steps: equal, bit for bit."
-    assert "equal up to rounding, apart by at most 1e-05" in demo.same_losses(losses, losses * (1 + 1e-5))
-    assert "DIFFER, by up to 1.0e-02" in demo.same_losses(losses, losses * torch.tensor([1.0, 1.0, 1.01]))
-    assert "different numbers of steps, 3 and 2" in demo.same_losses(losses, losses[:2])
+    compare = demo_output.compare_losses
+    assert compare(losses, losses.clone()) == "The losses of all 3 steps are equal bit for bit."
+    assert "equal up to rounding: the largest relative difference is 1e-05" in compare(losses, losses * (1 + 1e-5))
+    assert "DIFFER: the largest relative difference is 1.0e-02" in compare(
+        losses, losses * torch.tensor([1.0, 1.0, 1.01])
+    )
+    assert "different numbers of steps, 3 and 2" in compare(losses, losses[:2])
 
 
 def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
@@ -268,8 +271,9 @@ def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
         analyse(read_run(write_run(tmp_path / name, [computes] * 4)))
         for name, computes in (("uneven", (10.0, 50.0)), ("even", (30.0, 30.0)), ("slow", (40.0, 40.0)))
     )
-    assert demo.verdict(uneven, even) == "Wait for stragglers: 34% to 0% of the ranks' time. A step: 59 to 39 ms."
-    assert "The useful work is the same, but took 30 and 40 ms" in demo.verdict(uneven, slow)
+    undisturbed = "Straggler wait: 34% of the ranks' time in A, 0% in B. Step time: 59 ms in A, 39 ms in B."
+    assert demo_output.verdict(uneven, even) == undisturbed
+    assert "It took 30 ms per step in A and 40 ms in B." in demo_output.verdict(uneven, slow)
 
 
 def test_one_checkpoint_cannot_resume_both(capsys: pytest.CaptureFixture[str]) -> None:

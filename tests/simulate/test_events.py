@@ -1,11 +1,11 @@
-"""Engines and links: cases worked out by hand, and random programs against a reference that goes tick by tick."""
+"""Engines and links: known cases, and random programs against a reference that advances tick by tick."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from lightning_freescale.simulate.events import CONTENTION, DENSE, EMBEDDING, STRAGGLER, Ranks
+from lightning_freescale.simulate.events import CONTENTION, DENSE, EMBEDDING, STRAGGLER, SimulatedRanks
 from tests.simulate import ticks
 from tests.simulate.ticks import Op
 
@@ -14,8 +14,8 @@ def each(*seconds: float) -> np.ndarray:
     return np.array(seconds, dtype=float)
 
 
-def test_a_wait_is_for_the_last_to_join_then_for_the_link() -> None:
-    ranks = Ranks(2, latency=0.25)
+def test_a_wait_is_split_when_the_last_rank_joins() -> None:
+    ranks = SimulatedRanks(2, latency=0.25)
     ranks.compute(each(1, 3))
     ranks.wait(ranks.send(each(0.5, 0.75), urgent=True), EMBEDDING)
     assert ranks.now.tolist() == [3.75, 4.0]
@@ -25,8 +25,8 @@ def test_a_wait_is_for_the_last_to_join_then_for_the_link() -> None:
     assert ranks.parts[DENSE].tolist() == [0, 0]
 
 
-def test_what_is_urgent_goes_first_and_the_rest_goes_on_after_it() -> None:
-    ranks = Ranks(1, latency=0.0)
+def test_an_urgent_transfer_interrupts_another_transfer() -> None:
+    ranks = SimulatedRanks(1, latency=0.0)
     bulk = ranks.send(each(10), urgent=False)
     ranks.compute(each(4))
     ranks.wait(ranks.send(each(3), urgent=True), EMBEDDING)
@@ -35,42 +35,44 @@ def test_what_is_urgent_goes_first_and_the_rest_goes_on_after_it() -> None:
     assert ranks.now.tolist() == [13]
 
 
-def test_a_transfer_that_follows_another_starts_when_that_has_arrived_everywhere() -> None:
-    ranks = Ranks(2, latency=0.0)
+def test_a_transfer_after_another_starts_when_the_other_is_done_on_all_ranks() -> None:
+    ranks = SimulatedRanks(2, latency=0.0)
     late = ranks.send(each(1, 5), urgent=False)
     next_ = ranks.send(each(2, 2), urgent=False, after=late)
     ranks.compute(each(6, 6))
-    ranks.wait(ranks.send(each(1, 1), urgent=True), EMBEDDING)  # in the middle of it
+    ranks.wait(ranks.send(each(1, 1), urgent=True), EMBEDDING)  # interrupts it
     ranks.wait(next_, EMBEDDING)
     assert late.done.tolist() == [1, 5]
     assert next_.done.tolist() == [8, 8]
 
 
-def test_compute_beside_a_transfer_that_holds_sms_takes_longer() -> None:
-    ranks = Ranks(1, latency=1.0)
-    ranks.send(each(4), urgent=True, slows=2.0)  # from 1 to 5: two seconds' worth of compute in four
+def test_a_transfer_that_uses_sms_slows_down_compute() -> None:
+    ranks = SimulatedRanks(1, latency=1.0)
+    ranks.send(
+        each(4), urgent=True, slowdown=2.0
+    )  # runs from 1 to 5: in these four seconds, compute makes the progress of two
     ranks.compute(each(10))
     assert ranks.now.tolist() == [12]
     assert ranks.parts[CONTENTION].tolist() == [2]
-    ranks.compute(each(1))  # the transfer is through
+    ranks.compute(each(1))  # the transfer is done
     assert ranks.now.tolist() == [13]
 
 
-def test_a_transfer_without_sms_slows_nothing() -> None:
-    ranks = Ranks(1, latency=0.0)
+def test_a_transfer_without_sms_does_not_slow_down_compute() -> None:
+    ranks = SimulatedRanks(1, latency=0.0)
     ranks.send(each(4), urgent=True)
     ranks.compute(each(10))
     assert ranks.now.tolist() == [10]
 
 
 def test_an_urgent_transfer_cannot_follow_another() -> None:
-    ranks = Ranks(1, latency=0.0)
+    ranks = SimulatedRanks(1, latency=0.0)
     with pytest.raises(ValueError, match="urgent"):
         ranks.send(each(1), urgent=True, after=ranks.send(each(1), urgent=True))
 
 
 def random_program(rng: np.random.Generator, ranks: int) -> list[Op]:
-    """Sends, waits and compute as a schedule might have them; every send is waited for in the end."""
+    """A random sequence of sends, waits and compute. At its end the ranks wait for every send."""
     program: list[Op] = []
     sends: list[bool] = []
 
@@ -97,7 +99,7 @@ def test_random_programs_against_the_reference(seed: int) -> None:
     count, latency = int(rng.integers(1, 5)), int(rng.integers(0, 3))
     program = random_program(rng, count)
     through, done = ticks.run(program, count, latency)
-    ranks, transfers = Ranks(count, latency), []
+    ranks, transfers = SimulatedRanks(count, latency), []
     for op in program:
         if op.name == "compute":
             ranks.compute(each(*op.seconds))

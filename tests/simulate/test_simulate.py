@@ -1,4 +1,4 @@
-"""Steps of TorchRec and FreeScale: two ranks by hand, then what must hold whatever the setting."""
+"""Simulated steps of TorchRec and FreeScale: known cases with two ranks, then properties that always hold."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def histories(ranks: int, steps: int = 8, seed: int = 0) -> list[np.ndarray]:
     return list(np.minimum(drawn, 21_000).astype(np.int64))
 
 
-# ---- by hand ----------------------------------------------------------------------------------------------------------
+# ---- known cases ------------------------------------------------------------------------------------------------------
 def last_step(
     variant: TrainingVariant, cluster: Cluster, model: ModelProfile, compute: float, steps: int = 6
 ) -> tuple[float, dict]:
-    """Seconds and parts of the last step but one. A rank's batch is four rows, of which one collides; a row takes a second."""
+    """Seconds and parts of the second to last step. A rank has four rows, one of them a collision. A row takes a second."""
     shape = (steps, cluster.ranks)
     loads = RankLoads(
         np.full(shape, compute), np.full(shape, 4.0), np.full(shape, 1.0), np.full(shape, 3.0), samples=1.0
@@ -67,7 +67,7 @@ def test_torchrec_waits_for_rows_and_gradients() -> None:
 
 
 def test_ids_are_exposed_without_sparse_dist() -> None:
-    ids = replace(ROWS, id_bytes=0.25)  # four ids of a quarter of a row
+    ids = replace(ROWS, id_bytes=0.25)  # an id takes a quarter of the time of a row
     assert last_step(TORCHREC, TWO, ids, compute=3.0)[0] == pytest.approx(12.5)
     assert last_step(SPARSE_DIST, TWO, ids, compute=3.0)[0] == pytest.approx(11.5)
 
@@ -79,7 +79,7 @@ def test_every_exchange_has_its_latency() -> None:
 
 
 def test_prioritized_waits_for_collisions_alone() -> None:
-    """Backward ends at 9: collision gradients to 10, collision rows to 11; the optimizer runs from 9 to 9.5."""
+    """Backward ends at 9, the collision gradients at 10, the collision rows at 11. The optimizer runs from 9 to 9.5."""
     step, parts = last_step(PRIORITIZED, TWO, ROWS, compute=9.0)
     assert step == pytest.approx(11)
     assert parts["exposed_embedding"] == pytest.approx(1.5)
@@ -88,18 +88,18 @@ def test_prioritized_waits_for_collisions_alone() -> None:
 def test_a_long_optimizer_hides_collisions() -> None:
     long = replace(ROWS, optimizer=1.5)
     assert last_step(PRIORITIZED, TWO, long, compute=9.0)[0] == pytest.approx(11)
-    # Where the host waits for the gradients, only rows hide: 10 and 1.5.
+    # If the host waits for the gradients (until 10), only the rows overlap with the optimizer (1.5).
     assert last_step(PRIORITIZED, replace(TWO, host_waits=True), long, compute=9.0)[0] == pytest.approx(11.5)
     assert last_step(PRIORITIZED, TWO, replace(ROWS, optimizer=3.0), compute=9.0)[0] == pytest.approx(12)
 
 
-def test_no_schedule_beats_the_link() -> None:
-    """Rows and gradients take eight seconds, compute three and a half."""
+def test_a_step_takes_at_least_as_long_as_its_transfers() -> None:
+    """Rows and gradients take 8 seconds, compute takes 3.5 seconds."""
     assert last_step(PRIORITIZED, TWO, ROWS, compute=3.0)[0] == pytest.approx(8)
 
 
 def test_the_allreduce_of_two_ranks() -> None:
-    """Two bytes: each link carries two halves, twice: two seconds after backward, before the gradients of the rows."""
+    """An AllReduce of 2 bytes takes 2 seconds on each link. It comes after backward, before the gradients of the rows."""
     dense = replace(ROWS, dense_bytes=2.0)
     step, parts = last_step(TORCHREC, TWO, dense, compute=3.0)
     assert step == pytest.approx(11.5 + 2)
@@ -109,13 +109,15 @@ def test_the_allreduce_of_two_ranks() -> None:
 def test_ring_and_tree() -> None:
     assert replace(TWO, ranks=4).allreduce(8.0) == pytest.approx((2 * 3 / 4 * 8, 0))
     assert replace(TWO, ranks=1).allreduce(8.0) == (0, 0)
-    seconds, latency = Cluster(ranks=1024, bandwidth=1e9, latency=1e-3).allreduce(1e3)  # latency decides: a tree
+    seconds, latency = Cluster(ranks=1024, bandwidth=1e9, latency=1e-3).allreduce(
+        1e3
+    )  # a tree, because the latency dominates
     assert latency == pytest.approx(2 * 10 * 1e-3)
     assert seconds == pytest.approx(2e-6)
 
 
-def test_sms_taken_by_the_exchange_slow_compute() -> None:
-    """Six of the nine seconds of forward and backward are beside exclusive rows and gradients."""
+def test_an_exchange_that_uses_sms_slows_down_compute() -> None:
+    """Exclusive rows and gradients travel during six of the nine seconds of forward and backward."""
     nccl = replace(TWO, nccl_slowdown=1.5)
     step, parts = last_step(PRIORITIZED, nccl, ROWS, compute=9.0)
     assert parts["contention"] == pytest.approx(6 - 6 / 1.5)
@@ -123,7 +125,7 @@ def test_sms_taken_by_the_exchange_slow_compute() -> None:
     assert last_step(replace(PRIORITIZED, sm_free=True), nccl, ROWS, compute=9.0)[0] == pytest.approx(11)
 
 
-# ---- whatever the setting ---------------------------------------------------------------------------------------------
+# ---- properties -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_the_parts_add_up(variant: TrainingVariant) -> None:
     cluster = replace(CLUSTER, nccl_slowdown=1.1)
@@ -134,7 +136,7 @@ def test_the_parts_add_up(variant: TrainingVariant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_without_a_link_to_wait_for_the_slowest_rank_is_the_step(variant: TrainingVariant) -> None:
+def test_with_infinite_bandwidth_the_slowest_rank_sets_the_step_time(variant: TrainingVariant) -> None:
     cluster, batches = Cluster(ranks=8, bandwidth=np.inf), histories(8)
     slowest = make_loads(batches, cluster, MODEL, variant.balance).compute.max(axis=1)[2:-1]
     result = simulate(variant, cluster, MODEL, batches)
@@ -145,7 +147,8 @@ def test_without_a_link_to_wait_for_the_slowest_rank_is_the_step(variant: Traini
 def test_no_collisions_and_long_compute_expose_nothing() -> None:
     model = ModelProfile(CostModel(linear=1e-5), row_bytes=2048, collisions=0.0)
     assert simulate(PRIORITIZED, replace(CLUSTER, latency=0.0), model, histories(8)).exposed == pytest.approx(0)
-    assert simulate(TORCHREC, replace(CLUSTER, latency=0.0), model, histories(8)).exposed > 0.01  # it could have
+    # The check can fail: TorchRec does expose communication here.
+    assert simulate(TORCHREC, replace(CLUSTER, latency=0.0), model, histories(8)).exposed > 0.01
 
 
 def test_collisions_expose_more() -> None:
@@ -155,7 +158,7 @@ def test_collisions_expose_more() -> None:
     ]
     assert all(np.diff(exposed) > 0)
     synchronous_ = simulate(TrainingVariant("", "sparse_dist", "fixed"), CLUSTER, MODEL, histories(8)).bubble
-    assert exposed[-1] == pytest.approx(synchronous_, rel=0.02)  # all rows collide: nothing is left to hide
+    assert exposed[-1] == pytest.approx(synchronous_, rel=0.02)  # if all rows collide, nothing can be hidden
 
 
 @pytest.mark.parametrize("schedule", ["base", "sparse_dist", "prioritized"])
@@ -184,7 +187,7 @@ def test_the_same_seed_gives_the_same_result() -> None:
 
 
 def test_a_thousand_ranks() -> None:
-    """Stragglers grow with the ranks unless samples are balanced."""
+    """The straggler wait grows with the number of ranks, unless samples are balanced."""
     few, many = (
         [
             simulate(variant, replace(CLUSTER, ranks=ranks), MODEL, histories(ranks, steps=5))

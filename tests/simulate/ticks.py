@@ -1,4 +1,4 @@
-"""A plain reference of ``simulate.events``: whole seconds, one rank and one tick at a time."""
+"""A simple reference for ``simulate.events``: it advances one second at a time, and handles one rank after another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """One operation of the program that all ranks run; ``seconds`` has one integer per rank, at least 1 of a send."""
+    """One operation of the program that all ranks run. ``seconds`` has one integer per rank, which is at least 1 for a send."""
 
     name: str  # "compute", "send" or "wait"
     seconds: tuple[int, ...] = ()
@@ -16,7 +16,7 @@ class Op(NamedTuple):
 
 
 def run(program: list[Op], ranks: int, latency: int) -> tuple[list[int], list[list[int]]]:
-    """When each rank is through, and when each send has arrived on each rank, to the end of the last."""
+    """The time at which each rank ends the program, and the time at which each send is done on each rank."""
     sends = [op for op in program if op.name == "send"]
     left = [list(send.seconds) for send in sends]
     joined: list[list[int | None]] = [[None] * ranks for _ in sends]
@@ -58,4 +58,4 @@ def run(program: list[Op], ranks: int, latency: int) -> tuple[list[int], list[li
                 if number is not None and ready(number, now) and left[number][rank]:
                     left[number][rank] -= 1
                     break
-    raise AssertionError("no end")
+    raise AssertionError("the program does not end")

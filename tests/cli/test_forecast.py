@@ -1,4 +1,4 @@
-"""``freescale plan --link-gbps --gpus``: through the command."""
+"""``freescale plan --link-gbps --gpus``, run as a command."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from lightning_freescale.cli.main import main as cli
+from lightning_freescale.cli import main as cli
 
 DATA = ["plan", "synthetic", "--synthetic", "users=400", "--ranks", "2", "--batch-size", "8", "--max-history", "500"]
 LINK = ["--link-gbps", "200", "--gpus", "4,16"]
 
 
-def expected(capsys: pytest.CaptureFixture[str], *options: str) -> dict[tuple[int, str], dict]:
+def simulated(capsys: pytest.CaptureFixture[str], *options: str) -> dict[tuple[int, str], dict]:
     assert cli.main([*DATA, *LINK, "--json", *options]) == 0
     return {(row["ranks"], row["side"]): row for row in json.loads(capsys.readouterr().out)["simulated"]}
 
 
-def test_the_table_follows_that_of_balancing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_comes_after_the_table_of_balancing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(DATA) == 0
     plain = capsys.readouterr().out
     assert cli.main([*DATA, *LINK]) == 0
@@ -28,7 +28,7 @@ def test_the_table_follows_that_of_balancing(capsys: pytest.CaptureFixture[str])
     assert sum("FreeScale" in line for line in lines) == 2
 
 
-def test_json_is_as_before_without_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_is_a_plain_list_without_a_link(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*DATA, "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
     assert cli.main([*DATA, *LINK, "--json"]) == 0
@@ -39,8 +39,8 @@ def test_json_is_as_before_without_a_link(capsys: pytest.CaptureFixture[str]) ->
         assert row["bubble"] == pytest.approx(row["step"] - row["compute"])
 
 
-def test_freescale_has_the_smaller_bubble_and_both_the_same_compute(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = expected(capsys)
+def test_freescale_has_a_smaller_bubble_and_the_same_compute(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulated(capsys)
     for gpus in (4, 16):
         torchrec, freescale = rows[gpus, "TorchRec"], rows[gpus, "FreeScale"]
         assert freescale["bubble"] < torchrec["bubble"]
@@ -48,29 +48,29 @@ def test_freescale_has_the_smaller_bubble_and_both_the_same_compute(capsys: pyte
         assert freescale["qps"] > torchrec["qps"]
 
 
-def test_measured_compute_and_the_link_are_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = expected(capsys, "--compute-ms", "40")
+def test_compute_ms_and_link_gbps_scale_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulated(capsys, "--compute-ms", "40")
     assert rows[16, "TorchRec"]["compute"] == pytest.approx(
         0.040, rel=0.15
-    )  # of the mean history, not of these batches
-    slow = expected(capsys, "--compute-ms", "40", "--link-gbps", "20")
+    )  # --compute-ms is for the mean history, and these batches differ from it
+    slow = simulated(capsys, "--compute-ms", "40", "--link-gbps", "20")
     fast_part, slow_part = (found[16, "TorchRec"]["parts"]["exposed_embedding"] for found in (rows, slow))
-    assert slow_part == pytest.approx(10 * fast_part, rel=0.1)  # but for the latency
-    all_collide = expected(capsys, "--compute-ms", "40", "--collisions", "100")
+    assert slow_part == pytest.approx(10 * fast_part, rel=0.1)  # except for the latency
+    all_collide = simulated(capsys, "--compute-ms", "40", "--collisions", "100")
     assert all_collide[16, "FreeScale"]["bubble"] > rows[16, "FreeScale"]["bubble"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "8"], "--link-gbps: --link-gbps and --gpus are needed together"),
-        (["--link-gbps", "8"], "--gpus: --link-gbps and --gpus are needed together"),
+        (["--gpus", "8"], "--link-gbps: is missing; --link-gbps and --gpus are needed together"),
+        (["--link-gbps", "8"], "--gpus: is missing; --link-gbps and --gpus are needed together"),
         (["--link-gbps", "0", "--gpus", "8"], "--link-gbps: must be positive, not 0"),
         ([*LINK, "--compute-ms", "-1"], "--compute-ms: must be positive, not -1"),
         ([*LINK, "--collisions", "120"], "collisions: 1.2 must be a share"),
         ([*LINK, "--nccl-slowdown", "0.5"], "nccl_slowdown: 0.5 must be finite and at least 1"),
     ],
 )
-def test_what_is_wrong_is_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_messages(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*DATA, *options]) == 1
     assert message in capsys.readouterr().err
