@@ -1,183 +1,331 @@
-"""Keeps the batches after N while N trains. Resumable, and the same on every rank."""
+"""``PrefetchLoader``: fetches batches before they are trained, and keeps all ranks at the same batch.
+
+It can resume in the middle of an epoch, and it behaves equally on every rank.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.runtime.errors import InputError
-from lightning_freescale.strategy.control import Control, Header, Posted, Status
+from lightning_freescale.runtime.log import log_once
+from lightning_freescale.strategy.checkpoint_random import LoaderRandomStates
+from lightning_freescale.strategy.control import Control, Header, Request, Status
+from lightning_freescale.strategy.prepared_batch import PreparedBatch
 
-DEPTH = 3  # batches held beyond the current one: two to work ahead on, and one whose header is still on its way
+# Batches fetched beyond the current one: two for the exchange to work on, and one whose header is in transit.
+PREFETCH_DEPTH = 3
 
-
-class _Fetched(NamedTuple):
-    batch: Any  # None unless the fetch succeeded
-    inner_state: dict | None  # the wrapped loader's own state after this batch, if it has one
-    posted: Posted
-    error: Exception | None
-    note: Any = None  # what staging noted of it
+Uneven = Literal["error", "stop", "continue", "join"]
 
 
-class LookaheadLoader:
-    """Iterates ``loader``, ``DEPTH`` batches ahead of the training.
+class Prepared(NamedTuple):
+    """What the preparation of a batch yields. The fields are those of :class:`PreparedBatch`."""
 
-    Every batch passes through ``stage`` (checks, copy to the device) as soon as it is fetched, and its header goes to the
-    other ranks. When the batch is due, all headers are there: if any rank failed to fetch or check its batch, or ran out of
-    data before the others, all ranks raise the same error at the same step, with the steps before it done.
+    batch: Any
+    weight: int
+    moved: bool = False
+    copied: torch.cuda.Event | None = None
+    cost_sums: Any = None
+
+
+class PrefetchLoader:
+    """Iterates ``loader`` and fetches up to ``PREFETCH_DEPTH`` batches before they are trained.
+
+    Each batch is prepared as soon as it is fetched (checks, copy to the device), and its header goes to the other
+    ranks. When the batch is trained, the headers of all ranks have arrived. If a rank failed to fetch or check its
+    batch, or ran out of data before the others, all ranks raise the same error at the same step, after the steps
+    before it are done.
+
+    The object passes for the wrapped loader: attributes are read from it and written to it, and ``isinstance`` tests
+    succeed, because Lightning and users look at ``sampler``, ``dataset`` or ``worker_init_fn``.
 
     Args:
-        loader: any iterable of batches; its attributes stay visible (``sampler``, ``dataset``, ...), as Lightning needs.
-        stage: called on each batch when it is fetched, returns the staged batch, its weight in the loss, and a note of any
-            kind: :attr:`note` when the batch is due.
-        control: the ranks' side channel.
-        limit: number of batches an epoch may have; ``inf`` if unknown.
-        on_stop: called when any rank was asked to stop; raises.
-        timeline: on which the wait for each batch is marked.
+        loader: any iterable of batches.
+        prepare: called on each batch when it is fetched.
+        control: the control plane of the ranks.
+        limit: returns the number of batches that an epoch may have; infinite if it is not known.
+        on_request: called when a rank asked all ranks to stop or to requeue.
+        on_iter: called before each iteration.
+        uneven: what to do when the data of some ranks end before those of others. ``"error"`` raises on all ranks.
+            ``"stop"`` ends the epoch on all ranks. ``"continue"`` lets a rank without data repeat its last batch with
+            weight 0. ``"join"`` ends the iteration on that rank, which must call :meth:`join_others` afterwards.
+        hand_out: turns a prepared batch into what the caller receives.
+        is_processed: says whether the batch handed out last counts as done in a checkpoint.
+        random_states: notes and restores the random states of a train loader.
+        timeline: records the time of each wait for a batch.
     """
 
     def __init__(
         self,
         loader: Iterable[Any],
         *,
-        stage: Callable[[Any], tuple[Any, int, Any]],
+        prepare: Callable[[Any], Prepared],
         control: Control,
-        limit: Callable[[], float],
-        on_stop: Callable[[], None],
+        limit: Callable[[PrefetchLoader], float],
+        on_request: Callable[[Request], None],
+        on_iter: Callable[[PrefetchLoader], None] = lambda loader: None,
+        uneven: Uneven = "error",
+        hand_out: Callable[[PreparedBatch], Any] = lambda prepared: prepared,
+        is_processed: Callable[[], bool] = lambda: True,
+        random_states: LoaderRandomStates | None = None,
         timeline: Timeline | None = None,
     ):
         self.loader = loader
-        self._stage, self._control, self._limit, self._on_stop = stage, control, limit, on_stop
-        self._queue: deque[_Fetched] = deque()
-        self._yielded = 0  # batches of this epoch handed out
-        self._inner_state: dict | None = None
-        self.batches_done = 0  # of the epoch to come, by a resume
-        self.shift = 0  # how many more they are than the number saved, which was that of another world size
-        self._inner_resume: dict | None = None
-        self._timeline = timeline or Timeline()
-        self.headers: list[Header] = []  # of the batch handed out last, by rank
-        self.note: Any = None  # on the batch handed out last
+        self.prepare, self.control, self.limit = prepare, control, limit
+        self.on_request, self.on_iter = on_request, on_iter
+        self.uneven, self.hand_out, self.is_processed = uneven, hand_out, is_processed
+        self.random_states, self.timeline = random_states, timeline or Timeline()
+        self.current: PreparedBatch | None = None  # The batch that is in training, or was trained last.
+        self.opened = False  # Whether the current iteration has fetched a batch.
+        self.shift = 0  # How many more batches are done than the checkpoint says, which had another world size.
+        self._queue: deque[PreparedBatch] = deque()
+        self._newest: PreparedBatch | None = None
+        self._source: Iterator[Any] = iter(())
+        self._index = self._first_index = 0  # The batches fetched, and trained before a resume, in this epoch.
+        self._limit = float("inf")
+        self._last_host_batch: Any = None
+        self._state_before: dict | None = None  # The state of the user's loader before the current batch.
+        self._loader_state_to_load: dict | None = None
+        self.length = self._length()
+
+    # ---- stands for the wrapped loader -----------------------------------------------------------------------------
+    @property
+    def __class__(self):  # type: ignore
+        return type(self.loader) if self._is_initialised() else PrefetchLoader
+
+    def _is_initialised(self) -> bool:
+        return "length" in vars(self)  # The attribute that __init__ sets last.
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet: unpickling
+        if not self._is_initialised():  # For instance while the object is unpickled.
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) or not self._is_initialised():
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    def _length(self) -> int | None:
+        """The number of batches of an epoch on all ranks; ``None`` if it is not known. A collective if uneven."""
+        try:
+            length = len(self.loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            length = None
+        if self.uneven not in ("stop", "continue"):
+            return length
+        lengths = self.control.gather(length)
+        if None in lengths:
+            return None
+        return min(lengths) if self.uneven == "stop" else max(lengths)
+
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # TypeError when unsized, which is what Lightning probes for
+        if self.uneven in ("stop", "continue") and self.length is not None:
+            return self.length
+        return len(self.loader)  # type: ignore[arg-type]  # A TypeError tells Lightning that the length is unknown.
 
-    @property
-    def batches(self) -> int:
-        """Batches of this epoch handed out, those before a resume included."""
-        return self._yielded
-
-    def upcoming(self, k: int) -> Any:
-        """The staged batch ``k`` steps ahead (1 or 2); ``None`` if any rank has none, so that all ranks act alike."""
-        with self._timeline.span("id_exchange"):  # waits for the slowest rank's header
-            for fetched in islice(self._queue, k):  # a rank that failed or ended says nothing of the batches after
-                if any(header.status != Status.BATCH for header in fetched.posted.wait()):
-                    return None
-        return self._queue[k - 1].batch if len(self._queue) >= k else None
-
+    # ---- iteration -------------------------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[Any]:
+        self.on_iter(self)
+        if self.opened:
+            self._first_index = 0  # A new epoch starts. A position that was loaded belonged to the last one.
         self._queue.clear()
-        self._yielded = 0
-        return self._timeline.iterate("input_wait", self._batches())
+        self._newest = self.current = self._state_before = None
+        self.opened = False
+        return self.timeline.iterate("input_wait", self._batches())
 
     def _batches(self) -> Iterator[Any]:
-        # A generator: nothing is fetched before the first next(), after set_epoch() and load_state_dict().
-        source, fetched = self._open()
-        limit = self._limit()
-        ahead = 0
-        while True:
-            ahead = min(ahead + 1, DEPTH)  # by and by: the first step of an epoch waits for two batches, not for all
-            while len(self._queue) <= ahead and not (self._queue and self._queue[-1].batch is None):
-                self._queue.append(self._fetch(source, past_limit=fetched >= limit))
-                fetched += 1
-            current = self._queue.popleft()
-            self.headers = current.posted.wait()
-            self._act_on(self.headers, current.error)
-            if current.batch is None:
-                return
-            # Whether a batch is the last one is asked one batch early: Lightning may never ask for another.
-            self._refuse_early_end(self._queue[0].posted.wait(), batches=self._yielded + 1)
-            self._yielded += 1
-            self._inner_state, self.note = current.inner_state, current.note
-            yield current.batch
+        # This is a generator. It fetches nothing before the first next(), after set_epoch() and load_state_dict().
+        self._source, self._index = self._open(), self._first_index
+        self._limit = self.limit(self)
+        try:
+            yield from self._hand_out_batches()
+        finally:
+            if self.uneven != "join":
+                self._source = iter(())  # The wrapped loader may hold threads or processes until it is released.
 
-    def _fetch(self, source: Iterator[Any], past_limit: bool) -> _Fetched:
+    def _hand_out_batches(self) -> Iterator[Any]:
+        depth = 0
+        while True:
+            depth = min(depth + 1, PREFETCH_DEPTH)  # The first step of an epoch waits for two batches, not for four.
+            self._fill(depth)
+            batch = self._queue.popleft()
+            self._act_on(batch)
+            if self._ends(batch):
+                self._queue.appendleft(batch)  # join_others() starts here.
+                return
+            if batch.batch is None:
+                batch = self._repeat_last(batch)
+            # All ranks learn one batch early that a rank ends: Lightning may never ask for another batch.
+            if self.uneven == "error":
+                self._refuse_uneven_end(self._queue[0].headers, batches=batch.index + 1)
+            yield self.hand_out(batch)
+
+    def use(self, batch: PreparedBatch) -> None:
+        """Note that ``batch`` is in training from now on. Lightning may have fetched later batches already."""
+        if self.current is not None and self.current is not batch:
+            self._state_before = self.current.loader_state
+        self.current = batch
+
+    def _fill(self, depth: int) -> None:
+        """Fetch until ``depth`` batches follow the next one."""
+        while len(self._queue) <= depth and not self._is_complete():
+            batch = self._fetch(self._index, past_limit=self._index >= self._limit)
+            if self._newest is not None:
+                self._newest.next = batch
+            self._newest = batch
+            self._queue.append(batch)
+            self._index += 1
+
+    def _is_complete(self) -> bool:
+        """Whether no header is needed after the newest one."""
+        return bool(self._queue) and self._queue[-1].batch is None and self.uneven in ("error", "stop")
+
+    def _fetch(self, index: int, past_limit: bool) -> PreparedBatch:
         try:
             if past_limit:
                 raise StopIteration
-            batch, weight, note = self._stage(next(source))
+            host_batch = next(self._source)
+            prepared = self.prepare(host_batch)
         except StopIteration:
-            return _Fetched(None, None, self._control.post(Status.END), None)
-        except Exception as error:  # raised on every rank when this batch is due
-            return _Fetched(None, None, self._control.post(Status.ERROR), error)
-        inner_state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-        return _Fetched(batch, inner_state, self._control.post(Status.BATCH, weight), None, note)
+            return PreparedBatch(None, index, self.control.send_header(Status.END))
+        except Exception as error:  # All ranks raise it when this batch is to be trained.
+            return PreparedBatch(None, index, self.control.send_header(Status.ERROR), error=error)
+        if self.uneven in ("continue", "join"):
+            self._last_host_batch = host_batch
+        return PreparedBatch(
+            prepared.batch,
+            index,
+            self.control.send_header(Status.BATCH, prepared.weight),
+            copied=prepared.copied,
+            moved=prepared.moved,
+            cost_sums=prepared.cost_sums,
+            loader_state=self.loader.state_dict() if hasattr(self.loader, "state_dict") else None,
+            loader=self,
+        )
 
-    def _act_on(self, headers: list[Header], error: Exception | None) -> None:
-        """Do what the ranks' words about the current batch ask for, on all of them alike."""
+    def _act_on(self, batch: PreparedBatch) -> None:
+        """Do what the headers of ``batch`` ask for. All ranks do the same."""
+        headers = batch.headers
         if any(header.bad_step >= 0 for header in headers):
-            self._control.check_losses()
+            self.control.check_losses()
         if any(header.status == Status.ERROR for header in headers):
-            self._control.agree(error, where=f"batch {self._yielded}")
-        if self._yielded == 0:
-            self._refuse_early_end(headers, batches=0)
-        if any(header.stop for header in headers):
-            self._on_stop()
+            self.control.agree(batch.error, where=f"batch {batch.index}")
+        if batch.index == 0:
+            self._refuse_uneven_end(headers, batches=0)
+        request = max(header.request for header in headers)
+        if request != Request.NONE:
+            self.on_request(request)
+
+    def _ends(self, batch: PreparedBatch) -> bool:
+        """Whether the epoch ends before ``batch`` on this rank."""
+        ended = [header.status == Status.END for header in batch.headers]
+        if self.uneven == "stop" and any(ended):
+            if not all(ended):
+                log_once(f"uneven='stop': the epoch ends after {batch.index} batches with the shortest rank's data")
+            return True
+        return all(ended) or (batch.batch is None and self.uneven != "continue")
+
+    def _repeat_last(self, batch: PreparedBatch) -> PreparedBatch:
+        """A batch that keeps this rank in step with the others. Its header said that it has weight 0."""
+        prepared = self.prepare(self._last_host_batch)
+        repeated = PreparedBatch(prepared.batch, batch.index, batch.pending, copied=prepared.copied, loader=self)
+        repeated.next, repeated.moved = batch.next, prepared.moved
+        return repeated
 
     @staticmethod
-    def _refuse_early_end(headers: list[Header], batches: int) -> None:
+    def _refuse_uneven_end(headers: list[Header], batches: int) -> None:
         ended = [rank for rank, header in enumerate(headers) if header.status == Status.END]
         more = [rank for rank in range(len(headers)) if rank not in ended]
         if ended and more:
             raise InputError(
                 f"rank {', '.join(map(str, ended))}: the loader ended after {batches} batches"
-                f"{' (no samples at all)' if batches == 0 else ''}, while rank {', '.join(map(str, more))} has more; "
-                "every rank needs the same number of batches: pad or drop the last ones (drop_last=True)"
+                f"{' (no samples at all)' if batches == 0 else ''}, while rank {', '.join(map(str, more))} has more. "
+                "Every rank needs the same number of batches: pad or drop the last ones (drop_last=True), or set "
+                "uneven='stop' or uneven='continue' of the strategy."
             )
 
-    # ---- resume --------------------------------------------------------------------------------------------------
+    def join_others(self, step: Callable[[PreparedBatch], None]) -> None:
+        """Take part in the steps of ranks that have more batches, with ``uneven="join"``. Returns when all have ended.
+
+        Every step of a sharded model is a collective, so a rank without data must take part in it.
+
+        Args:
+            step: runs the step on a copy of this rank's last batch. Its output is dropped.
+        """
+        while self.opened:
+            self._fill(PREFETCH_DEPTH)
+            batch = self._queue.popleft()
+            self._act_on(batch)
+            if all(header.status == Status.END for header in batch.headers):
+                self.opened = False
+            else:
+                step(self._repeat_last(batch))
+
+    # ---- resume ----------------------------------------------------------------------------------------------------
     def _resumable(self) -> Any:
-        """What can skip batches without loading them: the loader's sampler or dataset, if it has ``resume``."""
+        """The sampler or the dataset of the loader, if it can skip batches without loading them (``resume``)."""
         for owner in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
             if owner is not None and hasattr(owner, "resume"):
                 return owner
         return None
 
-    def _open(self) -> tuple[Iterator[Any], int]:
-        """An iterator over the wrapped loader, past the batches that were trained on before a resume."""
-        done, inner, self.batches_done, self._inner_resume = self.batches_done, self._inner_resume, 0, None
-        self._yielded = done
-        if done and inner is not None and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(inner)
-            return iter(self.loader), done
+    def _open(self) -> Iterator[Any]:
+        """An iterator over the loader after the batches that were trained before a resume."""
+        done, state = self._first_index, self._loader_state_to_load
+        self._loader_state_to_load, self.opened = None, True
+        if done and state is not None and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+            return iter(self.loader)
         source = iter(self.loader)
         if self._resumable() is None:
-            for _ in range(done):  # a loader that cannot skip: load and drop
+            for _ in range(done):  # This loader cannot skip batches. It loads and drops them.
                 next(source, None)
-        return source, done
+        return source
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the epoch. Lightning saves rank 0's alone, so it must not differ between ranks."""
-        if self._queue and self._queue[0].batch is None and self._queue[0].error is None:
-            return {"batches": 0, "position": None, "inner": None}  # saved on the last batch: the next epoch is next
+        """The position in the epoch. A collective if the user's loader has a state of its own, which all ranks save.
+
+        Lightning saves the result of rank 0 alone, so it is equal on all ranks.
+        """
+        current, done, own = self.current, self._first_index, self._loader_state_to_load
+        processed = current is not None and self.is_processed()
+        if current is not None:
+            done = current.index + processed
+            own = current.loader_state if processed else self._state_before
+        inner = self.control.gather(own) if hasattr(self.loader, "state_dict") else None
+        if current is not None and processed and current.is_last():
+            return {"batches": 0, "position": None, "inner": None}  # The next batch is the first of the next epoch.
         owner = self._resumable()
-        position = owner.position(self._yielded) if hasattr(owner, "position") else None
-        return {"batches": self._yielded, "position": position, "inner": self._inner_state}
+        position = owner.position(done) if hasattr(owner, "position") else None
+        known = inner is not None and None not in inner
+        return {"batches": done, "position": position, "inner": inner if known else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches_done, self._inner_resume = state["batches"], state["inner"]
-        if not self.batches_done:
+        self._first_index, self.opened = state["batches"], False
+        self._loader_state_to_load = self._own_loader_state(state["inner"])
+        if not self._first_index:
             return
         owner = self._resumable()
         if owner is not None and state["position"] is not None:
-            self.batches_done = owner.resume(state["batches"], state["position"])
-            self.shift = self.batches_done - state["batches"]
+            self._first_index = owner.resume(state["batches"], state["position"])
+            self.shift = self._first_index - state["batches"]
         elif owner is not None:
-            owner.resume(self.batches_done)
+            owner.resume(self._first_index)
+
+    def _own_loader_state(self, states: list[dict] | None) -> dict | None:
+        """The state of this rank's loader, if the checkpoint was written on as many ranks."""
+        if states is None or len(states) == self.control.world_size:
+            return None if states is None else states[self.control.rank]
+        log_once(
+            f"the checkpoint holds the positions of {len(states)} loaders, but {self.control.world_size} ranks train: "
+            "each rank skips the batches done so far instead of restoring its loader's own state"
+        )
+        return None

@@ -1,17 +1,20 @@
-"""Settings under which the training would not be the one of plain TorchRec: refused, or said."""
+"""Settings under which the training would differ from plain TorchRec. They are refused, or a log line names them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_freescale.embedding import plan as tables
+from torch import nn
+
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
 PRECISIONS = ("32-true", "bf16-mixed")
+# These callbacks average all parameters of the model. They cannot average sharded tables.
+WEIGHT_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
-def refuse_inexact(trainer: Any, precision: str, module: Any) -> None:
+def refuse_inexact(trainer: Any, precision: str) -> None:
     """Raise :class:`ConfigurationError` for settings of ``trainer`` that cannot be exact with sharded tables."""
     if precision not in PRECISIONS:
         reason = (
@@ -23,17 +26,39 @@ def refuse_inexact(trainer: Any, precision: str, module: Any) -> None:
             f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
         )
     refuse_accumulation(trainer)
-    if trainer.gradient_clip_val and tables.embedding_modules(module):
+    refuse_weight_averaging(trainer)
+    if trainer.gradient_clip_val:
         log_once(
-            f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters; the tables are updated inside "
+            f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters. The tables are updated inside "
             "backward, row by row, and are not part of the norm"
         )
 
 
 def refuse_accumulation(trainer: Any) -> None:
-    """In every step, too: a callback may schedule it."""
+    """Refuse gradient accumulation. Each step calls it, because a callback may schedule the accumulation."""
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the tables are updated in every backward, so the "
             "micro-batches would see different rows; use a larger batch_size instead"
+        )
+
+
+def refuse_weight_averaging(trainer: Any) -> None:
+    """Refuse callbacks that average the weights: they copy the model before its tables are sharded."""
+    for callback in trainer.callbacks:
+        names = {kind.__name__ for kind in type(callback).__mro__}
+        if names & set(WEIGHT_AVERAGING):
+            raise ConfigurationError(
+                f"{type(callback).__name__} averages all parameters, and the tables are sharded over the ranks. Average "
+                "the dense parameters with a callback of your own, or train without weight averaging"
+            )
+
+
+def name_coupled_samples(module: nn.Module) -> None:
+    """Log that balancing changes a model whose samples influence each other."""
+    norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        log_once(
+            f"balance: {norms[0]} is a BatchNorm layer, so the samples of a rank influence each other, and moving samples "
+            "between ranks changes the training. Set couples_samples = True on the model to keep samples on their rank"
         )

@@ -23,8 +23,10 @@ from lightning_freescale.embedding.plan import embedding_modules
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy import loss_weighting
+from lightning_freescale.strategy.checkpoint_format import check_option as check_format
 from lightning_freescale.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
@@ -79,7 +81,10 @@ class FreeScaleMixin(CheckpointHooks, _Base):
         uneven: what happens when the train data of some ranks end before those of others. ``"error"`` raises on all
             ranks. ``"stop"`` ends the epoch with the shortest rank. ``"continue"`` goes on until all data are used; a
             rank without data repeats its last batch with weight 0.
-        checkpoint: the format of checkpoints: ``"file"``, ``"sharded"`` (a folder) or ``"auto"``.
+        checkpoint: the format of checkpoints. ``"file"`` writes one plain Lightning file with full tensors, which every
+            strategy and ``Model.load_from_checkpoint`` can read; rank 0 gathers the tables for it. ``"sharded"`` writes a
+            folder to which every rank adds its shards. ``"auto"`` writes a file if there is one rank or if all tables
+            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         monitor: measure the bubbles and log them, if the Trainer has a logger.
         ddp_kwargs: options of :class:`lightning.pytorch.strategies.DDPStrategy`.
@@ -121,6 +126,7 @@ class FreeScaleMixin(CheckpointHooks, _Base):
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer, self._dedup = sharding, embedding_optimizer, dedup
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
+        check_format(checkpoint)
         self._uneven, self._checkpoint_format, self._monitor = uneven, checkpoint, monitor
         self.timeline = Timeline()
         self._balancer = Balancer(
@@ -136,12 +142,14 @@ class FreeScaleMixin(CheckpointHooks, _Base):
             loss_reduction=loss_reduction,
             uneven=uneven,
             on_request=self._act_on_request,
+            random_states=self.random_states_of_loader,
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
         self.control: Control | None = None
         self._copies: SideStream | None = None
         self._signals: SignalRequests | None = None
         self._sharded_model: ShardedModel | None = None
+        self._table_positions = []
         self._sharded: DistributedModelParallel | None = None
         self._rates: TableLearningRates | None = None
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
@@ -205,6 +213,7 @@ class FreeScaleMixin(CheckpointHooks, _Base):
             refuse_inexact(trainer, str(self.precision_plugin.precision))
         self.precision_plugin.convert_module(self.model)
         self._shard()
+        self.after_sharding()
         if fitting:
             self._register_ddp_hooks()
             self.setup_optimizers(trainer)
@@ -215,6 +224,7 @@ class FreeScaleMixin(CheckpointHooks, _Base):
                     self._module, self.root_device, self.control.gather, self._copies, self.timeline
                 )
             self._balancer.watch(self._module, self.root_device)
+            self._pipeline.balances = self._balances_samples()
         self.setup_precision_plugin()
 
     def _shard(self) -> None:
@@ -228,6 +238,15 @@ class FreeScaleMixin(CheckpointHooks, _Base):
         )
         self._sharded, self._pipeline.rows = self._sharded_model.sharded, self._sharded_model.rows
         self.model = self._sharded_model.sharded._dmp_wrapped_module
+
+    def _balances_samples(self) -> bool:
+        """Whether samples may move between ranks. A model can declare that its samples influence each other."""
+        if self._balance == "auto" and getattr(self._module, "couples_samples", False):
+            log_once("balance='auto': off, because the model declares couples_samples = True")
+            return False
+        if self._balance != "off":
+            name_coupled_samples(self._module)
+        return True
 
     def model_to_device(self) -> None:
         """Does nothing: sharding has placed the tables and moved the dense part."""
@@ -243,11 +262,13 @@ class FreeScaleMixin(CheckpointHooks, _Base):
         )
         self._rates.follow(self._module, self.optimizers)
         fused = {id(parameter) for parameter in self._sharded_model.sharded.fused_optimizer.params.values()}
+        self._table_positions = []
         for optimizer in self.optimizers:  # Users write Adam(self.parameters()). FBGEMM updates the tables itself.
+            self._table_positions.append([])
             for group in optimizer.param_groups:
-                group["params"] = [
-                    parameter for parameter in group["params"] if id(parameter) not in fused and not is_table(parameter)
-                ]
+                tables = [i for i, part in enumerate(group["params"]) if id(part) in fused or is_table(part)]
+                group["params"] = [part for i, part in enumerate(group["params"]) if i not in tables]
+                self._table_positions[-1].append(tables)
 
     def _act_on_request(self, request: Request) -> None:
         if self._signals is not None:
@@ -260,6 +281,8 @@ class FreeScaleMixin(CheckpointHooks, _Base):
         return self._pipeline.wrap(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._module.trainer.training:
+            self.before_training_batch()
         transfer = super().batch_to_device
         return self._pipeline.receive(batch, dataloader_idx, lambda plain: transfer(plain, device, dataloader_idx))
 
@@ -267,11 +290,13 @@ class FreeScaleMixin(CheckpointHooks, _Base):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer, loaders = self._module.trainer, self._pipeline.train_loaders
+        self.before_loaders_restart()
         compat.restore_train_loaders(trainer, opened=lambda: any(loader.opened for loader in loaders))
         for loader in loaders[-1:]:
             # On another number of ranks the epoch has other batches. The samples done so far count as these batches.
             compat.shift_batch_progress(trainer, loader.shift)
             loader.shift = 0
+        self.restore_random_states()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -349,6 +374,7 @@ class FreeScaleMixin(CheckpointHooks, _Base):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.finish_saves()
         if not self._has_tables:
             return
         assert self.control is not None
@@ -386,6 +412,7 @@ class FreeScaleMixin(CheckpointHooks, _Base):
 
     def teardown(self) -> None:
         # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.
+        self.close_saves()
         self._balancer.close()
         self._exchange_mode.close()
         self._pipeline.close()

@@ -371,7 +371,7 @@ def _prefetched(rank: int, fails_at: int | None) -> tuple[list[list[tuple]], str
     return seen, f"{threads()} threads"
 
 
-def test_behind_the_prefetched_all_ranks_end_together() -> None:
+def test_behind_the_prefetch_loader_all_ranks_end_together() -> None:
     (zero, end), (one, other_end) = run_ranks(_prefetched, args=(None,))
     assert end == other_end == "0 threads"
     assert len(zero) == len(one) == 4  # the limit
@@ -380,7 +380,7 @@ def test_behind_the_prefetched_all_ranks_end_together() -> None:
         assert sorted(zero[step] + one[step]) == sorted(everything)
 
 
-def test_behind_the_prefetched_all_ranks_raise_the_error_of_one() -> None:
+def test_behind_the_prefetch_loader_all_ranks_raise_the_error_of_one() -> None:
     (zero, error), (one, other_error) = run_ranks(_prefetched, args=(2,))
     assert len(zero) == len(one) == 2
     assert "rank 1: batch 2: KeyError: 'disk of rank 1'" in error

@@ -21,7 +21,7 @@ def test_registered(namespace: Any) -> None:
     sync = registry.get("freescale_sync")
     assert (sync._balance, sync._prioritize) == ("off", False)
     full = registry.get("freescale")
-    assert (full._balance, full._prioritize) == ("fixed", "auto")
+    assert (full._balance, full._prioritize) == ("auto", "auto")
 
 
 class OldModel(pytorch_lightning.LightningModule):

@@ -14,7 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
-from lightning_freescale.embedding import mode_trial as trial
+from lightning_freescale.embedding import mode_trial
 from lightning_freescale.strategy.refusals import refuse_inexact
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
@@ -38,7 +38,9 @@ class Prioritized(FreeScaleStrategy):
 
     def teardown(self) -> None:
         if self.schedule is not None:
-            self.lightning_module.lanes = {lane.name: lane.off or "prioritized" for lane in self.schedule.lanes}
+            self.lightning_module.lanes = {
+                scheduled.name: scheduled.synchronous_reason or "prioritized" for scheduled in self.schedule.modules
+            }
         super().teardown()
 
 
@@ -92,9 +94,9 @@ class Auto(FreeScaleStrategy):
         super().__init__(**{**kwargs, "prioritize": "auto", "balance": "off"})
 
     def teardown(self) -> None:
-        verdict, module = self.verdict, self.lightning_module
-        module.lanes = verdict and (
-            verdict.prioritized,
+        choice, module = self.mode_choice, self.lightning_module
+        module.lanes = choice and (
+            choice.prioritized,
             self.schedule is not None,
             "forward" in vars(module.embeddings),
         )
@@ -105,7 +107,7 @@ class Auto(FreeScaleStrategy):
 def test_auto_keeps_the_faster_path_and_switching_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, gain: float, prioritized: bool
 ) -> None:
-    monkeypatch.setattr(trial, "GAIN", gain)  # whatever is measured
+    monkeypatch.setattr(mode_trial, "MAX_TIME_RATIO", gain)  # whatever is measured
     options = {"max_epochs": 3, "max_steps": 42, "limit_val_batches": 1, "val_check_interval": 0.5}
     plain, auto = (run_ranks(fit, args=(strategy, 2, options)) for strategy in (Plain, Auto))
     assert [rank["losses"] for rank in auto] == [rank["losses"] for rank in plain]
@@ -374,7 +376,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="fit_costs: True, False or a number of steps, not -1"):
         FreeScaleStrategy(fit_costs=-1)
     with pytest.raises(ConfigurationError, match=r"precision='16-mixed'.*loss scaling"):
-        refuse_inexact(None, "16-mixed", toy.Model())
+        refuse_inexact(None, "16-mixed")
 
 
 # ---- no hangs --------------------------------------------------------------------------------------------------------------

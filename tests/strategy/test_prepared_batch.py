@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.batch.contents import find_tensors
-from lightning_freescale.strategy import staging
+from lightning_freescale.strategy.prepared_batch import start_copy
 from tests.balance.batches import seq_batch
 from tests.toy import Samples, collate
 
@@ -27,7 +27,7 @@ def test_all_tensors_of_a_batch_are_moved() -> None:
     samples = Samples(4)
     own = collate([samples[index] for index in range(4)])
     batch = {"own": own, "history": seq_batch([1, 2]), "more": [torch.ones(2), (torch.ones(3), "text")]}
-    moved = staging.to_device(batch, torch.device("meta"))
+    moved = start_copy(batch, torch.device("meta"))
     assert devices(batch) == {"cpu"}
     assert devices(moved) == {"meta"}
     assert moved["own"].features.keys() == own.features.keys()
@@ -36,4 +36,4 @@ def test_all_tensors_of_a_batch_are_moved() -> None:
 
 def test_what_cannot_be_changed_is_left_to_lightning() -> None:
     frozen = Frozen(torch.ones(2))
-    assert devices(staging.to_device([frozen, torch.ones(1)], torch.device("meta"))) == {"cpu", "meta"}
+    assert devices(start_copy([frozen, torch.ones(1)], torch.device("meta"))) == {"cpu", "meta"}

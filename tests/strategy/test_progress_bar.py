@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_freescale.runtime.streams import Readback
-from lightning_freescale.strategy import progress
+from lightning_freescale.strategy import progress_bar
 
 BEHIND = 2  # steps that the device of these tests is behind
 
@@ -39,14 +39,14 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> type[Device]:
-    monkeypatch.setattr(progress, "Readback", Device.Readback)
-    monkeypatch.setattr(progress, "_on_device", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(progress_bar, "Readback", Device.Readback)
+    monkeypatch.setattr(progress_bar, "_is_device_number", lambda value: isinstance(value, torch.Tensor))
     Device.now = Device.waited = 0
     return Device
 
 
 def test_numbers_are_the_newest_that_have_arrived(device: type[Device]) -> None:
-    numbers = progress.LateNumbers()
+    numbers = progress_bar.LateNumbers()
     seen = []
     for device.now in range(7):
         seen.append(numbers.read("loss", torch.tensor(float(device.now))))
@@ -76,7 +76,7 @@ class Watch(pl.Callback):
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         if self.late:
-            progress.read_bars_late(trainer)
+            progress_bar.show_late_values(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         Device.now += 1
@@ -84,7 +84,7 @@ class Watch(pl.Callback):
         self.callbacks.append(trainer.callback_metrics["now"].item())
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
-        progress.settle_bars(trainer)
+        progress_bar.show_last_values(trainer)
 
 
 def fit(folder: Path, late: bool) -> tuple[Watch, pl.Trainer, list[str]]:

@@ -1,0 +1,65 @@
+"""Turns a checkpoint into one plain file, without process groups and without a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+
+from lightning_freescale.strategy import checkpoint as folder
+from lightning_freescale.strategy import checkpoint_file as file
+from lightning_freescale.strategy import checkpoint_storage as storage
+
+
+def export(
+    checkpoint: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    lightning: bool = False,
+    weights_only: bool | None = None,
+) -> dict[str, torch.Tensor]:
+    """Write the weights of ``checkpoint`` to the file ``output`` as one unsharded state dict, and return them.
+
+    ``model.load_state_dict(torch.load(output))`` then works on the unsharded model.
+
+    Args:
+        checkpoint: a checkpoint of this strategy, file or folder; a path or a remote address.
+        output: the file to write.
+        lightning: write a full Lightning checkpoint instead, for ``Model.load_from_checkpoint(output)`` and for Trainers
+            with any strategy. It holds the hyperparameters, the loops and the optimizer states, too.
+        weights_only: as for ``torch.load``; ``False`` is needed if the checkpoint holds objects of your own.
+    """
+    path = storage.find(os.fspath(checkpoint))
+    if storage.is_folder(path):
+        whole = _read_folder(path, weights_only, everything=lightning)
+    else:
+        whole = file.read_alone(path, weights_only)
+    _write(whole if lightning else dict(whole["state_dict"]), os.fspath(output))
+    return dict(whole["state_dict"])
+
+
+def _read_folder(path: str, weights_only: bool | None, everything: bool) -> dict[str, Any]:
+    for name, expected in storage.read_checksums(path).items():
+        storage.check_file(path, name, expected, whole=everything)
+    state = folder.read_unsharded(path, "state_dict")
+    if not everything:
+        return {"state_dict": state}
+    checkpoint = folder.load_meta(path, weights_only)
+    if "optimizer_states" in checkpoint:
+        checkpoint[folder.ENTRY]["table_optimizer"] = folder.read_unsharded(path, "table_optimizer")
+    return {**checkpoint, "state_dict": state}
+
+
+def _write(content: dict[str, Any], target: str) -> None:
+    if not storage.is_local(target):
+        with storage.open_file(target, "wb") as stream:
+            torch.save(content, stream)
+        return
+    path = Path(url_to_fs(target)[1])
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, partial)
+    partial.replace(path)

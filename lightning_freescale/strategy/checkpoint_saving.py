@@ -1,0 +1,201 @@
+"""The hooks that save checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_freescale.embedding import table_optimizer
+from lightning_freescale.runtime.errors import CheckpointError
+from lightning_freescale.runtime.log import logger
+from lightning_freescale.strategy import checkpoint as folder
+from lightning_freescale.strategy import checkpoint_file as file
+from lightning_freescale.strategy import checkpoint_random as random_states
+from lightning_freescale.strategy import checkpoint_storage as storage
+from lightning_freescale.strategy.checkpoint import ENTRY, raise_together
+from lightning_freescale.strategy.checkpoint_format import is_asynchronous, writing_io
+from lightning_freescale.strategy.checkpoint_meeting import MEETING_SECONDS, all_ranks_came
+from lightning_freescale.strategy.checkpoint_state import CheckpointState, is_fitting
+from lightning_freescale.strategy.checkpoint_tensors import gather_full, is_sharded, snapshot, table_names, with_values
+
+VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
+_LIGHTNINGS_HOOKS = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")
+
+
+class CheckpointSaving(CheckpointState):
+    """Lightning's hooks that save checkpoints, as a part of the strategy class."""
+
+    _reason_not_to_save: str | None = None
+    _skip_barrier = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights for a checkpoint: full tensors for a file, sharded ones for a folder. A collective."""
+        module, control = self._module, self.control
+        self._reason_not_to_save = None
+        self._skip_barrier = False
+        if not self._is_set_up:
+            return module.state_dict()
+        assert control is not None
+        if sys.exc_info()[1] is None:
+            self._flush_and_check()
+        elif (reason := self._flush_after_exception()) is not None:
+            self._reason_not_to_save, self._skip_barrier = reason, True
+            return {}
+        state = module.state_dict()
+        if self._format != "file":
+            return state
+        tables = {name: value for name, value in state.items() if is_sharded(value)}
+        full = gather_full(tables, control, everywhere=self._hooks_read_the_state())
+        return with_values(state, {name: full.get(name, value) for name, value in state.items()})
+
+    def _flush_and_check(self) -> None:
+        assert self.control is not None
+        self.flush()
+        self.control.check_losses()  # A checkpoint never holds weights that a NaN has reached.
+
+    def _flush_after_exception(self) -> str | None:
+        """Prepare a save while an exception is handled. Return why it is not possible; the exception must not be hidden."""
+        control = self.control
+        assert control is not None
+        if control.world_size > 1 and not all_ranks_came(control.rank, control.world_size):
+            return (
+                f"an exception was raised on this rank, and not all ranks came to save within {MEETING_SECONDS:.0f} s"
+            )
+        if control.diverged:
+            return "the weights are invalid, because a loss was not finite"
+        try:
+            self._flush_and_check()
+        except Exception as failure:
+            return f"the pending gradients of the tables cannot be applied: {failure}"
+        return None
+
+    def _hooks_read_the_state(self) -> bool:
+        """Whether user code gets the checkpoint before it is written, on every rank."""
+        owners = [self._module, *self._module.trainer.callbacks]
+        return any(type(owner).on_save_checkpoint.__qualname__ not in _LIGHTNINGS_HOOKS for owner in owners)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._reason_not_to_save is not None:
+            logger.warning("no checkpoint was written to %s: %s", filepath, self._reason_not_to_save)
+            return
+        if not self._is_set_up:
+            self._save_before_setup(checkpoint, filepath, storage_options)
+            return
+        control = self.control
+        assert control is not None
+        path = os.fspath(self.broadcast(filepath))
+        asynchronous = is_asynchronous(self.checkpoint_io)
+        if asynchronous:
+            self._background.finish(control)
+        asynchronous = asynchronous and is_fitting(self._module.trainer)
+        entry = self._entry(checkpoint)
+        if self._format == "file":
+            self._save_file({**checkpoint, ENTRY: entry}, path, storage_options, asynchronous)
+        elif storage_options is not None:
+            raise TypeError(
+                "storage_options go to a CheckpointIO, which writes one file; this checkpoint is a folder. Use "
+                "FreeScaleStrategy(checkpoint='file') or leave them out"
+            )
+        else:
+            self._save_folder({**checkpoint, ENTRY: entry}, path, asynchronous)
+
+    def _entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """What this package adds to a checkpoint, except tensors that may be sharded. A collective."""
+        assert self.control is not None
+        entry: dict[str, Any] = {"version": VERSION, "tables": sorted(table_names(self._module))}
+        if "optimizer_states" in checkpoint:
+            entry["table_optimizer_steps"] = table_optimizer.steps_of_all_ranks(self._module, self.control.gather)
+            entry["balance"] = self._balancer.state_dict()
+            middle = _in_the_middle_of_an_epoch(checkpoint)
+            opened = [states.opened for states in self._loader_random_states] if middle else None
+            current = random_states.capture(self.root_device)
+            entry["random"] = self.control.gather({"current": current, "opened": opened})
+        return entry
+
+    def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any, asynchronous: bool) -> None:
+        assert self.control is not None
+        if "optimizer_states" in checkpoint:
+            checkpoint[ENTRY]["table_optimizer"] = gather_full(self._optimizer_tensors(), self.control)
+        error: Exception | None = None
+        if self.control.rank == 0:
+            io = writing_io(self.checkpoint_io)
+            state = checkpoint["state_dict"]
+            on_host = {name: part.detach().cpu() if isinstance(part, Tensor) else part for name, part in state.items()}
+            checkpoint["state_dict"] = with_values(state, on_host)
+            try:
+                if asynchronous:
+                    copied = snapshot(checkpoint)
+                    self._background.start(lambda: file.write(io, copied, path, storage_options), path)
+                else:
+                    file.write(io, checkpoint, path, storage_options)
+            except Exception as failure:
+                if self.control.world_size == 1:
+                    raise
+                error = failure
+        raise_together(self.control, error, where=f"saving {path}")
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: str, asynchronous: bool) -> None:
+        assert self.control is not None
+        sharded = {"state_dict": checkpoint.pop("state_dict")}
+        if "optimizer_states" in checkpoint:
+            sharded["table_optimizer"] = self._optimizer_tensors()
+        if not asynchronous:
+            folder.save(path, sharded, checkpoint, self.control)
+            return
+        copied, meta = snapshot(sharded), snapshot(checkpoint) if self.control.rank == 0 else {}
+        control = self._background.control(self.control)
+        self._background.start(lambda: folder.save(path, copied, meta, control), path)
+
+    def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""
+        self._skip_barrier = sys.exc_info()[1] is not None
+        state = checkpoint["state_dict"]
+        if any(is_sharded(value) or getattr(value, "is_meta", False) for value in state.values()):
+            message = (
+                f"{filepath}: the tables of the model are on the meta device or belong to another Trainer. Call fit(), "
+                "validate(), test() or predict() first: they create the tables, and then the model can be saved"
+            )
+            if not self._skip_barrier:
+                raise CheckpointError(message)
+            logger.warning("no checkpoint was written to %s", message)
+        elif self.is_global_zero:
+            file.write(writing_io(self.checkpoint_io), checkpoint, os.fspath(filepath), storage_options)
+
+    def barrier(self, name: str | None = None) -> None:
+        if name == "Trainer.save_checkpoint" and self._skip_barrier:
+            self._skip_barrier = False  # The other ranks do not come.
+            return
+        super().barrier(name)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self.is_global_zero:
+            return
+        io, path = writing_io(self.checkpoint_io), os.fspath(filepath)
+
+        def remove() -> None:
+            io.remove_checkpoint(path)
+            storage.remove(storage.previous_of(path))
+
+        if self._background.busy:
+            self._background.after_save(remove)  # A checkpoint is removed after the one that replaces it is complete.
+        else:
+            remove()
+
+    def close_saves(self) -> None:
+        """Wait for an asynchronous save without other ranks. A failure is logged."""
+        if self._saves is not None and (error := self._saves.close()) is not None:
+            logger.error("an asynchronous save failed: %s", error)
+
+
+def _in_the_middle_of_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the training resumes from ``checkpoint`` in the middle of an epoch."""
+    loop = checkpoint["loops"]["fit_loop"]
+    loaders = loop["state_dict"].get("combined_loader", [])
+    if loaders and all("batches" in state for state in loaders):
+        return any(state["batches"] for state in loaders)
+    progress = loop["epoch_loop.batch_progress"]
+    return bool(progress["current"]["processed"]) and not progress["is_last_batch"]

@@ -1,0 +1,74 @@
+"""What the hooks that save and load checkpoints share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_freescale.balance.balancer import Balancer
+from lightning_freescale.embedding import table_optimizer
+from lightning_freescale.runtime.lightning_compat import FITTING
+from lightning_freescale.strategy.checkpoint_background import BackgroundSaves
+from lightning_freescale.strategy.checkpoint_format import is_asynchronous
+from lightning_freescale.strategy.checkpoint_random import LoaderRandomStates
+from lightning_freescale.strategy.control import Control
+from lightning_freescale.strategy.pipeline import BatchPipeline
+from lightning_freescale.strategy.sharded_model import ShardedModel
+
+if TYPE_CHECKING:  # The hooks are mixed into the DDPStrategy of either Lightning namespace.
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class CheckpointState(_Base):
+    """Attributes of the strategy that checkpoints are about, and the state of saves and loads."""
+
+    control: Control | None
+    _sharded_model: ShardedModel | None
+    _balancer: Balancer
+    _pipeline: BatchPipeline
+    _checkpoint_format: str  # The strategy's option: "auto", "file" or "sharded".
+    _format: str | None = None  # The format chosen for the model: "file" or "sharded".
+    _saves: BackgroundSaves | None = None
+
+    @property
+    def _module(self) -> Any:
+        """The user's LightningModule. The strategy implements it."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Apply every pending gradient of the tables. The strategy implements it."""
+        raise NotImplementedError
+
+    @property
+    def _is_set_up(self) -> bool:
+        """Whether this strategy has sharded the model, or taken over a sharded one."""
+        record = getattr(self._module, "_freescale", None)
+        return self.control is not None and record is not None and record is self._sharded_model
+
+    @property
+    def _background(self) -> BackgroundSaves:
+        if self._saves is None:
+            self._saves = BackgroundSaves()
+        return self._saves
+
+    @property
+    def _loader_random_states(self) -> list[LoaderRandomStates]:
+        """The random states of the train loaders that the pipeline wraps."""
+        return [part.random_states for part in self._pipeline.train_loaders if part.random_states is not None]
+
+    def _optimizer_tensors(self) -> dict[str, Any]:
+        """The sharded state of the tables' optimizer, by name."""
+        assert self._sharded_model is not None
+        return table_optimizer.optimizer_tensors(self._sharded_model.sharded)
+
+    def finish_saves(self) -> None:
+        """Wait for an asynchronous save, and raise on all ranks if it failed. A collective."""
+        if is_asynchronous(self.checkpoint_io):
+            assert self.control is not None
+            self._background.finish(self.control)
+
+
+def is_fitting(trainer: Any) -> bool:
+    """Whether ``fit`` is running, and no exception has ended it."""
+    return trainer.state.fn == FITTING and trainer.state.status == "running"

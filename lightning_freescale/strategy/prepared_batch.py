@@ -1,0 +1,145 @@
+"""``PreparedBatch``: one batch together with everything that belongs to it.
+
+The loss weight, the place in the epoch, the announcements of the other ranks and the following batches travel with the
+batch. So it does not matter how many batches Lightning fetches before it trains one, or how many loaders it combines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.batch.contents import find_tensors
+from lightning_freescale.batch.seq_batch import SeqBatch
+from lightning_freescale.runtime.streams import SideStream
+from lightning_freescale.strategy.control import Header, PendingHeaders, Status
+
+if TYPE_CHECKING:
+    from lightning_freescale.strategy.prefetch import PrefetchLoader
+
+
+class PreparedBatch:
+    """One batch of one loader on this rank. The prefetch loader yields it, and the strategy unpacks it.
+
+    This class is not a dataclass, because Lightning would look inside a dataclass and convert its fields.
+
+    Attributes:
+        batch: what the loader yielded, on the device if it was copied. ``None`` if the loader yielded no batch.
+        index: number of batches of this epoch that come before it.
+        pending: the headers of all ranks for this batch; ``None`` if no other rank was told.
+        copied: recorded when the copy to the device is complete; ``None`` if nothing was copied in advance.
+        moved: whether the batch was moved to the device in advance.
+        cost_sums: sums of the batch for the cost model, see ``Balancer.sums``.
+        loader: the prefetch loader that yields the batch.
+        loader_state: the state of the user's loader after this batch, if the loader has one.
+        error: why the loader yielded no batch, if it failed.
+        next: the batch after this one from the same loader, once it has been fetched.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        index: int,
+        pending: PendingHeaders | None = None,
+        *,
+        copied: torch.cuda.Event | None = None,
+        moved: bool = False,
+        cost_sums: Any = None,
+        loader: PrefetchLoader | None = None,
+        loader_state: dict | None = None,
+        error: Exception | None = None,
+    ):
+        self.batch, self.index, self.pending = batch, index, pending
+        self.copied, self.moved, self.cost_sums = copied, moved, cost_sums
+        self.loader, self.loader_state, self.error = loader, loader_state, error
+        self.next: PreparedBatch | None = None
+
+    @property
+    def headers(self) -> list[Header]:
+        """The headers of all ranks for this batch, in rank order. Waits for the slowest rank."""
+        assert self.pending is not None
+        return self.pending.wait()
+
+    @property
+    def weights(self) -> list[int]:
+        """Samples or tokens of this batch on each rank, ``[ranks]``."""
+        return [header.weight for header in self.headers]
+
+    def follower(self, distance: int) -> PreparedBatch | None:
+        """The batch ``distance`` steps later, or ``None`` if any rank has no batch there. Equal on all ranks."""
+        batch = self
+        for _ in range(distance):
+            if batch.next is None or any(header.status != Status.BATCH for header in batch.next.headers):
+                return None
+            batch = batch.next
+        return batch
+
+    def is_last(self) -> bool:
+        """Whether the data of this rank end after this batch."""
+        return self.next is not None and self.next.batch is None and self.next.error is None
+
+    def use(self) -> Any:
+        """The batch, safe to use on the current stream."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.copied)
+            for tensor in find_tensors(self.batch):
+                tensor.record_stream(stream)  # The memory belongs to the copy stream.
+        return self.batch
+
+
+def prepared_batches(batch: Any) -> list[PreparedBatch]:
+    """The prepared batches inside what Lightning passes on: one, or one for each train loader in any nesting."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, PreparedBatch)]
+
+
+def unpack(batch: Any, get: Callable[[PreparedBatch], Any] = PreparedBatch.use) -> Any:
+    """``batch`` with every :class:`PreparedBatch` in it replaced by its contents."""
+    return tree_map_only(PreparedBatch, get, batch)
+
+
+def following(batch: Any, distance: int) -> Any:
+    """The batch ``distance`` steps after ``batch``, in the same nesting; ``None`` if it is not known on all ranks.
+
+    Args:
+        batch: a :class:`PreparedBatch` or a nesting of them.
+        distance: at least 1.
+    """
+    followers = {id(part): part.follower(distance) for part in prepared_batches(batch)}
+    if not followers or any(follower is None or not follower.moved for follower in followers.values()):
+        return None
+    return unpack(batch, lambda part: followers[id(part)].batch)  # type: ignore[union-attr]
+
+
+def start_copy(batch: Any, device: torch.device) -> Any:
+    """Start the copies of a batch's tensors to ``device``, including jagged tensors, without waiting for them.
+
+    Lightning moves jagged tensors with copies that block the host.
+    """
+    return apply_to_collection(
+        batch,
+        (Tensor, KeyedJaggedTensor, SeqBatch),
+        lambda part: part.to(device, non_blocking=True),
+        allow_frozen=True,  # A frozen dataclass stays as it is. Lightning moves it later.
+    )
+
+
+def copy_in_advance(move: Callable[[], Any], copies: SideStream | None) -> tuple[Any, torch.cuda.Event | None]:
+    """Run ``move`` on the stream ``copies``, so that the copy does not wait for the compute of the current step.
+
+    Returns:
+        the moved batch, and an event that is recorded when the copy is complete (``None`` without a stream).
+    """
+    if copies is None or copies.stream is None:
+        return move(), None
+    with copies.work():
+        batch = move()
+        copied = torch.cuda.Event()
+        copied.record(copies.stream)
+    return batch, copied

@@ -1,0 +1,144 @@
+"""``TableLearningRates``: the learning rate of the tables follows the user's optimizers and schedulers.
+
+FBGEMM updates the tables inside backward, with a learning rate of its own. It must change when the user's schedulers
+change theirs. The rate of a table is::
+
+    base * (current rate of its group) / (configured rate of its group)
+
+The group of a table is the parameter group that the user put the table into, or the first group of the first
+optimizer. The base is the ``lr`` of ``embedding_optimizer``. If that option names none, a group that holds tables alone
+gives its own rate, and 0.02 is the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.log import log_once
+
+
+class _Rule(NamedTuple):
+    """How the rate of one FBGEMM kernel follows from the user's optimizers."""
+
+    kernel: dict[str, Any]  # The parameter group of the kernel in the fused optimizer.
+    tables: str
+    base: float
+    optimizer: Optimizer | None  # The optimizer that the kernel follows; ``None``: the rate is constant.
+    group: int = 0
+    configured: float = 0.0
+
+    def rate(self) -> float:
+        if self.optimizer is None or not self.configured:
+            return self.base
+        return self.base * self.optimizer.param_groups[self.group]["lr"] / self.configured
+
+
+class TableLearningRates:
+    """The learning rates of all tables of one sharded model.
+
+    Args:
+        sharded: the sharded model. Its fused optimizer holds one parameter group for each FBGEMM kernel.
+        bases: the rate that each of these groups had when the model was sharded.
+        explicit: whether the user named a rate for the tables.
+        frozen: names of tables with ``requires_grad=False``. They keep their weights.
+    """
+
+    def __init__(
+        self, sharded: DistributedModelParallel, bases: Sequence[float], *, explicit: bool, frozen: Sequence[str] = ()
+    ):
+        self._fused = sharded.fused_optimizer
+        self._bases = {id(group): base for group, base in zip(self._fused.param_groups, bases, strict=True)}
+        self._explicit, self._frozen = explicit, frozenset(frozen)
+        self._rules: list[_Rule] = []
+
+    def follow(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Note which group of ``optimizers`` each table follows. Call it before tables are taken out of the groups."""
+        tables = _tables_by_kernel(module)
+        self._rules = [
+            self._rule(kernel, tables.get(id(kernel), {}), optimizers) for kernel in self._fused.param_groups
+        ]
+
+    def _rule(
+        self, kernel: dict[str, Any], tables: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+    ) -> _Rule:
+        names, base = ", ".join(tables), self._bases[id(kernel)]
+        frozen = [name for name in tables if name in self._frozen]
+        if frozen:
+            if len(frozen) < len(tables):
+                raise ConfigurationError(
+                    f"table {frozen[0]!r} has requires_grad=False, but {names} share one FBGEMM kernel, which updates all "
+                    "of them. Put the frozen table into an EmbeddingCollection of its own"
+                )
+            return _Rule(kernel, names, 0.0, None)
+        places = {name: _find(parameter, optimizers) for name, parameter in tables.items()}
+        found = {place for place in places.values() if place is not None}
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"tables {names} are in different parameter groups, but they share one FBGEMM kernel, which has one "
+                "learning rate. Put them into one group, or into separate EmbeddingCollections"
+            )
+        if not found:
+            first = next(((0, 0) for optimizer in optimizers[:1] if optimizer.param_groups), None)
+            if first is None:
+                return _Rule(kernel, names, base, None)
+            found = {first}
+        which, index = found.pop()
+        group = optimizers[which].param_groups[index]
+        configured = group.get("initial_lr", group["lr"])
+        ids = {id(parameter) for parameter in tables.values()}
+        if not self._explicit and ids and {id(parameter) for parameter in group["params"]} <= ids | _table_ids(group):
+            base = configured
+            log_once(f"tables {names}: the learning rate is {base:g}, from their own parameter group")
+        return _Rule(kernel, names, base, optimizers[which], index, configured)
+
+    def apply(self) -> None:
+        """Hand the current rates to the kernels. FBGEMM reads its rate in forward."""
+        changed = False
+        for rule in self._rules:
+            rate = rule.rate()
+            changed |= rule.kernel["lr"] != rate
+            rule.kernel["lr"] = rate
+        if changed:
+            self._fused.step()  # Hands the rates to the kernels. It changes no weight.
+
+    def rates(self) -> dict[str, float]:
+        """The current rates for a logger: ``lr-tables``, or one entry for each kernel if they differ."""
+        by_kernel = {rule.tables: rule.rate() for rule in self._rules}
+        if len(set(by_kernel.values())) == 1:
+            return {"lr-tables": next(iter(by_kernel.values()))}
+        return {f"lr-tables/{tables}": rate for tables, rate in by_kernel.items()}
+
+
+def is_table(parameter: nn.Parameter) -> bool:
+    """Whether FBGEMM updates this parameter inside backward."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def _table_ids(group: Mapping[str, Any]) -> set[int]:
+    return {id(parameter) for parameter in group["params"] if is_table(parameter)}
+
+
+def _tables_by_kernel(module: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
+    """The table parameters of this rank by the identity of their kernel's parameter group, and by table name."""
+    found: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+            if optimizer.param_groups:  # They are empty on a rank that holds no part of the table.
+                table = name.removesuffix(".weight").rpartition(".")[2]
+                found.setdefault(id(optimizer.param_groups[0]), {})[table] = parameter
+    return found
+
+
+def _find(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:
+    """The optimizer and the group that hold ``parameter``, as two indices."""
+    for which, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            if any(parameter is other for other in group["params"]):
+                return which, index
+    return None
