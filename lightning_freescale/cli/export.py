@@ -1,23 +1,39 @@
-"""``freescale export``: writes a checkpoint as one unsharded state dict."""
+"""``freescale export``: writes a checkpoint as one file that needs neither this package nor several ranks."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from lightning_freescale.strategy.checkpoint import export
+from lightning_freescale.strategy.checkpoint_export import export
 
 
 def main(argv: Sequence[str], prog: str) -> None:
     """``freescale export``."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Write the weights of a checkpoint folder to one file: model.load_state_dict(torch.load(OUT)) then works "
+        description="Write the weights of a checkpoint to one file: model.load_state_dict(torch.load(OUT)) then works "
         "on the unsharded model, without this package and without a GPU.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder, as the Trainer wrote it")
+    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint (a file or a folder) that the Trainer wrote")
     parser.add_argument("output", metavar="OUT", help="file to write, e.g. model.pt")
+    parser.add_argument(
+        "--lightning",
+        action="store_true",
+        help="write a full Lightning checkpoint with hyperparameters and optimizer states, for "
+        "Model.load_from_checkpoint(OUT) and for Trainers with any strategy",
+    )
+    parser.add_argument(
+        "--trusted",
+        action="store_true",
+        help="allow Python objects in the checkpoint, which may run code when it is read; use it for your own files only",
+    )
     options = parser.parse_args(argv)
-    state = export(options.checkpoint, options.output)
+    state = export(
+        options.checkpoint,
+        options.output,
+        lightning=options.lightning,
+        weights_only=False if options.trusted else None,
+    )
     weights = sum(value.numel() for value in state.values())
     print(f"{options.output}: {len(state)} tensors, {weights:,} weights")
