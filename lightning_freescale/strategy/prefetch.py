@@ -96,7 +96,7 @@ class PrefetchLoader:
 
     # ---- stands for the wrapped loader -----------------------------------------------------------------------------
     @property
-    def __class__(self):  # type: ignore
+    def __class__(self) -> type:  # type: ignore[override, misc]
         return type(self.loader) if self._is_initialised() else PrefetchLoader
 
     def _is_initialised(self) -> bool:

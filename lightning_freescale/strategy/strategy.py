@@ -1,14 +1,15 @@
-"""``FreeScaleStrategy``: Lightning's hooks in the order of a step. Each hook calls the modules that do the work."""
+"""``FreeScaleStrategy``: its options, its set-up and its end. Each hook calls the modules that do the work.
+
+The hooks of a training step are in ``step_hooks.py``, those of checkpoints in ``checkpoint_hooks.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -16,25 +17,22 @@ from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin, add_monitor
 from lightning_freescale.bubbles.timeline import Timeline
-from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.mode_trial import ModeChoice
 from lightning_freescale.embedding.plan import embedding_modules
-from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy import loss_weighting
 from lightning_freescale.strategy.checkpoint_format import check_option as check_format
-from lightning_freescale.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
-from lightning_freescale.strategy.progress_bar import show_last_values, show_late_values
-from lightning_freescale.strategy.refusals import refuse_accumulation, refuse_inexact
+from lightning_freescale.strategy.progress_bar import show_late_values
+from lightning_freescale.strategy.refusals import name_coupled_samples, refuse_inexact
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once
 from lightning_freescale.strategy.signals import SignalRequests
+from lightning_freescale.strategy.step_hooks import StepHooks
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, is_table
 
 if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
@@ -45,7 +43,7 @@ else:
 FIT_INTERVAL = 50  # Steps between two updates of the cost model, with fit_costs=True.
 
 
-class FreeScaleMixin(CheckpointHooks, _Base):
+class FreeScaleMixin(StepHooks, _Base):
     """Trains models with sharded TorchRec tables. All other parameters are data parallel.
 
     The user's LightningModule needs no change. It has an ordinary ``training_step(self, batch, batch_idx)`` and members
@@ -170,11 +168,6 @@ class FreeScaleMixin(CheckpointHooks, _Base):
         )
 
     @property
-    def schedule(self) -> ExchangeSchedule | None:
-        """The schedule of the prioritized exchange; ``None`` if steps are synchronous."""
-        return self._exchange_mode.schedule
-
-    @property
     def mode_choice(self) -> ModeChoice | None:
         """What ``prioritize="auto"`` has measured and chosen; ``None`` until the trial is complete."""
         return self._exchange_mode.choice
@@ -183,10 +176,6 @@ class FreeScaleMixin(CheckpointHooks, _Base):
     def _module(self) -> Any:
         """The user's LightningModule. The Trainer connects it before it calls any hook."""
         return self.lightning_module
-
-    @property
-    def _has_tables(self) -> bool:
-        return self._sharded_model is not None and self._sharded_model.has_tables
 
     # ---- set-up: process groups, then the model --------------------------------------------------------------------
     def setup_environment(self) -> None:
@@ -285,116 +274,6 @@ class FreeScaleMixin(CheckpointHooks, _Base):
             self.before_training_batch()
         transfer = super().batch_to_device
         return self._pipeline.receive(batch, dataloader_idx, lambda plain: transfer(plain, device, dataloader_idx))
-
-    # ---- a step ----------------------------------------------------------------------------------------------------
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        trainer, loaders = self._module.trainer, self._pipeline.train_loaders
-        self.before_loaders_restart()
-        compat.restore_train_loaders(trainer, opened=lambda: any(loader.opened for loader in loaders))
-        for loader in loaders[-1:]:
-            # On another number of ranks the epoch has other batches. The samples done so far count as these batches.
-            compat.shift_batch_progress(trainer, loader.shift)
-            loader.shift = 0
-        self.restore_random_states()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        trainer = self._module.trainer
-        monitored = any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
-        if monitored and self._has_tables and self._rates is not None and compat.should_update_logs(trainer):
-            rates = self._rates.rates()
-            trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
-            for logger in trainer.loggers:
-                logger.log_metrics(rates, step=compat.logging_step(trainer))
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._has_tables:
-            assert self._rates is not None
-            refuse_accumulation(self._module.trainer)
-            self._rates.apply()
-        self._exchange_mode.before_step()
-        if self.schedule is not None:
-            self.schedule.begin_step(*self._pipeline.features_ahead(args[0] if args else None))
-        if self._pipeline.current:
-            self._balancer.begin_step(self._pipeline.cost_sums, self._pipeline.index)
-        with self._logging_over_the_global_batch():
-            output = super().training_step(*args, **kwargs)
-        self._balancer.compute_timer.end_forward()
-        return output
-
-    @contextmanager
-    def _logging_over_the_global_batch(self) -> Iterator[None]:
-        """Weight values that are logged inside by samples or tokens, as the loss is, unless ``log`` gets a batch size."""
-        weights = self._pipeline.loss_weights()
-        if weights:
-            compat.set_logged_batch_size(self._module.trainer, weights[self.global_rank])
-        self._in_training_step = True
-        try:
-            yield
-        finally:
-            self._in_training_step = False
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A mean that ``training_step`` logs with ``sync_dist=True`` is a mean over the global batch."""
-        with self._balancer.compute_timer.waiting():
-            if isinstance(tensor, Tensor) and reduce_op in loss_weighting.MEANS:
-                if not tensor.is_floating_point():
-                    total = super().reduce(tensor.clone(), group, "sum")
-                    return loss_weighting.mean_of_counts(total, torch.distributed.get_world_size(group))
-                if self._in_training_step and group in (None, torch.distributed.group.WORLD):
-                    tensor = loss_weighting.weigh(tensor, self._pipeline.loss_weights(), self.global_rank)
-            return super().reduce(tensor, group, reduce_op)
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Weight the loss by this rank's share, so that the mean over the ranks is the mean over the global batch."""
-        share = loss_weighting.share(self._pipeline.loss_weights(), self.global_rank)
-        return super().backward(closure_loss * share if share != 1.0 else closure_loss, optimizer, *args, **kwargs)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        self._balancer.compute_timer.end_forward()  # With manual optimization training_step has not ended yet.
-        if self._has_tables:
-            assert self.control is not None
-            self.control.watch_loss(self._module.trainer.global_step, closure_loss)
-        if self.schedule is not None:
-            self.schedule.before_backward()
-        self._balancer.compute_timer.begin_backward(closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._balancer.compute_timer.end_step()
-        if self.schedule is not None:
-            self.schedule.after_backward()
-
-    def flush(self) -> None:
-        """Apply every pending gradient of the tables. Call it on all ranks before you read the tables in a callback."""
-        if self.schedule is not None:
-            self.schedule.flush()
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.finish_saves()
-        if not self._has_tables:
-            return
-        assert self.control is not None
-        self.flush()
-        self.control.check_losses()
-        show_last_values(self._module.trainer)
-        self._act_on_request(self.control.agree_on_request())  # No header carries a signal of the last batches.
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.flush()
-        self._validation_steps = table_optimizer.steps(self._module)
-
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        table_optimizer.set_steps(self._module, self._validation_steps)  # FBGEMM has counted the look-ups as steps.
-
-    def on_predict_end(self) -> None:
-        super().on_predict_end()
-        self._pipeline.end_predictions()
 
     # ---- the end ---------------------------------------------------------------------------------------------------
     def on_exception(self, exception: BaseException) -> None:

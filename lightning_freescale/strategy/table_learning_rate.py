@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
@@ -113,6 +115,17 @@ class TableLearningRates:
         if len(set(by_kernel.values())) == 1:
             return {"lr-tables": next(iter(by_kernel.values()))}
         return {f"lr-tables/{tables}": rate for tables, rate in by_kernel.items()}
+
+
+def log_table_rates(trainer: Any, rates: TableLearningRates) -> None:
+    """Log the rates of the tables at the steps at which a ``LearningRateMonitor`` logs those of the optimizers."""
+    monitored = any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
+    if not monitored or not compat.should_update_logs(trainer):
+        return
+    values = rates.rates()
+    trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in values.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=compat.logging_step(trainer))
 
 
 def is_table(parameter: nn.Parameter) -> bool:

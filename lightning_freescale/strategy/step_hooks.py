@@ -1,0 +1,159 @@
+"""The strategy's hooks of training, validation and prediction, in the order of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.balance.balancer import Balancer
+from lightning_freescale.embedding import table_optimizer
+from lightning_freescale.embedding.exchange_mode import ExchangeMode
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.runtime import lightning_compat as compat
+from lightning_freescale.strategy import loss_weighting
+from lightning_freescale.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_freescale.strategy.control import Control, Request
+from lightning_freescale.strategy.pipeline import BatchPipeline
+from lightning_freescale.strategy.progress_bar import show_last_values
+from lightning_freescale.strategy.refusals import refuse_accumulation
+from lightning_freescale.strategy.sharded_model import ShardedModel
+from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
+
+
+class StepHooks(CheckpointHooks):
+    """Lightning's hooks around the steps, as a part of the strategy class.
+
+    A training step calls, in this order: ``batch_to_device`` (in ``strategy.py``), ``on_train_batch_start``,
+    ``training_step``, ``pre_backward``, ``backward``, ``post_backward``, and the user's optimizer.
+    """
+
+    control: Control | None
+    _balancer: Balancer
+    _exchange_mode: ExchangeMode
+    _pipeline: BatchPipeline
+    _rates: TableLearningRates | None
+    _validation_steps: dict[str, int]  # Step counts of the tables before a validation.
+    _in_training_step: bool
+    _module: Any
+    _sharded_model: ShardedModel | None
+
+    @property
+    def schedule(self) -> ExchangeSchedule | None:
+        """The schedule of the prioritized exchange; ``None`` if steps are synchronous."""
+        return self._exchange_mode.schedule
+
+    @property
+    def _has_tables(self) -> bool:
+        return self._sharded_model is not None and self._sharded_model.has_tables
+
+    def _act_on_request(self, request: Request) -> None:
+        """Stop or requeue on all ranks. The strategy implements it."""
+        raise NotImplementedError
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer, loaders = self._module.trainer, self._pipeline.train_loaders
+        self.before_loaders_restart()
+        compat.restore_train_loaders(trainer, opened=lambda: any(loader.opened for loader in loaders))
+        for loader in loaders[-1:]:
+            # On another number of ranks the epoch has other batches. The samples done so far count as these batches.
+            compat.shift_batch_progress(trainer, loader.shift)
+            loader.shift = 0
+        self.restore_random_states()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._has_tables and self._rates is not None:
+            log_table_rates(self._module.trainer, self._rates)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_tables:
+            assert self._rates is not None
+            refuse_accumulation(self._module.trainer)
+            self._rates.apply()
+        self._exchange_mode.before_step()
+        if self.schedule is not None:
+            self.schedule.begin_step(*self._pipeline.features_ahead(args[0] if args else None))
+        if self._pipeline.current:
+            self._balancer.begin_step(self._pipeline.cost_sums, self._pipeline.index)
+        with self._logging_over_the_global_batch():
+            output = super().training_step(*args, **kwargs)
+        self._balancer.compute_timer.end_forward()
+        return output
+
+    @contextmanager
+    def _logging_over_the_global_batch(self) -> Iterator[None]:
+        """Weight values that are logged inside by samples or tokens, as the loss is, unless ``log`` gets a batch size."""
+        weights = self._pipeline.loss_weights()
+        if weights:
+            compat.set_logged_batch_size(self._module.trainer, weights[self.global_rank])
+        self._in_training_step = True
+        try:
+            yield
+        finally:
+            self._in_training_step = False
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A mean that ``training_step`` logs with ``sync_dist=True`` is a mean over the global batch."""
+        with self._balancer.compute_timer.waiting():
+            if isinstance(tensor, Tensor) and reduce_op in loss_weighting.MEANS:
+                if not tensor.is_floating_point():
+                    total = super().reduce(tensor.clone(), group, "sum")
+                    return loss_weighting.mean_of_counts(total, torch.distributed.get_world_size(group))
+                if self._in_training_step and group in (None, torch.distributed.group.WORLD):
+                    tensor = loss_weighting.weigh(tensor, self._pipeline.loss_weights(), self.global_rank)
+            return super().reduce(tensor, group, reduce_op)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Weight the loss by this rank's share, so that the mean over the ranks is the mean over the global batch."""
+        share = loss_weighting.share(self._pipeline.loss_weights(), self.global_rank)
+        return super().backward(closure_loss * share if share != 1.0 else closure_loss, optimizer, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._balancer.compute_timer.end_forward()  # With manual optimization training_step has not ended yet.
+        if self._has_tables:
+            assert self.control is not None
+            self.control.watch_loss(self._module.trainer.global_step, closure_loss)
+        if self.schedule is not None:
+            self.schedule.before_backward()
+        self._balancer.compute_timer.begin_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._balancer.compute_timer.end_step()
+        if self.schedule is not None:
+            self.schedule.after_backward()
+
+    def flush(self) -> None:
+        """Apply every pending gradient of the tables. Call it on all ranks before you read the tables in a callback."""
+        if self.schedule is not None:
+            self.schedule.flush()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_saves()
+        if not self._has_tables:
+            return
+        assert self.control is not None
+        self.flush()
+        self.control.check_losses()
+        show_last_values(self._module.trainer)
+        self._act_on_request(self.control.agree_on_request())  # No header carries a signal of the last batches.
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.flush()
+        self._validation_steps = table_optimizer.steps(self._module)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        table_optimizer.set_steps(self._module, self._validation_steps)  # FBGEMM has counted the look-ups as steps.
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._pipeline.end_predictions()
