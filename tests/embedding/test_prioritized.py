@@ -1,4 +1,4 @@
-"""The prioritized exchange changes no bit: losses, weights and optimizer state equal the synchronous run's."""
+"""The prioritized exchange gives the losses, weights and optimizer state of the synchronous exchange, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import ComputingBatch, FetchingBatch, ReturningBatch, RoutedBatch
+from lightning_freescale.runtime.errors import FreeScaleError
 from tests.embedding import training
 from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
 from tests.ranks import run_ranks
 
 
 def compare(rank: int, world: int, cases: list[dict[str, Any]]) -> list[bool]:
-    """For each case: whether both paths agree in every bit on this rank (and the prioritized one really ran)."""
+    """For each case: whether both modes agree in every bit on this rank. Asserts that the prioritized mode was used."""
     dist.init_process_group("gloo")
     return [_compare(rank, world, **case) for case in cases]
 
@@ -35,6 +36,7 @@ def _compare(
     sabotage: Any = None,
     flush_at: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
+    wrong_prefetch: bool = False,
 ) -> bool:
     mine = batches[rank]
     plain = build(kind, optimizer, world, **(options or {}))
@@ -44,11 +46,11 @@ def _compare(
     if sabotage is not None:
         sabotage(schedule)
 
-    def look(step: int) -> None:
+    def flush(step: int) -> None:
         if step in flush_at:
             schedule.flush()
 
-    got = train(module, mine, schedule, rates=rates, between=look)
+    got = train(module, mine, schedule, rates=rates, between=flush, wrong_prefetch=wrong_prefetch)
     scheduled = schedule.modules[0]
     assert scheduled.synchronous_reason is None, scheduled.synchronous_reason
     assert len(mine) < 2 or scheduled.kjt_index == 0
@@ -95,6 +97,15 @@ def test_one_to_two_hundred_steps() -> None:
         assert result == [True] * len(cases)
 
 
+def test_a_batch_that_replaces_a_prefetched_batch() -> None:
+    """Its collisions with the batch before it must be found again."""
+    cases = [
+        case(2, kind=kind, optimizer="rowwise_adagrad", wrong_prefetch=True, seed=5) for kind in ("row_wise", "mixed")
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [True] * len(cases)
+
+
 def test_learning_rate_of_the_own_step_and_flushes_in_between() -> None:
     cases = [
         case(
@@ -113,7 +124,7 @@ def test_learning_rate_of_the_own_step_and_flushes_in_between() -> None:
 def test_random_data(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 3))
     drawn = []
-    for _ in range(4):  # several cases for the price of one set of processes
+    for _ in range(4):  # starting processes is slow: run several cases in each set of processes
         ids = st.lists(st.integers(0, 23), max_size=4)
         samples = st.lists(st.tuples(ids, ids, ids).map(list), max_size=3)
         steps = data.draw(st.integers(1, 6))
@@ -124,7 +135,7 @@ def test_random_data(data: st.DataObject) -> None:
         assert result == [True] * len(drawn)
 
 
-# ---- negative controls: each shortcut is noticed -----------------------------------------------------------------------
+# ---- negative controls: the comparison detects each error ------------------------------------------------------------
 def prefetch_every_row(schedule: ExchangeSchedule) -> None:
     def detect(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
@@ -182,7 +193,7 @@ def apply_late_gradients_after_the_prefetch(schedule: ExchangeSchedule) -> None:
     exchange.send_rows = send_first  # type: ignore[method-assign]
 
 
-def todays_rate_for_yesterdays_gradient(schedule: ExchangeSchedule) -> None:
+def apply_late_gradients_with_the_present_learning_rate(schedule: ExchangeSchedule) -> None:
     optimizer = schedule.modules[0].exchange.tables.optimizer
     optimizer.set_learning_rates = lambda rates: None  # type: ignore[method-assign]
 
@@ -195,11 +206,11 @@ def todays_rate_for_yesterdays_gradient(schedule: ExchangeSchedule) -> None:
         skip_the_reordering,
         look_up_the_next_row,
         apply_late_gradients_after_the_prefetch,
-        todays_rate_for_yesterdays_gradient,
+        apply_late_gradients_with_the_present_learning_rate,
     ],
     ids=lambda f: f.__name__,
 )
-def test_the_comparison_notices(sabotage: Any) -> None:
+def test_the_comparison_detects(sabotage: Any) -> None:
     kind = "table_wise" if sabotage is look_up_the_next_row else "row_wise"
     cases = [
         case(2, kind=kind, optimizer="rowwise_adagrad", sabotage=change, rates=lambda step: 0.1 / (1 + step))
@@ -210,7 +221,7 @@ def test_the_comparison_notices(sabotage: Any) -> None:
     assert all(result[1] for result in results)
 
 
-# ---- it really is early ------------------------------------------------------------------------------------------------
+# ---- the order of operations -----------------------------------------------------------------------------------------
 def order_of_operations(rank: int) -> list[tuple[str, str, int]]:
     """(operation, kind of rows, batch) in the order in which they happen."""
     dist.init_process_group("gloo")
@@ -248,7 +259,7 @@ def order_of_operations(rank: int) -> list[tuple[str, str, int]]:
 
 def test_exclusive_rows_leave_before_backward_and_collisions_after_it() -> None:
     for seen in run_ranks(order_of_operations):
-        for step in (2, 3):  # a step in the middle
+        for step in (2, 3):  # steps that have neighbours on both sides
             at = seen.index
             assert at(("apply_gradients", EXCLUSIVE, step - 1)) < at(("send_rows", EXCLUSIVE, step + 1))
             assert at(("forward", "", step)) < at(("send_rows", EXCLUSIVE, step + 1)) < at(("backward", "", step))
@@ -283,7 +294,7 @@ def test_collisions_are_counted() -> None:
         ]
 
     for rank, counted in enumerate(run_ranks(count_collisions, world, args=(batches,))):
-        # the first step shows what the module is called with, the second has nothing before it
+        # the first step is synchronous, and the second has no prioritized step before it
         expected = sum(
             row in set(rows(step - 1, range(world)))
             for step in range(2, steps)
@@ -292,3 +303,34 @@ def test_collisions_are_counted() -> None:
         total = sum(len(rows(step, range(rank, rank + 1))) for step in range(1, steps))
         assert counted == (steps - 1, total, expected)
         assert 0 < expected < total
+
+
+# ---- backwards that the exchange does not support ----------------------------------------------------------------------
+def unsupported_backwards(rank: int) -> tuple[str, str]:
+    """The errors of a second backward through one step, and of a backward through an earlier step."""
+    dist.init_process_group("gloo")
+    kjts = [training.to_kjt(batch) for batch in random_batches(rank, 3, 0, lambda r, s: 6)]
+    errors = []
+    for earlier_step in (False, True):
+        module = build("row_wise", "sgd", 2)
+        schedule = make_schedule(module)
+        losses: list[torch.Tensor] = []
+        for step, kjt in enumerate(kjts):  # the first step is synchronous
+            schedule.begin_step([kjt], kjts[step + 1 : step + 2], kjts[step + 2 : step + 3])
+            output = module(kjt)
+            losses.append(sum((output[key].values().sum() for key in training.KEYS), torch.zeros(())))
+            if step == 1 and earlier_step:
+                continue  # no backward in this step
+            schedule.before_backward()
+            losses[step].backward(retain_graph=True)
+            schedule.after_backward()
+        with pytest.raises(FreeScaleError) as error:
+            losses[1 if earlier_step else 2].backward()
+        errors.append(str(error.value))
+    return errors[0], errors[1]
+
+
+def test_unsupported_backwards_are_errors() -> None:
+    for twice, late in run_ranks(unsupported_backwards):
+        assert "backward ran twice through the embeddings of one step" in twice
+        assert "outside of the backward of their own step" in late

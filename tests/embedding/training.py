@@ -1,4 +1,4 @@
-"""One sharded collection trained by hand, synchronously or through the schedule: the two sides of every comparison."""
+"""Trains one sharded collection in a plain loop, with TorchRec's synchronous exchange or with the prioritized schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adam": EmbOptimType.ADAM,
 }
-BEHIND = 60_000_000  # cycles of a GPU: 30 ms, some times what the host needs for a step
+SLEEP_CYCLES = 60_000_000  # of a GPU: 30 ms, several times as long as the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
 
 # The batches of one rank: for every step and sample, the ids of each feature.
@@ -35,7 +35,7 @@ Batches = list[list[list[list[int]]]]
 
 
 def random_batches(rank: int, steps: int, seed: int, samples: Callable[[int, int], int], longest: int = 4) -> Batches:
-    """``samples(rank, step)`` samples a step, Zipf-like ids so that batches collide in part."""
+    """``samples(rank, step)`` samples in each step. Small ids are frequent, so that some rows of consecutive batches collide."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
 
     def ids(rows: int) -> list[int]:
@@ -47,7 +47,7 @@ def random_batches(rank: int, steps: int, seed: int, samples: Callable[[int, int
 
 
 def to_kjt(batch: list[list[list[int]]], device: str = "cpu") -> KeyedJaggedTensor:
-    batch = batch or [[[] for _ in KEYS]]  # TorchRec knows no batch of no samples: an empty rank has one without ids
+    batch = batch or [[[] for _ in KEYS]]  # TorchRec does not accept an empty batch: use one sample without ids
     by_feature = [[sample[f] for sample in batch] for f in range(len(KEYS))]
     values = torch.tensor([i for feature in by_feature for ids in feature for i in ids], dtype=torch.int64)
     lengths = torch.tensor([len(ids) for feature in by_feature for ids in feature], dtype=torch.int64)
@@ -57,7 +57,7 @@ def to_kjt(batch: list[list[list[int]]], device: str = "cpu") -> KeyedJaggedTens
 def build(
     kind: str, optimizer: str, world: int, device: str = "cpu", **sharder_options: Any
 ) -> ShardedEmbeddingCollection:
-    """The same initial tables on every call and for every sharding."""
+    """A sharded collection. Its initial tables are the same in every call and for every sharding."""
     generator = torch.Generator().manual_seed(3)
     features = {"one": ["a"], "two": ["b", "c"]}
     collection = EmbeddingCollection(
@@ -116,10 +116,18 @@ def train(
     device: str = "cpu",
     rates: Callable[[int], float] = lambda step: 0.1,
     between: Callable[[int], None] = lambda step: None,
+    wrong_prefetch: bool = False,
 ) -> list[float]:
-    """Train; with a schedule its hooks are called as the strategy calls them. ``between(step)`` runs after each step.
+    """Train, and return the loss of each step.
 
-    On CUDA the device is kept some steps behind the host, as in a long training: streams that ought to wait must say so.
+    On CUDA, a sleep keeps the device some steps behind the host, as in a long training. This shows whether a stream fails to
+    wait for another one.
+
+    Args:
+        schedule: its hooks are called as the strategy calls them; None for TorchRec's synchronous exchange.
+        rates: learning rate of each step.
+        between: called after each step.
+        wrong_prefetch: announce a batch two steps ahead that another batch then replaces.
     """
     torch.manual_seed(5)
     head = nn.Linear(DIM, 1).to(device)
@@ -130,10 +138,13 @@ def train(
             group["lr"] = rates(step)
         module.fused_optimizer.step()
         if schedule is not None:
-            schedule.begin_step([kjt], kjts[step + 1 : step + 2], kjts[step + 2 : step + 3])
+            after_next = kjts[step + 2 : step + 3]
+            if wrong_prefetch and after_next:
+                after_next = [to_kjt(batches[0], device)]
+            schedule.begin_step([kjt], kjts[step + 1 : step + 2], after_next)
         output = module(kjt)
         if device == "cuda":
-            torch.cuda._sleep(BEHIND)
+            torch.cuda._sleep(SLEEP_CYCLES)
         loss = sum(
             (head(torch.tanh(output[key].values())).sum() + output[key].lengths().sum() for key in KEYS),
             torch.zeros((), device=device),
