@@ -1,0 +1,101 @@
+"""Start kernels and describe tensors to the copy engine through the CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compiler import compiled
+from .config import Config
+
+_SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle by bytes
+_BOX_ROWS = 64
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _cuda().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()}")
+
+
+def use_device(device: int) -> None:
+    """Make the context that PyTorch uses on ``device`` current in this thread; autograd's threads start without one."""
+    context = ctypes.c_void_p()
+    _check(_cuda().cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _check(_cuda().cuCtxSetCurrent(context))
+
+
+class TensorMap:
+    """Description of a ``[rows, heads, width]`` tensor for the copy engine; it copies boxes of 64 rows of one head."""
+
+    def __init__(self, x: Tensor) -> None:
+        rows, heads, width = x.shape
+        box = min(width, 64)
+        self._memory = ctypes.create_string_buffer(192)
+        self.address = (ctypes.addressof(self._memory) + 63) // 64 * 64
+        head_stride = x.stride(1) if heads > 1 else width
+        status = _cuda().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address),
+            _TYPES[x.dtype],
+            3,
+            ctypes.c_void_p(x.data_ptr()),
+            (ctypes.c_uint64 * 3)(width, heads, rows),
+            (ctypes.c_uint64 * 2)(2 * head_stride, 2 * x.stride(0)),
+            (ctypes.c_uint32 * 3)(box, 1, _BOX_ROWS),
+            (ctypes.c_uint32 * 3)(1, 1, 1),
+            0,
+            _SWIZZLES[2 * box],
+            3,
+            0,
+        )
+        _check(status)
+
+
+class Kernels:
+    """The kernels of one :class:`Config` on one device."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._module = ctypes.c_void_p()
+        self._binary = compiled(config.options())
+        _check(_cuda().cuModuleLoadData(ctypes.byref(self._module), self._binary))
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def _function(self, name: str, shared: int) -> ctypes.c_void_p:
+        if name not in self._functions:
+            function = ctypes.c_void_p()
+            _check(_cuda().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
+            if shared:
+                _check(_cuda().cuFuncSetAttribute(function, _SHARED_LIMIT, shared))
+            self._functions[name] = function
+        return self._functions[name]
+
+    def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], shared: int = 0) -> None:
+        """Start a kernel on the current stream. Arguments: tensors, tensor maps, ``ctypes`` values."""
+        values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
+        places = [x.address if isinstance(x, TensorMap) else ctypes.addressof(x) for x in values]
+        pointers = (ctypes.c_void_p * len(places))(*places)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        function = self._function(name, shared)
+        _check(_cuda().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None))
+
+
+@functools.cache
+def kernels(config: Config, device: int) -> Kernels:
+    """The kernels of ``config`` for device number ``device``, which must be the current one."""
+    return Kernels(config)
