@@ -1,4 +1,4 @@
-"""The package builds from its sdist with g++ alone, and the Makefile installs nothing twice."""
+"""The package builds from its sdist with only g++, and a second ``make`` installs nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess
 # ---- sdist and wheel ---------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built in a copy: a build leaves its traces in the tree."""
+    """The sdist, built in a copy of the tree, because a build writes files into the tree."""
     folder = tmp_path_factory.mktemp("sdist")
     tree = shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*LEFT_OUT))
     script = "import setuptools.build_meta as b; b.build_sdist('..')"
@@ -52,16 +52,16 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path) -> zipfile.ZipFile:
-    """Built from the sdist in an environment of its own: setuptools and pybind11, no torch."""
+    """The wheel, built from the sdist in an isolated environment with setuptools and pybind11 and without torch."""
     done = run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", ".", sdist], cwd=sdist.parent)
     unreachable = "No matching distribution found for (setuptools|pybind11)|Failed to establish a new connection"
     if done.returncode and re.search(unreachable, done.stdout):
-        pytest.skip("the package index, from which pip takes setuptools and pybind11, cannot be reached")
+        pytest.skip("pip cannot reach the package index to install setuptools and pybind11")
     assert done.returncode == 0, done.stdout
     return zipfile.ZipFile(next(sdist.parent.glob("*.whl")))
 
 
-def test_the_sdist_has_what_a_build_needs(sdist: Path) -> None:
+def test_the_sdist_contains_what_a_build_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*")} <= names
@@ -70,7 +70,7 @@ def test_the_sdist_has_what_a_build_needs(sdist: Path) -> None:
 
 
 @pytest.mark.timeout(300)  # downloads two packages, then compiles
-def test_the_wheel(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_contains_the_package_and_its_metadata(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert [name for name in names if re.fullmatch(r"lightning_freescale/_C\.[^/]*\.so", name)]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_freescale", "lightning_freescale_cli.py"}
@@ -81,7 +81,9 @@ def test_the_wheel(wheel: zipfile.ZipFile) -> None:
     metadata = message_from_bytes(wheel.read(metadata_file))
     assert metadata["Version"] == lightning_freescale.__version__
     required = [value.split(";")[0] for value in metadata.get_all("Requires-Dist", [])]
-    assert not [name for name in required if name.startswith("torchrec")]  # its own pins fit no CPU: installed apart
+    assert not [
+        name for name in required if name.startswith("torchrec")
+    ]  # its pins do not fit the CPU build, so it is installed separately
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "freescale = lightning_freescale_cli:main" in wheel.read(entry_points).decode()
 
@@ -101,7 +103,7 @@ def test_the_extension_of_the_wheel_loads_without_torch(wheel: zipfile.ZipFile, 
 
 # ---- the C++ -----------------------------------------------------------------------------------------------------------
 def compiled(source: Path) -> subprocess.CompletedProcess[str]:
-    """Warnings are errors in our code, not in Python's and pybind11's headers, which are all it may include."""
+    """Compile with warnings as errors. Only the headers of Python and pybind11 can be found, and they may cause warnings."""
     headers = [part for path in (sysconfig.get_path("include"), pybind11.get_include()) for part in ("-isystem", path)]
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     return run([os.environ.get("CXX", "g++"), *flags, *headers, source], cwd=source.parent)
@@ -116,7 +118,7 @@ def test_the_sources_compile_without_a_warning() -> None:
 
 
 @pytest.mark.parametrize("line", ["#include <torch/torch.h>", "#include <cuda.h>", "int f(int unused) { return 0; }"])
-def test_that_compilation_would_notice(line: str, tmp_path: Path) -> None:
+def test_the_compilation_detects(line: str, tmp_path: Path) -> None:
     (tmp_path / "bad.cpp").write_text(f"{line}\n")
     assert compiled(tmp_path / "bad.cpp").returncode != 0
 
@@ -124,7 +126,7 @@ def test_that_compilation_would_notice(line: str, tmp_path: Path) -> None:
 # ---- the Makefile ------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A tree in which ``make venv`` has been run: its stamps are newer than all they depend on."""
+    """A tree as after ``make venv``: the stamp files are newer than everything they depend on."""
     for name in ("Makefile", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
@@ -139,7 +141,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def planned(tree: Path) -> str:
-    """What ``make venv`` would run."""
+    """The commands that ``make venv`` would run."""
     done = run(["make", "-n", "venv"], cwd=tree)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -150,7 +152,7 @@ def test_a_second_make_installs_nothing(installed: Path) -> None:
     assert "pip" not in planned(installed)
 
 
-def test_a_changed_source_rebuilds_the_package_alone(installed: Path) -> None:
+def test_a_changed_source_rebuilds_only_the_package(installed: Path) -> None:
     (installed / "csrc" / "jagged" / "jagged.h").touch()
     assert run(["make", "-q", "venv"], cwd=installed).returncode == 1
     assert "--editable" in planned(installed)

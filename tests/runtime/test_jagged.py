@@ -1,4 +1,4 @@
-"""The C++ jagged kernels against slow references that move one sample at a time."""
+"""The C++ functions on jagged arrays, compared with slow references that move one sample at a time."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_gather_reads_a_read_only_memory_map_in_place(tmp_path: Path) -> None:
-    rows, row_bytes = 2**28, 16  # 4 GiB, sparse on disk: a copy of the whole would show in the memory high-water mark
+    rows, row_bytes = 2**28, 16  # 4 GiB, sparse on disk: a copy of all of it would show in the resident memory
     path = tmp_path / "histories.bin"
     with path.open("wb") as file:
         file.truncate(rows * row_bytes)
@@ -132,14 +132,14 @@ def _resident_pages() -> int:
 
 
 def _another_thread_ran_during(work: Callable[[], object]) -> bool:
-    """Whether a thread that only waits for the GIL got it before ``work`` was done."""
+    """Whether another thread that waits for the GIL gets it before ``work`` ends."""
     ran: list[bool] = []
     gate = threading.Lock()
     gate.acquire()
     waiter = threading.Thread(target=lambda: ran.append(gate.acquire()))
     waiter.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # from here on a thread gives up the GIL only of its own accord
+    sys.setswitchinterval(60)  # from now on a thread keeps the GIL until it releases it itself
     try:
         gate.release()
         work()
@@ -151,11 +151,11 @@ def _another_thread_ran_during(work: Callable[[], object]) -> bool:
 
 def test_the_gil_is_free_during_a_copy() -> None:
     values = np.zeros(2**27, dtype=np.int8)
-    assert not _another_thread_ran_during(lambda: sum(range(10**6)))  # the probe can say no
+    assert not _another_thread_ran_during(lambda: sum(range(10**6)))  # the check can fail
     assert any(_another_thread_ran_during(lambda: jagged.gather(values, [0], [len(values)])) for _ in range(10))
 
 
-def test_indices_of_any_integer_dtype_are_taken() -> None:
+def test_indices_may_have_any_integer_dtype() -> None:
     values = np.arange(3)
     for dtype in (np.int32, np.uint8, np.int64):
         moved, lengths = jagged.permute(values, np.array([1, 2], dtype=dtype), np.array([1, 0], dtype=dtype))
@@ -195,7 +195,7 @@ V = np.arange(6)
         (lambda: jagged.dispatch(V, [2, 5], [0, 0], 1), "lengths: they sum to 7"),
     ],
 )
-def test_bad_input_is_refused_by_name_and_value(call: Any, message: str) -> None:
+def test_errors_name_the_bad_argument_and_its_value(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -57,6 +57,33 @@ def in_group(rank: int, world: int, options: dict[str, Any], fn: Callable, args:
         dist.destroy_process_group()
 
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "gloo": {"cpu": "gloo"},
+    "queue with small chunks": {"cpu": "queue", "chunk_bytes": 4096, "buffer_bytes": 1 << 20},
+    "queue of high priority": {"cpu": "queue", "priority": "high"},
+}
+
+
+def with_each_engine(rank: int, world: int, fn: Callable, args: tuple = (), seconds: float = 30) -> dict[str, Any]:
+    """Run ``fn(rank, world, group, *args)`` with a group of each of ``ENGINES``, one after another, by name of the engine."""
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    results = {}
+    try:
+        for name, options in ENGINES.items():
+            group = dist.new_group(
+                backend="freescale", pg_options=Options(**options), timeout=timedelta(seconds=seconds)
+            )
+            try:
+                results[name] = fn(rank, world, group, *args)
+            except BaseException as error:
+                error.add_note(f"with the engine {name!r}")
+                raise
+            dist.destroy_process_group(group)
+    finally:
+        dist.destroy_process_group()
+    return results
+
+
 def split_matrix(world: int, largest: int, generator: torch.Generator) -> Tensor:
     """``[world, world]`` rows that rank i sends to rank j. About a third of the entries are zero."""
     counts = torch.randint(0, largest + 1, (world, world), generator=generator)

@@ -1,8 +1,9 @@
-"""The collectives of the freescale backend on CPU, against gloo and against answers worked out by slicing."""
+"""The collectives of the freescale backend on CPU, compared with gloo and with results computed by slicing."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +11,22 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailed, run_ranks
-from tests.transport.collectives import DTYPES, all_to_all_case, in_group, random_tensor, same_bits
+from tests.transport.collectives import (
+    DTYPES,
+    ENGINES,
+    all_to_all_case,
+    in_group,
+    random_tensor,
+    same_bits,
+    with_each_engine,
+)
 
-ENGINES: list[dict[str, Any]] = [
-    {"cpu": "gloo"},
-    {"cpu": "queue", "chunk_bytes": 4096, "buffer_bytes": 1 << 20},
-    {"cpu": "queue", "priority": "high"},
-]
-engines = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: "-".join(map(str, engine.values())))
+
+def run_with_each_engine(fn: Callable, world: int, args: tuple = ()) -> list[Any]:
+    """Run ``fn`` on ``world`` ranks with each engine. Returns the results of all ranks and engines."""
+    results = run_ranks(with_each_engine, world, (world, fn, args))
+    assert all(list(result) == list(ENGINES) for result in results)
+    return [value for result in results for value in result.values()]
 
 
 def _collectives(rank: int, world: int, group: Any) -> int:
@@ -35,7 +44,7 @@ def _collectives(rank: int, world: int, group: Any) -> int:
             f"all_to_all of {dtype}"
         )
 
-        everyone = [random_tensor((peer, 2), dtype, generator) for peer in range(world)]  # rank 0 gives nothing
+        everyone = [random_tensor((peer, 2), dtype, generator) for peer in range(world)]  # rank 0 sends nothing
         gathered = [torch.empty_like(tensor) for tensor in everyone]
         dist.all_gather(gathered, everyone[rank], group=group)
         assert all(same_bits(a, b) for a, b in zip(gathered, everyone, strict=True)), f"uneven all_gather of {dtype}"
@@ -53,13 +62,12 @@ def _collectives(rank: int, world: int, group: Any) -> int:
     return checked
 
 
-@engines
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_dtype_uneven_and_even(world: int, engine: dict[str, Any]) -> None:
-    assert run_ranks(in_group, world, (world, engine, _collectives, ())) == [len(DTYPES)] * world
+def test_every_collective_with_every_dtype(world: int) -> None:
+    assert run_with_each_engine(_collectives, world) == [len(DTYPES)] * world * len(ENGINES)
 
 
-def _like_gloo(rank: int, world: int, group: Any) -> None:
+def _compare_with_gloo(rank: int, world: int, group: Any) -> None:
     for seed in range(30):
         source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32)
         ours, theirs = torch.empty_like(right), torch.empty_like(right)
@@ -79,18 +87,17 @@ def _like_gloo(rank: int, world: int, group: Any) -> None:
     dist.barrier(group=group)
 
 
-@engines
-def test_same_as_gloo(engine: dict[str, Any]) -> None:
-    run_ranks(in_group, 2, (2, engine, _like_gloo, ()))
+def test_collectives_give_the_same_results_as_gloo() -> None:
+    run_with_each_engine(_compare_with_gloo, 2)
 
 
-def _empty(rank: int, world: int, group: Any) -> None:
+def _exchange_empty_tensors(rank: int, world: int, group: Any) -> None:
     nothing = torch.empty(0, 4)
     dist.all_to_all_single(torch.empty(0, 4), nothing, [0] * world, [0] * world, group=group)
     dist.all_to_all_single(torch.empty(0, 4), nothing, group=group)
     dist.all_gather([torch.empty(0, 4) for _ in range(world)], nothing, group=group)
     dist.broadcast(nothing, src=0, group=group)
-    # Only rank 0 has something, and only for the last rank.
+    # Only rank 0 sends something, and only to the last rank.
     splits = torch.zeros(world, world, dtype=torch.long)
     splits[0, -1] = 5
     source = torch.arange(5.0) if rank == 0 else torch.empty(0)
@@ -102,19 +109,18 @@ def _empty(rank: int, world: int, group: Any) -> None:
     assert scalar.item() == world - 1
 
 
-@engines
-def test_empty_tensors_and_zero_splits(engine: dict[str, Any]) -> None:
-    run_ranks(in_group, 3, (3, engine, _empty, ()))
+def test_empty_tensors_and_zero_splits() -> None:
+    run_with_each_engine(_exchange_empty_tensors, 3)
 
 
-def _outstanding(rank: int, world: int, group: Any, count: int) -> int:
+def _wait_out_of_order(rank: int, world: int, group: Any, count: int) -> int:
     works = []
     for seed in range(count):
         source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.int64, width=1 + seed % 50)
         output = torch.zeros_like(right)
         work = dist.all_to_all_single(output, source, out_splits, in_splits, group=group, async_op=True)
         works.append((work, output, right))
-    random.Random(rank).shuffle(works)  # each rank waits in an order of its own
+    random.Random(rank).shuffle(works)  # each rank waits in another order
     for work, output, right in works:
         assert work.wait()
         assert work.is_completed()
@@ -122,12 +128,11 @@ def _outstanding(rank: int, world: int, group: Any, count: int) -> int:
     return len(works)
 
 
-@engines
-def test_many_outstanding_waited_out_of_order(engine: dict[str, Any]) -> None:
-    assert run_ranks(in_group, 3, (3, engine, _outstanding, (200,))) == [200] * 3
+def test_many_outstanding_exchanges_are_waited_for_out_of_order() -> None:
+    assert run_with_each_engine(_wait_out_of_order, 3, (200,)) == [200] * 3 * len(ENGINES)
 
 
-def _futures(rank: int, world: int, group: Any) -> None:
+def _use_futures(rank: int, world: int, group: Any) -> None:
     output = torch.empty(world)
     future = dist.all_to_all_single(output, torch.full((world,), float(rank)), group=group, async_op=True).get_future()
     future.wait()
@@ -142,12 +147,11 @@ def _futures(rank: int, world: int, group: Any) -> None:
     assert moved.tolist() == list(range(world))
 
 
-@engines
-def test_futures_and_functional_collectives(engine: dict[str, Any]) -> None:
-    run_ranks(in_group, 2, (2, engine, _futures, ()))
+def test_futures_and_functional_collectives() -> None:
+    run_with_each_engine(_use_futures, 2)
 
 
-def _bad_calls(rank: int, world: int, group: Any) -> None:
+def _call_with_bad_arguments(rank: int, world: int, group: Any) -> None:
     good = torch.zeros(4, 2)
     for call, message in [
         (lambda: dist.all_to_all_single(good, good.T, group=group), "contiguous"),
@@ -163,11 +167,11 @@ def _bad_calls(rank: int, world: int, group: Any) -> None:
             call()
 
 
-def test_bad_calls_are_named() -> None:
-    run_ranks(in_group, 2, (2, {}, _bad_calls, ()))
+def test_errors_name_the_bad_argument() -> None:
+    run_ranks(in_group, 2, (2, {}, _call_with_bad_arguments, ()))
 
 
-def test_bad_options_are_named() -> None:
+def test_errors_name_the_bad_option() -> None:
     from lightning_freescale import ConfigurationError
     from lightning_freescale.transport import Options
 
@@ -181,7 +185,7 @@ def test_bad_options_are_named() -> None:
         Options.of({"colour": 1})
 
 
-def _swapped(rank: int, world: int, group: Any) -> None:
+def _compare_with_flipped_output(rank: int, world: int, group: Any) -> None:
     source, in_splits, out_splits, right = all_to_all_case(rank, world, 0, torch.float32)
     output = torch.empty_like(right)
     dist.all_to_all_single(output, source, out_splits, in_splits, group=group)
@@ -190,10 +194,10 @@ def _swapped(rank: int, world: int, group: Any) -> None:
 
 def test_the_comparison_can_fail() -> None:
     with pytest.raises(RankFailed, match="assert same_bits"):
-        run_ranks(in_group, 2, (2, {}, _swapped, ()))
+        run_ranks(in_group, 2, (2, {}, _compare_with_flipped_output, ()))
 
 
-def _as_default(rank: int, world: int) -> str:
+def _use_as_default_group(rank: int, world: int) -> str:
     dist.init_process_group("freescale", rank=rank, world_size=world)
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
@@ -203,18 +207,18 @@ def _as_default(rank: int, world: int) -> str:
     return f"{name} {tensor.tolist()}"
 
 
-def test_as_the_default_group() -> None:
-    assert run_ranks(_as_default, 2, (2,)) == ["freescale [2.0, 2.0]"] * 2
+def test_the_backend_works_as_the_default_group() -> None:
+    assert run_ranks(_use_as_default_group, 2, (2,)) == ["freescale [2.0, 2.0]"] * 2
 
 
-def mix(rank: int) -> float:
+def _reduce_beside_exchanges(rank: int) -> float:
     dist.init_process_group("gloo")
     group = dist.new_group(backend="freescale")
     total = torch.zeros(8)
     for _ in range(1500):
         sent = torch.ones(64 * dist.get_world_size())
         work = dist.all_to_all_single(torch.empty_like(sent), sent, group=group, async_op=True)
-        del sent  # gloo's thread holds the last reference now
+        del sent  # now gloo's thread holds the last reference
         one = torch.ones(8)
         dist.all_reduce(one, group=group)
         work.wait()
@@ -223,4 +227,4 @@ def mix(rank: int) -> float:
 
 
 def test_reductions_beside_exchanges_do_not_deadlock() -> None:
-    assert run_ranks(mix, 2, timeout=100) == [1500 * 8 * 2.0] * 2
+    assert run_ranks(_reduce_beside_exchanges, 2, timeout=100) == [1500 * 8 * 2.0] * 2

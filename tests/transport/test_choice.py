@@ -1,4 +1,4 @@
-"""What the transport says about a machine, and which backend it chooses. Nothing here needs a GPU or finds one."""
+"""What the transport reports about a machine, and which backend it chooses. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.ranks import run_ranks
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _look(rank: int) -> Capabilities:
+def _inspect(rank: int) -> Capabilities:
     return capabilities()
 
 
-def test_this_machine_says_why_it_is_not_sm_free() -> None:
+def test_capabilities_say_why_a_machine_is_not_sm_free() -> None:
     if torch.cuda.is_available():
         pytest.skip("for machines without CUDA")
-    (found,) = run_ranks(_look, 1)  # in a process of its own: it looks for a driver, and remembers
+    (found,) = run_ranks(_inspect, 1)  # in a separate process, because it looks for a driver and remembers the result
     assert not found.sm_free
     assert "libcuda.so.1" in found.reason or "CUDA" in found.reason
     assert found.shared_memory_bytes > 0
     assert found.host == host_id()
 
 
-def test_host_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_id_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FREESCALE_HOST_ID", "node7")
     assert host_id() == "node7"
 
@@ -45,7 +45,7 @@ def test_host_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("auto", CUDA, True, False, ("nccl", False)),
     ],
 )
-def test_choice(
+def test_the_backend_that_is_chosen(
     transport: str,
     device: torch.device,
     overlapped: bool,
@@ -57,10 +57,10 @@ def test_choice(
     assert (choice.backend, choice.sm_free) == expected
     assert choice.reason
     if transport == "auto" and device == CUDA and not sm_free_here:
-        assert "no driver" in choice.reason  # a fallback says why
+        assert "no driver" in choice.reason  # the reason of a fallback is given
 
 
-def test_impossible_wishes_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="transport='nccl'"):
         choose("nccl", CPU, overlapped=True)
     with pytest.raises(ConfigurationError, match="transport='pigeon'"):
@@ -70,7 +70,7 @@ def test_impossible_wishes_are_refused() -> None:
         choose("host", CUDA, overlapped=True, found=found)
 
 
-def test_several_hosts_are_left_to_nccl() -> None:
+def test_auto_is_nccl_on_several_hosts() -> None:
     found = Capabilities(True, "", "13.0", 1, 1 << 30, "host", nccl=True)
     choice = choose("auto", CUDA, overlapped=True, one_host=False, found=found)
     assert (choice.backend, choice.sm_free) == ("nccl", False)

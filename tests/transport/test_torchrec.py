@@ -1,4 +1,4 @@
-"""A sharded EmbeddingCollection trains through the freescale backend to the same bits as through gloo."""
+"""A sharded EmbeddingCollection trains to the same bits over the freescale backend as over gloo."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_freescale.transport import FreeScaleGroup
 from tests.ranks import run_ranks
-from tests.transport.collectives import in_group
-from tests.transport.test_backend import engines
+from tests.transport.collectives import ENGINES, with_each_engine
 
 FEATURES = {"clicks": "item", "carts": "item", "shops": "shop"}
 ROWS, DIM, BATCH, STEPS = 40, 8, 4, 5
@@ -30,7 +29,7 @@ def histories(rank: int, step: int) -> KeyedJaggedTensor:
 
 
 def train(rank: int, world: int, group: Any, kind: str) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and this rank's shards after ``STEPS`` steps with every exchange of the module on ``group``."""
+    """Losses and this rank's shards after ``STEPS`` steps, with all exchanges of the module on ``group``."""
     torch.manual_seed(0)
     tables = [
         EmbeddingConfig(
@@ -77,7 +76,7 @@ def train(rank: int, world: int, group: Any, kind: str) -> tuple[list[float], li
     return losses, [weight.clone() for weight in weights]
 
 
-def _both(rank: int, world: int, group: FreeScaleGroup, kind: str) -> Counter:
+def _train_on_both(rank: int, world: int, group: FreeScaleGroup, kind: str) -> Counter:
     moved: Counter = Counter()
     exchange = group._exchange
 
@@ -96,8 +95,9 @@ def _both(rank: int, world: int, group: FreeScaleGroup, kind: str) -> Counter:
     return moved
 
 
-@engines
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
-def test_trains_as_through_gloo(kind: str, engine: dict[str, Any]) -> None:
-    for moved in run_ranks(in_group, 2, (2, engine, _both, (kind,))):
-        assert moved["all_to_all"] >= 3 * STEPS  # IDs, rows and gradients of every step
+def test_trains_to_the_same_bits_as_over_gloo(kind: str) -> None:
+    for by_engine in run_ranks(with_each_engine, 2, (2, _train_on_both, (kind,))):
+        assert list(by_engine) == list(ENGINES)
+        for moved in by_engine.values():
+            assert moved["all_to_all"] >= 3 * STEPS  # ids, rows and gradients of every step
