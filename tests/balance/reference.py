@@ -1,4 +1,4 @@
-"""The partition solver once more, in plain Python: the same rules, every pair tried. Slow, short, exact on integers."""
+"""A reference of the partition solver in plain Python. It has the same rules, tries every pair, and is exact on integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXCHANGES_PER_RANK = 16
 
 
 def zigzag(costs: Sequence[float], ranks: int) -> list[int]:
-    return _ranks_of(_deal(costs, ranks), len(costs))
+    return _ranks_of(_zigzag(costs, ranks), len(costs))
 
 
 def fixed(costs: Sequence[float], ranks: int) -> list[int]:
@@ -57,8 +57,8 @@ def _fixed_plan(costs: Sequence[float], ranks: int) -> Plan:
         rank = min(has_room, key=lambda r: (solver.load(plan[r]), r))
         larger -= len(plan[rank]) == least
         plan[rank].append(i)
-    if solver.slowest(dealt := _deal(costs, ranks)) < solver.slowest(plan):
-        plan = dealt
+    if solver.slowest(zigzagged := _zigzag(costs, ranks)) < solver.slowest(plan):
+        plan = zigzagged
     ascending = sorted(costs)
     dominated = sum(ascending[-1:]) + sum(ascending[: max(least - 1, 0)])
     solver.refine(plan, max(sum(costs) / ranks, dominated))
@@ -125,7 +125,7 @@ class _Solver:
                 return
 
     def _exchanged(self, plan: Plan, slow: int, give: int, fast: int, take: int) -> Plan | None:
-        """The plan after the exchange, ``None`` if it breaks a rule. ``take`` past the end: nothing comes back."""
+        """Return the plan after the swap, or ``None`` if it breaks a rule. With ``take`` past the end nothing comes back."""
         given, taken = plan[slow][give], plan[fast][take : take + 1]
         after = list(plan)
         after[slow] = self._sorted({*plan[slow], *taken} - {given})
@@ -141,7 +141,7 @@ def _descending(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 
-def _deal(costs: Sequence[float], ranks: int) -> Plan:
+def _zigzag(costs: Sequence[float], ranks: int) -> Plan:
     plan: Plan = [[] for _ in range(ranks)]
     turns = [*range(ranks), *reversed(range(ranks))]
     for position, i in enumerate(_descending(costs)):

@@ -82,6 +82,6 @@ def test_with_the_planner_idle_time_almost_disappears() -> None:
     assert shares[2] == pytest.approx(1 / 7, rel=0.05)
 
 
-def test_the_documented_example_prints_what_it_says() -> None:
+def test_the_example_in_the_docstring_is_correct() -> None:
     assert doctest.testmod(autotune).failed == 0
     assert doctest.testmod(autotune).attempted > 0

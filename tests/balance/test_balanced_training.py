@@ -1,4 +1,4 @@
-"""Balanced training through the Trainer: the same steps, losses and quality as without, at the source and by exchange."""
+"""Balanced training with the Trainer has the same steps, losses and quality as without, at the source and by exchange."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.ranks import run_ranks
 
 EPOCHS = 3
 OPTIMIZER = {"optimizer": "rowwise_adagrad", "lr": 0.1}
-# Balanced at the source, or by exchange.
+# The settings balance of the data module (at the source) and of the strategy (by exchange).
 WAYS = [("off", "off"), ("fixed", "off"), ("variable", "off"), ("off", "variable")]
 SYNTHETIC = {"users": 96, "items": 60, "clusters": 6, "mean_length": 12, "sigma": 1.2, "max_length": 80}
 
 
 class Recorder(HSTU):
-    """Keeps what it was shown: the first time of each history names its user; and what it lost on how much."""
+    """Records for each step the users, by the first timestamp of their history, and the total loss and its token count."""
 
     def on_train_start(self) -> None:
         self.users: list[list[int]] = []
@@ -40,7 +40,7 @@ class Recorder(HSTU):
 
 
 def _fit(rank: int, world: int, cache: Path, seeds: int, epochs: int) -> dict[Any, Any]:
-    """For each way and seed: users and totals of every step, and HR@10."""
+    """Train with each setting and seed. Return users and totals of every step, and HR@10 at the end."""
     found = {}
     for balance, exchange in WAYS:
         for seed in range(seeds):
@@ -56,8 +56,13 @@ def _fit(rank: int, world: int, cache: Path, seeds: int, epochs: int) -> dict[An
                 synthetic={**SYNTHETIC, "seed": 0},
             )
             model = Recorder(data.num_items, embedding_dim=16, num_layers=1, num_heads=2, max_history=64, lr=5e-3)
-            options = {"max_epochs": epochs, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
-            trainer = toy.trainer(strategy, world, **options)
+            options = {
+                "max_epochs": epochs,
+                "check_val_every_n_epoch": epochs,
+                "limit_val_batches": 1.0,
+                "num_sanity_val_steps": 0,
+            }
+            trainer = toy.trainer(strategy, world, limit_val_batches=1.0, **options)
             trainer.fit(model, datamodule=data)
             found[balance, exchange, seed] = (
                 model.users,
@@ -101,4 +106,4 @@ def test_quality_is_the_same_within_noise_over_three_seeds(runs: list[dict[Any, 
     noise = max(np.std(rates[WAYS[0]]), 0.02)
     for way in WAYS[1:]:
         assert np.mean(rates[way]) == pytest.approx(np.mean(rates[WAYS[0]]), abs=2 * noise)
-    assert np.mean(rates[WAYS[0]]) > 2 * 10 / SYNTHETIC["items"]  # it has learnt something
+    assert np.mean(rates[WAYS[0]]) > 2 * 10 / SYNTHETIC["items"]  # the model has learnt

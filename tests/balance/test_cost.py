@@ -1,4 +1,4 @@
-"""The cost model: its FLOPs, and what it learns from measured times."""
+"""The cost model: its FLOPs, and its fit to measured times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRIOR = CostModel.from_hstu(embedding_dim=64, num_layers=2, num_heads=2)  # FLOP
 
 
 def measured_steps(steps: int, seed: int = 0, noise: float = 0.0, batch_size: int = 32) -> tuple[NDArray, NDArray]:
-    """``(sums [m, 4], seconds [m])`` of ranks that follow ``TRUTH``, times off by a share ``noise``."""
+    """Return ``(sums [m, 4], seconds [m])`` of steps that follow ``TRUTH``, with a relative error of ``noise``."""
     rng = np.random.default_rng(seed)
     sums = []
     for _ in range(steps):
@@ -37,7 +37,7 @@ def relative(model: CostModel, other: CostModel = TRUTH) -> NDArray:
 # ---- costs ----
 
 
-def test_a_sample_costs_its_polynomial() -> None:
+def test_the_cost_of_a_sample_is_a_polynomial() -> None:
     model = CostModel(linear=3, quadratic=0.5, candidate=2, constant=100)
     assert model([1, 4]).tolist() == [3.5, 20.0]
     assert model([1, 4], [10, 0]).tolist() == [23.5, 20.0]
@@ -45,7 +45,7 @@ def test_a_sample_costs_its_polynomial() -> None:
     assert model([]).shape == (0,)
 
 
-def test_a_step_costs_its_samples_and_the_constant() -> None:
+def test_the_cost_of_a_step_is_that_of_its_samples_plus_the_constant() -> None:
     model = CostModel(linear=3, quadratic=0.5, candidate=2, constant=100)
     lengths, candidates = [1, 4, 7], [10, 0, 5]
     assert model.predict([model.sums(lengths, candidates)]) == model(lengths, candidates).sum() + 100
@@ -53,13 +53,13 @@ def test_a_step_costs_its_samples_and_the_constant() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 2, 2, None, None), (96, 3, 4, 16, 40)])
-def test_the_shape_gives_what_the_model_itself_reports(shape: tuple) -> None:
+def test_the_cost_from_the_shape_equals_the_cost_that_the_model_reports(shape: tuple) -> None:
     dim, layers, heads, qk, v = shape
     model = HSTU(10, embedding_dim=dim, num_layers=layers, num_heads=heads, qk_dim=qk, v_dim=v)
     assert astuple(CostModel.from_hstu(dim, layers, heads, qk, v)) == (*model.cost_coefficients(), 0.0)
 
 
-def test_the_linear_part_counts_the_weights_of_the_layers() -> None:
+def test_the_linear_coefficient_counts_the_weights_of_the_layers() -> None:
     model = HSTU(10, embedding_dim=48, num_layers=3, num_heads=4, qk_dim=8, v_dim=20)
     weights = sum(weight.numel() for weight in model.layers.parameters() if weight.dim() == 2)
     assert CostModel.from_hstu(48, 3, 4, 8, 20).linear == 6 * weights
@@ -70,27 +70,29 @@ def test_the_linear_part_counts_the_weights_of_the_layers() -> None:
 
 def test_fit_recovers_the_coefficients_from_a_prior_in_another_unit() -> None:
     sums, seconds = measured_steps(200)
-    assert relative(PRIOR).max() > 1  # so that there is something to learn
+    assert relative(PRIOR).max() > 1  # the prior is wrong
     fitted = PRIOR.fit(sums, seconds)
     assert relative(fitted).max() < 1e-3
     assert fitted.error(sums, seconds) < 1e-4
 
 
-def test_fit_averages_noise_out() -> None:
+def test_the_fit_averages_noise() -> None:
     fitted = PRIOR.fit(*measured_steps(2000, noise=0.05))
     assert relative(fitted)[:3].max() < 0.1  # the constant is 1% of a step, less than the noise
     sums, seconds = measured_steps(200, seed=1)
     assert fitted.error(sums, seconds) < 0.01
 
 
-def test_a_tenth_of_outliers_does_not_spoil_the_fit() -> None:
+def test_ten_percent_outliers_do_not_disturb_the_fit() -> None:
     sums, seconds = measured_steps(500, noise=0.02)
     hiccups = np.random.default_rng(2).random(500) < 0.1
     seconds[hiccups] *= 8
     clean_sums, clean = measured_steps(200, seed=1)
     assert PRIOR.fit(sums, seconds).error(clean_sums, clean) < 0.01
     least_squares = np.linalg.lstsq(sums, seconds, rcond=None)[0]
-    assert np.median(np.abs(clean_sums @ least_squares - clean) / clean) > 0.2  # the outliers do matter
+    assert (
+        np.median(np.abs(clean_sums @ least_squares - clean) / clean) > 0.2
+    )  # least squares without weights is disturbed
 
 
 def test_histories_of_one_length_keep_the_ratio_of_the_prior() -> None:
@@ -101,7 +103,7 @@ def test_histories_of_one_length_keep_the_ratio_of_the_prior() -> None:
     assert fitted.error(sums, seconds) < 1e-3
     ratio = (fitted.linear * 500) / (fitted.quadratic * 500**2)
     prior_ratio = (PRIOR.linear * 500) / (PRIOR.quadratic * 500**2)
-    # The split that the data leave open is that of the prior; both terms took the same step away from it.
+    # The data cannot separate the two terms, so the fit keeps about the ratio of the prior.
     assert 0.5 < ratio / prior_ratio < 2
 
 
@@ -121,13 +123,13 @@ def test_a_term_that_never_occurs_keeps_its_prior() -> None:
     assert relative(fitted)[[0, 1, 3]].max() < 1e-3
 
 
-def test_nothing_measured_changes_nothing() -> None:
+def test_without_measurements_the_model_does_not_change() -> None:
     fitted = PRIOR.fit(np.empty((0, 4)), [])
     assert fitted == PRIOR
     assert fitted is not PRIOR
 
 
-def test_a_rank_without_samples_tells_the_constant() -> None:
+def test_a_rank_without_samples_determines_the_constant() -> None:
     sums, seconds = measured_steps(20)
     empty = np.repeat([CostModel.sums([])], 20, axis=0)
     both = np.concatenate([sums, empty])
@@ -148,7 +150,7 @@ def test_any_measurement_gives_finite_coefficients_that_are_not_negative(seed: i
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
-def test_no_admissible_step_lowers_what_the_solver_minimises(seed: int) -> None:
+def test_no_allowed_change_of_the_solution_lowers_the_objective(seed: int) -> None:
     rng = np.random.default_rng(seed)
     features, target = rng.random((20, 4)) * 2, rng.standard_normal(20) + 1
     weights, prior, noise = rng.random(20), rng.random(4), 0.05
@@ -161,7 +163,7 @@ def test_no_admissible_step_lowers_what_the_solver_minimises(seed: int) -> None:
         assert objective(np.maximum(solution + step, 0)) >= objective(solution) - 1e-12
 
 
-def test_the_fit_is_deterministic_and_leaves_the_prior_alone() -> None:
+def test_the_fit_is_deterministic_and_does_not_change_the_prior() -> None:
     before = astuple(PRIOR)
     assert PRIOR.fit(*measured_steps(50, noise=0.1)) == PRIOR.fit(*measured_steps(50, noise=0.1))
     assert astuple(PRIOR) == before
@@ -170,13 +172,13 @@ def test_the_fit_is_deterministic_and_leaves_the_prior_alone() -> None:
 # ---- state and bad input ----
 
 
-def test_the_state_travels_through_a_checkpoint() -> None:
+def test_the_state_survives_a_checkpoint() -> None:
     model = CostModel()
     model.load_state_dict(TRUTH.state_dict())
     assert model == TRUTH
 
 
-def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
+def test_a_state_with_other_keys_is_refused_and_changes_nothing() -> None:
     model = CostModel(linear=7)
     with pytest.raises(CheckpointError, match="cost model: the checkpoint has the keys \\['linear', 'offset'\\]"):
         model.load_state_dict({"linear": 1.0, "offset": 2.0})
@@ -195,7 +197,7 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
         ([[1, 1, 0, 1]] * 2, [1.0, np.inf], r"seconds\[1\] = inf must be finite and positive"),
     ],
 )
-def test_measurements_that_are_none_are_refused(sums: list, seconds: list, message: str) -> None:
+def test_invalid_measurements_are_refused(sums: list, seconds: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostModel().fit(sums, seconds)
 
@@ -205,7 +207,7 @@ def test_negative_coefficients_are_refused() -> None:
         CostModel(linear=-1.0)
 
 
-def test_the_documented_example_prints_what_it_says() -> None:
+def test_the_example_in_the_docstring_is_correct() -> None:
     results = doctest.testmod(cost)
     assert results.attempted > 0
     assert results.failed == 0

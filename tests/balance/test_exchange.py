@@ -28,13 +28,13 @@ KINDS: dict[str, Callable[[list[int]], Any]] = {"user's": ad_batch, "SeqBatch": 
 
 
 def local_indices(rank: int, step: int, world: int) -> list[int]:
-    """Samples that a rank loads: different on all ranks, and different numbers of them."""
+    """Return the samples that a rank loads. Both the samples and their number differ between ranks."""
     count = 3 + (rank + step) % 3
     return [1000 * step + 100 * rank + at for at in range(count)]
 
 
 class Loader:
-    """Local batches of one rank; can fail or end early, and knows its position."""
+    """Local batches of one rank. The loader can fail or end early, and counts its batches."""
 
     def __init__(self, rank: int, world: int, make: Callable, steps: int = 5, fails_at: int | None = None):
         self.rank, self.world, self.make, self.steps, self.fails_at = rank, world, make, steps, fails_at
@@ -60,7 +60,7 @@ def threads() -> int:
     return sum(thread.name == "freescale-exchange" for thread in threading.enumerate())
 
 
-# ---- what arrives ----
+# ---- samples that arrive ----
 
 
 def _balanced(rank: int, world: int, kind: str, mode: Mode) -> list[list[tuple]]:
@@ -81,14 +81,14 @@ def test_every_sample_arrives_once_bit_for_bit(world: int, kind: str, mode: Mode
         arrived = [by_rank[rank][step] for rank in range(world)]
         assert sorted(sample for own in arrived for sample in own) == sorted(everything)
         place = {repr(sample): at for at, sample in enumerate(everything)}
-        for own in arrived:  # by source rank, then by place
+        for own in arrived:  # ordered by source rank, then by the order there
             assert own
             assert [place[repr(sample)] for sample in own] == sorted(place[repr(sample)] for sample in own)
         if mode != "variable":
             counts = [len(own) for own in arrived]
             assert max(counts) - min(counts) <= 1
     moved = [sample for sample in by_rank[0][1] if sample not in contents(KINDS[kind](local_indices(0, 1, world)))]
-    assert moved  # so that something was exchanged at all
+    assert moved  # some samples were exchanged
 
 
 def test_the_comparison_of_samples_detects_a_wrong_value() -> None:
@@ -124,7 +124,7 @@ def test_loads_become_balanced_and_the_cost_of_the_exchange_is_reported() -> Non
 
 
 def _even(rank: int) -> tuple[list[bool], dict]:
-    """All ranks load batches of the same lengths: whether each comes back as it was loaded."""
+    """All ranks load batches of the same lengths. Return for each batch whether it is the object that was loaded."""
     loaded = [seq_batch([10 * step + at for at in range(4)]) for step in range(5)]
     exchange = ExchangeLoader(loaded, group=connect(rank), planner=Planner())
     return [given is own for given, own in zip(exchange, loaded, strict=True)], vars(exchange.stats)
@@ -211,7 +211,7 @@ def test_a_bad_batch_is_refused_on_the_rank_that_loaded_it() -> None:
 
 
 def _plain(rank: int, kind: str) -> tuple[list[Any], str | None, int]:
-    """Batches that differ between ranks, that hold something else than rows, or that change in the middle."""
+    """Batches that differ between ranks, that hold a number, or whose layout changes after some steps."""
 
     def make(indices: list[int]) -> Any:
         step = indices[0] // 1000
@@ -285,7 +285,7 @@ def _stop_early(rank: int) -> list[list[tuple]]:
         for _ in range(taken):
             next(iterator)
         if taken % 2:
-            del iterator  # as a loop that is left with break
+            del iterator  # as at the end of a loop with break
             assert threads() == 0
     return [contents(batch) for batch in exchange]
 
@@ -298,7 +298,7 @@ def test_a_stopped_iteration_neither_hangs_nor_leaks() -> None:
 
 
 class Steps(Dataset):
-    """Item ``step`` is the local batch of that step: for a DataLoader with processes of its own."""
+    """Item ``step`` is the local batch of that step, for a DataLoader with worker processes."""
 
     def __init__(self, rank: int):
         self.rank = rank

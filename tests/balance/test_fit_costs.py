@@ -21,17 +21,17 @@ from lightning_freescale.models import HSTU
 from tests import toy
 from tests.ranks import run_ranks
 
-SQUARE = 1.5e-5  # seconds
-WRONG = CostModel(linear=1.0)  # nothing quadratic about it
+SQUARE = 1.5e-5  # seconds per squared event
+WRONG = CostModel(linear=1.0)  # without the quadratic term
 EVERY = 8
 SAVED = 22  # steps before the checkpoint
-TAIL = 8  # steps at the end: when the first cost model comes into force, some batches are planned already
+TAIL = 8  # last steps to check; some batches are planned already when the first fitted cost model is used
 USERS, BATCH = 480, 12  # 40 steps
 SYNTHETIC = {"users": USERS, "items": 50, "clusters": 5, "mean_length": 14, "sigma": 1.0, "max_length": 61, "seed": 0}
 
 
 class Clock:
-    """Stands in for the module ``time``."""
+    """Replaces the module ``time``."""
 
     now = 0.0  # seconds
 
@@ -57,7 +57,7 @@ class Sleeper(HSTU):
         self.clock.now += SQUARE * float((lengths**2).sum()) * (self.slow if last else 1.0)
         starts = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0))[:-1]
         tokens = int(self.num_predicted(batch))
-        users = batch.timestamps[starts].tolist()  # the first time of a history names its user
+        users = batch.timestamps[starts].tolist()  # the first timestamp of a history identifies its user
         self.steps.append({"users": users, "lengths": lengths, "loss": loss.item() * tokens, "tokens": tokens})
         return loss
 
@@ -153,6 +153,12 @@ def same_training(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> No
     assert max(differences) <= 1e-5
 
 
+def saved_costs(path: Path) -> Any:
+    """Return the fitted costs in a checkpoint, which is one file or a folder."""
+    saved = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=path.is_dir())
+    return saved.get("freescale", saved)["balance"]
+
+
 def excess(runs: list[dict[str, Any]]) -> list[float]:
     """Return for each step how much more work the heaviest rank has than with a partition by true costs."""
     found = []
@@ -181,9 +187,9 @@ def test_a_wrong_cost_model_is_corrected(options: dict[str, Any], cache: Path, p
         assert run["error"] == runs[0]["error"]
     fitted = runs[0]["last"].cost_model
     assert fitted.quadratic == pytest.approx(SQUARE, rel=0.05)
-    assert fitted.quadratic * 60 > 3 * fitted.linear  # of a history of 60 events, most of the time is quadratic
+    assert fitted.quadratic * 60 > 3 * fitted.linear  # for a history of 60 events, most of the cost is quadratic
     same_training(runs, plain)
-    if runs[0]["last"].mode == "fixed":  # with variable, the shares follow the times of a busy machine, too
+    if runs[0]["last"].mode == "fixed":  # with variable the shares also matter
         found = excess(runs)
         assert np.mean(found[: 2 * EVERY]) > 0.02
         assert np.mean(found[-TAIL:]) < 0.5 * np.mean(found[: 2 * EVERY])
@@ -202,7 +208,7 @@ def test_with_variable_a_slow_rank_gets_less_work(cache: Path, plain: list[dict[
     assert runs[0]["last"] == runs[1]["last"]
     fast, slow = runs[0]["last"].shares
     assert fast + slow == pytest.approx(1.0)
-    assert 0.3 < slow < 0.46  # a third would be right, and it goes there by steps of a tenth
+    assert 0.3 < slow < 0.46  # the share converges to a third, by at most 10% per update
     same_training(runs, plain)
 
 
@@ -213,7 +219,7 @@ def test_fitted_costs_survive_a_checkpoint_on_any_number_of_ranks(
     options = {way: Planner("fixed", WRONG), "prioritize": False}
     path = tmp_path / "fitted.ckpt"
     before = run_ranks(_fit, args=(2, cache, {**options, "save": path}))
-    saved = torch.load(path / "meta.pt", weights_only=True)["balance"]
+    saved = saved_costs(path)
     fitted = before[0]["last"].cost_model
     assert saved == {"cost_model": fitted.state_dict(), "shares": None}
     assert fitted != WRONG

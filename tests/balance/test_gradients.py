@@ -1,4 +1,4 @@
-"""Balanced training is the training there was: gradients of every step are equal, by sampler and by exchange."""
+"""Balancing does not change the training: gradients of every step stay equal, at the source and by exchange."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_model(dtype: torch.dtype) -> HSTU:
 
 
 def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
-    """The loss of ``HSTU.training_step``, in the model's own dtype: that one rounds to float32 on the way."""
+    """Return the loss of ``HSTU.training_step`` in the dtype of the model; the original rounds to float32."""
     (table,) = model.embedding.embeddings.values()
     ids = {key: batch.features[key].values() for key in (HISTORY, NEGATIVES)}
     embedded = {key: F.embedding(values, table.weight) for key, values in ids.items()}
@@ -64,7 +64,7 @@ def _both_losses(rank: int) -> tuple[Tensor, Tensor]:
     return mean_loss(model, batch).detach(), model.training_step(batch, 0).detach()
 
 
-def test_the_loss_here_is_that_of_the_model() -> None:
+def test_this_loss_equals_the_loss_of_the_model() -> None:
     ((here, there),) = run_ranks(_both_losses, world=1)
     assert torch.equal(here, there)
 
@@ -72,7 +72,7 @@ def test_the_loss_here_is_that_of_the_model() -> None:
 def loader(
     rank: int, world: int, planner: Planner | None, way: str, group: dist.ProcessGroup | None, batch_size: int = 16
 ) -> Iterable[SeqBatch]:
-    """Local batches: not balanced without a planner, else by the sampler or by exchange of those that are not."""
+    """Return the local batches: not balanced without a planner, else balanced by the sampler or by exchange."""
     negatives = NegativeSampler(HISTORIES.num_items, 4)
     dataset = HistoryDataset(HISTORIES, 64, negatives)
     source = planner if way == "sampler" else None
@@ -87,7 +87,7 @@ def loader(
 def steps(
     model: HSTU, batches: Iterable[SeqBatch], learning_rate: float = 0.0, weighted: bool = True
 ) -> Iterator[tuple[float, dict[str, Tensor], int]]:
-    """Train; by step the global loss, the gradients summed over ranks, and this rank's number of samples."""
+    """Train, and yield for each step the global loss, the sum of the gradients, and the samples of this rank."""
     world = dist.get_world_size()
     for batch in batches:
         model.zero_grad()
@@ -110,14 +110,14 @@ def steps(
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm, of all gradients together."""
+    """Return the norm of the difference of all gradients, relative to their norm."""
     apart = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
     size = sum(float(other[name].double().square().sum()) for name in other)
     return (apart / size) ** 0.5
 
 
 def _gradients(rank: int, world: int, dtype: torch.dtype) -> dict[Any, list[tuple[float, float, int]]]:
-    model = make_model(dtype)  # before ranks have numbers, by which they would draw different tables
+    model = make_model(dtype)  # before the process group exists, because then each rank would draw other tables
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     plain = list(steps(model, loader(rank, world, None, "sampler", group)))
@@ -150,12 +150,12 @@ def test_gradients_of_every_step_are_equal(world: int, dtype: torch.dtype) -> No
             counts = np.array([[count for _, _, count in found[mode, way]] for found in by_rank])
             assert (counts.sum(axis=0) == 16).all()
             assert (counts != 16 // world).any() == (mode == "variable"), (mode, way)
-    # A mean over the ranks' means, as DDP takes it, is something else.
+    # The mean over the means of the ranks, as in DDP, is different.
     assert max(gradient for gradient, _, _ in by_rank[0]["unweighted"]) > 1e-3
 
 
 def _fifty_steps(rank: int) -> dict[str, list[float]]:
-    initial = make_model(torch.float64)  # in float32 training itself blows the rounding of a gradient up
+    initial = make_model(torch.float64)  # in float32 the training itself amplifies rounding errors
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
 
@@ -178,6 +178,6 @@ def _fifty_steps(rank: int) -> dict[str, list[float]]:
 def test_losses_of_fifty_steps_are_equal() -> None:
     losses = run_ranks(_fifty_steps)[0]
     assert len(losses["plain"]) == 50
-    assert losses["plain"][-1] < 0.9 * losses["plain"][0]  # it learns
+    assert losses["plain"][-1] < 0.9 * losses["plain"][0]  # the model learns
     for mode in ("fixed", "variable"):
         assert losses[mode] == pytest.approx(losses["plain"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""The partition solver: against its reference, by its properties, and by the figures it has to reach."""
+"""The partition solver: it equals its reference, has the documented properties, and reaches the required quality."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def history_costs(lengths: NDArray) -> NDArray:
 
 
 def long_tail(n: int, seed: int) -> NDArray:
-    """Costs of log-normal histories to 21,000 events."""
+    """Return the costs of log-normal histories with up to 21,000 events."""
     lengths = np.random.default_rng(seed).lognormal(7.3, 1.2, size=n)
     return history_costs(np.minimum(lengths, 21_000).astype(np.int64))
 
@@ -48,7 +48,7 @@ def test_zigzag_equals_its_reference(costs: NDArray, world: int) -> None:
 
 
 def whole_number_costs(rng: np.random.Generator, n: int) -> NDArray:
-    """From many ties to a long tail. Whole numbers, so that no sum is rounded, whatever the order of adding."""
+    """Return costs with many ties or a long tail. They are integers, so that no sum is rounded in any order."""
     scale = rng.choice([3, 20, 300, 100_000])
     return np.floor(rng.pareto(1.2, n) * scale).clip(0, 1e7) if rng.random() < 0.5 else rng.integers(0, scale, n) * 1.0
 
@@ -61,7 +61,7 @@ def test_fixed_equals_its_reference(seed: int) -> None:
     assert fixed(costs, world).tolist() == reference.fixed(costs.tolist(), world)
 
 
-# The mean over each share is a power of two: times are exact, so ties are ties for both solvers.
+# The mean of the shares over each share is a power of two. So times are exact, and both solvers see the same ties.
 EXACT_SHARES = [None, [1], [3, 3], [1, 1, 4], [1, 1, 2, 4], [4, 1, 2, 1]]
 
 
@@ -85,7 +85,7 @@ def test_variable_equals_its_reference(seed: int) -> None:
         assert variable(costs, world, tokens=tokens, max_tokens=limit, shares=shares).tolist() == expected
 
 
-def test_the_reference_notices_a_wrong_plan() -> None:
+def test_the_comparison_detects_a_wrong_plan() -> None:
     costs = long_tail(24, seed=0).round()
     assert zigzag(costs, 4).tolist() != reference.fixed(costs.tolist(), 4)
     assert fixed(costs, 4).tolist() != reference.zigzag(costs.tolist(), 4)
@@ -121,7 +121,7 @@ def test_no_plan_goes_below_its_bound(costs: NDArray, world: int) -> None:
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3))
 @settings(max_examples=50, deadline=None)
-def test_the_bounds_hold_for_every_plan_there_is(costs: list[int], world: int) -> None:
+def test_the_bounds_hold_for_every_possible_plan(costs: list[int], world: int) -> None:
     best = {"fixed": float("inf"), "variable": float("inf")}
     for plan in itertools.product(range(world), repeat=len(costs)):
         counts = np.bincount(plan, minlength=world)
@@ -136,7 +136,7 @@ def test_the_bounds_hold_for_every_plan_there_is(costs: list[int], world: int) -
 
 @given(any_costs, worlds, st.integers(0, 99))
 def test_the_order_of_the_batch_does_not_matter(costs: NDArray, world: int, seed: int) -> None:
-    """Shuffling the batch shuffles the plan: each rank gets the same costs, in particular if only equal ones moved."""
+    """If the batch is shuffled, each rank still gets the same costs, also among samples of equal cost."""
     order = np.random.default_rng(seed).permutation(len(costs))
     for solve in partition.PARTITIONS.values():
         plan, shuffled = solve(costs, world), solve(costs[order], world)
@@ -155,22 +155,20 @@ def test_the_unit_of_cost_does_not_matter(costs: NDArray, world: int) -> None:
     st.integers(1, 6),
     st.integers(0, 60),
 )
-def test_variable_keeps_the_memory_bound_or_says_that_it_cannot(
-    samples: list[tuple[int, int]], world: int, spare: int
-) -> None:
+def test_variable_keeps_the_memory_bound_or_raises(samples: list[tuple[int, int]], world: int, spare: int) -> None:
     costs, tokens = (np.array(column) for column in zip(*samples, strict=True))
     limit = int(max(tokens.max(), -(-tokens.sum() // world))) + spare
     try:
         ranks = variable(costs, world, tokens=tokens, max_tokens=limit)
     except ValueError as error:
         assert "is too tight for this batch" in str(error)  # noqa: PT017 - both outcomes are allowed
-        assert spare < tokens.max()  # with one sample's room to spare, balancing tokens alone always fits
+        assert spare < tokens.max()  # if one more sample would fit everywhere, balancing by tokens always finds a plan
     else:
         assert loads(tokens, ranks, world).max() <= limit
 
 
 def test_the_memory_bound_changes_the_plan_and_holds() -> None:
-    """One sample per token: cheap samples can be heavy in memory, so the plan by cost alone breaks the bound."""
+    """Cheap samples can take much memory, so a plan by cost alone breaks the bound."""
     costs = np.array([100.0] + [1.0] * 40)
     tokens = np.array([10] + [10] * 40)
     free = variable(costs, 2)
@@ -187,7 +185,7 @@ def test_shares_divide_the_work() -> None:
     assert np.array_equal(variable(costs, 4, shares=shares), variable(costs, 4, shares=shares / 10))
 
 
-def test_samples_without_cost_are_spread() -> None:
+def test_samples_without_cost_are_distributed_evenly() -> None:
     for mode, solve in partition.PARTITIONS.items():
         assert np.bincount(solve(np.zeros(12), 4)).tolist() == [3, 3, 3, 3], mode
 
@@ -201,7 +199,7 @@ def test_all_ranks_compute_the_same_plan() -> None:
     assert first == second == _plans(0, range(5))
 
 
-def test_any_kind_of_array_is_taken() -> None:
+def test_any_type_of_array_is_accepted() -> None:
     costs = np.arange(1, 13)
     plan = fixed(costs, 3)
     for same in (costs.tolist(), costs.astype(np.float32), np.repeat(costs, 2)[::2]):
@@ -220,7 +218,7 @@ def test_fixed_leaves_almost_no_straggler(world: int, batch_size: int, goal: flo
     }
     assert by_mode["fixed"] <= goal
     assert by_mode["variable"] <= goal
-    assert by_mode["zigzag"] > 10 * goal  # so the figure is not a gift of the data
+    assert by_mode["zigzag"] > 10 * goal  # the data are hard enough
 
 
 def movielens_lengths(path: Path) -> NDArray:
@@ -250,7 +248,7 @@ def test_real_histories_come_within_half_a_percent_of_the_bound(data: str, reque
 
 def test_the_straggler_share_is_the_mean_idle_time() -> None:
     assert straggler([3, 1, 2], [0, 1, 1], 2) == 0.0
-    assert straggler([4, 1, 1], [0, 1, 1], 2) == 0.25  # rank 1 idles for 2 of 4
+    assert straggler([4, 1, 1], [0, 1, 1], 2) == 0.25  # rank 1 is idle for 2 of 4, rank 0 never
     assert straggler([4], [0], 4) == 0.75
     assert straggler([], [], 3) == 0.0
 
@@ -269,7 +267,7 @@ def test_the_straggler_share_is_the_mean_idle_time() -> None:
         ([1.0], 0, "ranks = 0 must be at least 1"),
     ],
 )
-def test_costs_that_are_none_are_refused(solve, costs: list, world: int, message: str) -> None:
+def test_invalid_costs_are_refused(solve, costs: list, world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         solve(costs, world)
 
@@ -288,7 +286,7 @@ def test_costs_that_are_none_are_refused(solve, costs: list, world: int, message
         ({"shares": [1, 0]}, r"shares\[1\] = 0.0+ must be finite and positive"),
     ],
 )
-def test_bounds_that_do_not_fit_are_refused(arguments: dict, message: str) -> None:
+def test_invalid_bounds_and_shares_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         variable([1, 2, 3], 2, **arguments)
 
@@ -300,7 +298,7 @@ def test_an_unknown_mode_or_rank_is_refused() -> None:
         straggler([1, 1], [0, 2], 2)
 
 
-def test_the_documented_example_prints_what_it_says() -> None:
+def test_the_example_in_the_docstring_is_correct() -> None:
     results = doctest.testmod(partition)
     assert results.attempted > 0
     assert results.failed == 0

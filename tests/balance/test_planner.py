@@ -83,6 +83,6 @@ def test_settings() -> None:
         Planner("fixed", max_tokens=10)
 
 
-def test_the_documented_example_prints_what_it_says() -> None:
+def test_the_example_in_the_docstring_is_correct() -> None:
     assert doctest.testmod(planner).failed == 0
     assert doctest.testmod(planner).attempted > 0

@@ -31,7 +31,7 @@ def samplers(data: LengthDataset, batch_size: int, world: int, mode: Mode | None
 
 
 def steps(ranks: list[GlobalBatchSampler]) -> list[list[list[int]]]:
-    """By step, the local batch of each rank."""
+    """Return for each step the local batches of all ranks."""
     return [list(step) for step in zip(*ranks, strict=True)]
 
 
@@ -68,7 +68,7 @@ def test_the_heaviest_rank_is_near_the_bound_of_the_mode(mode: Mode) -> None:
     costs = Planner().cost_model(data.lengths)
 
     def above_bound(kind: Mode | None) -> float:
-        """Mean over the steps of the heaviest rank over the least there can be, less 1."""
+        """Return how far the heaviest rank is above the lower bound, as a mean over the steps."""
         return np.mean([
             max(costs[batch].sum() for batch in step) / lower_bound(costs[flat(step)], 4, kind or mode) - 1
             for step in steps(samplers(data, 32, 4, kind))
@@ -178,7 +178,7 @@ def test_another_world_size_continues_without_repeating_or_losing_a_sample(
     assert done == {len(second[0]) - len(rest)}
     then = [index for step in rest for index in flat(step)]
     tail = (samples - position) % (after[0] * after[1])
-    repeated = after[1] - tail if 0 < tail < after[1] else 0  # a last batch short of ranks
+    repeated = after[1] - tail if 0 < tail < after[1] else 0  # the last global batch has fewer samples than ranks
     assert set(seen) | set(then) == set(range(samples))
     assert len(seen) + len(then) == samples + repeated
     # Resume a third time, with the first shape again: positions add up over several resumes.

@@ -1,4 +1,4 @@
-"""What preprocessing means, in plain Python."""
+"""A reference of the preprocessing in plain Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Event(NamedTuple):
 
 
 def reference(events: list[Event], min_events: int = 3) -> dict[Any, list[Event]]:
-    """User to events in time order, ties in file order; users with few events left out; users sorted."""
+    """Return the events of each user in time order, ties in file order. Users are sorted; users with few events are left out."""
     by_user = defaultdict(list)
     for event in events:
         by_user[event.user].append(event)
@@ -30,7 +30,7 @@ def reference(events: list[Event], min_events: int = 3) -> dict[Any, list[Event]
 
 
 def decoded(histories: Histories, feature: str | None = None) -> dict[Any, list[Event]]:
-    """Back from codes to raw values."""
+    """Return the histories with raw values instead of codes."""
     result = {}
     for user, start, stop in zip(
         histories.user_ids.tolist(), histories.offsets[:-1].tolist(), histories.offsets[1:].tolist(), strict=True
@@ -53,7 +53,7 @@ def check(histories: Histories, expected: dict[Any, list[Event]], feature: str |
 
 
 def random_events(rng: np.random.Generator, count: int = 300, users: int = 12, items: int = 20) -> list[Event]:
-    """Events in no order, with ties in time; some users have fewer than three."""
+    """Return events in random order, with equal times. Some users have fewer than three events."""
     return [
         Event(int(user), int(item), int(time), float(value) / 2)
         for user, item, time, value in zip(

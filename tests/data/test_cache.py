@@ -1,4 +1,4 @@
-"""The cache: built once however many ask, rebuilt when damaged, never half there."""
+"""The cache: an entry is built once for any number of processes, rebuilt if damaged, and never incomplete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def equal(a: Histories, b: Histories) -> bool:
 
 
 class Builder:
-    """Counts its calls across processes, in a file."""
+    """Builds histories, and counts its calls from all processes in a file."""
 
     def __init__(self, calls: Path, seconds: float = 0.0):
         self.calls, self.seconds = calls, seconds
@@ -54,7 +54,7 @@ def ask(builder: Builder, root: Path) -> Histories:
     return cached("small", {"a": 1}, builder, Histories.load, root)
 
 
-def test_saved_histories_come_back_equal_and_mapped(tmp_path: Path, builder: Builder) -> None:
+def test_loaded_histories_equal_the_saved_ones_and_are_mapped(tmp_path: Path, builder: Builder) -> None:
     histories = ask(builder, tmp_path / "cache")
     assert equal(histories, SMALL.generate())
     assert not equal(histories, Synthetic(users=20, items=30, clusters=3, mean_length=8, seed=1).generate())
@@ -65,13 +65,13 @@ def test_saved_histories_come_back_equal_and_mapped(tmp_path: Path, builder: Bui
 def test_pickling_maps_the_same_files(tmp_path: Path, builder: Builder) -> None:
     histories = ask(builder, tmp_path / "cache")
     data = pickle.dumps(histories)
-    assert len(data) < 1000  # a path, not the events
+    assert len(data) < 1000  # a path instead of the events
     assert equal(pickle.loads(data), histories)
     in_memory = SMALL.generate()
     assert equal(pickle.loads(pickle.dumps(in_memory)), in_memory)
 
 
-def test_built_once(tmp_path: Path, builder: Builder) -> None:
+def test_an_entry_is_built_once(tmp_path: Path, builder: Builder) -> None:
     ask(builder, tmp_path / "cache")
     ask(builder, tmp_path / "cache")
     assert builder.count == 1
@@ -83,8 +83,8 @@ def _ask_as_rank(rank: int, builder: Builder, root: Path) -> int:
     return int(ask(builder, root).items.sum())
 
 
-def test_many_processes_at_once_build_once(tmp_path: Path) -> None:
-    builder = Builder(tmp_path / "calls", seconds=0.3)  # long enough for the others to arrive
+def test_many_processes_build_an_entry_once(tmp_path: Path) -> None:
+    builder = Builder(tmp_path / "calls", seconds=0.3)  # the other processes arrive meanwhile
     sums = run_ranks(_ask_as_rank, world=4, args=(builder, tmp_path / "cache"))
     assert builder.count == 1
     assert sums == [int(SMALL.generate().items.sum())] * 4
@@ -117,22 +117,22 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_is_rebuilt_and_said(
+def test_a_damaged_entry_is_rebuilt_with_a_warning(
     tmp_path: Path, builder: Builder, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(cache_module, "log_once", lambda message, level: said.append(message))
+    messages: list[str] = []
+    monkeypatch.setattr(cache_module, "log_once", lambda message, level: messages.append(message))
     ask(builder, tmp_path / "cache")
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert not said
+    assert not messages
     DAMAGE[damage](folder)
     assert equal(ask(builder, tmp_path / "cache"), SMALL.generate())
     assert builder.count == 2
-    assert len(said) == 1
-    assert "built again" in said[0]
+    assert len(messages) == 1
+    assert "built again" in messages[0]
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path, builder: Builder) -> None:
+def test_a_failed_build_leaves_no_entry(tmp_path: Path, builder: Builder) -> None:
     def fail(folder: Path) -> None:
         (folder / "items.npy").write_bytes(b"half")
         raise InputError("no")
@@ -180,7 +180,7 @@ def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ({"features": {"history": np.array([0, 0])}}, "'history' is a reserved key of the batch"),
     ],
 )
-def test_histories_that_do_not_fit(change: dict, message: str) -> None:
+def test_inconsistent_histories_are_refused(change: dict, message: str) -> None:
     good = {
         "items": np.array([0, 1]),
         "timestamps": np.array([3, 4]),

@@ -1,4 +1,4 @@
-"""The data module under a real Trainer, on real ranks."""
+"""The data module with a real Trainer, on real ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 
 class Recorder(pl.LightningModule):
-    """Trains one number, and keeps what it was shown: (epoch, first times, lengths, negatives) of each batch."""
+    """Trains one number, and records epoch, first timestamps and negatives of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recorder(pl.LightningModule):
 
 
 def facts(batch: SeqBatch) -> tuple:
-    """First item and time of each history name the user; negatives show the epoch."""
+    """Return the first timestamp of each history, which identifies the user, and the negatives."""
     starts = batch.history.offsets()[:-1]
     return tuple(batch.timestamps[starts].tolist()), tuple(batch.features["negatives"].values().tolist())
 
@@ -105,7 +105,7 @@ def _grouped(negatives: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [negatives[at : at + 3] for at in range(0, len(negatives), 3)]
 
 
-def test_model_is_sized_before_any_trainer(tmp_path: Path) -> None:
+def test_table_sizes_are_known_without_a_trainer(tmp_path: Path) -> None:
     data = module(tmp_path, synthetic={"users": 30, "items": 77, "clusters": 7, "feature_sizes": {"action": 3}})
     assert data.num_items == 77
     assert data.feature_sizes == {"action": 3}
@@ -144,7 +144,7 @@ def test_trainer_options(tmp_path: Path, options: dict, steps: int, streaming: b
         assert len(users(model.trained, 0)) == 16
 
 
-def test_resume_at_a_later_epoch_shuffles_as_if_never_stopped(tmp_path: Path) -> None:
+def test_a_resume_at_a_later_epoch_shuffles_as_without_an_interruption(tmp_path: Path) -> None:
     whole = fit(Recorder(), module(tmp_path, num_workers=1), max_epochs=3)
     trainer_options = {
         "accelerator": "cpu",
@@ -177,7 +177,7 @@ def _bad_file_as_rank(rank: int, path: Path, cache: Path) -> str:
     return str(raised.value)
 
 
-def test_every_rank_hears_of_a_bad_file(tmp_path: Path) -> None:
+def test_every_rank_reports_a_bad_file(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("userId,movieId,timestamp\n1,,1\n")
     messages = run_ranks(_bad_file_as_rank, world=3, args=(tmp_path / "d.csv", tmp_path / "cache"))
     assert all("movieId is null at row 0" in message for message in messages)

@@ -1,4 +1,4 @@
-"""Samples: leave-one-out against plain Python, and negatives that belong to the user, not to the batch."""
+"""Samples: leave-one-out equals a reference in plain Python, and negatives depend on the user, not on the batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_leave_one_out(max_history: int, training: bool) -> None:
     assert batch.features.keys() == ["history", "negatives", "action", "place"]
 
 
-def test_one_embedding_collection_takes_both() -> None:
+def test_one_embedding_collection_accepts_training_and_validation_batches() -> None:
     table = EmbeddingConfig(name="item", num_embeddings=50, embedding_dim=4, feature_names=["history", "negatives"])
     collection = EmbeddingCollection(tables=[table])
     for batch in (dataset(4)[[1, 2]], dataset(None)[[1, 2]]):
@@ -60,7 +60,7 @@ def test_one_embedding_collection_takes_both() -> None:
         assert len(embedded["negatives"].values()) == int(batch.features["negatives"].lengths().sum())
 
 
-def test_popular_items_do_not_leak_from_the_held_out_events() -> None:
+def test_item_counts_do_not_include_held_out_events() -> None:
     expected = np.zeros(50, dtype=np.int64)
     for user in range(40):
         for item in HISTORIES.items[HISTORIES.offsets[user] : HISTORIES.offsets[user + 1] - 1]:
@@ -69,7 +69,7 @@ def test_popular_items_do_not_leak_from_the_held_out_events() -> None:
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "popularity"])
-def test_negatives_belong_to_the_user_and_the_epoch(distribution: str) -> None:
+def test_negatives_depend_only_on_user_and_epoch(distribution: str) -> None:
     data = dataset(6, distribution=distribution, item_counts=HISTORIES.item_counts, seed=5)
 
     def drawn(users: list[int], epoch: int) -> dict[int, list[int]]:
@@ -84,7 +84,7 @@ def test_negatives_belong_to_the_user_and_the_epoch(distribution: str) -> None:
     assert rows(reseeded[BatchIndices([0], 1)], "negatives") != [together[0]]
 
 
-def test_more_negatives_extend_fewer() -> None:
+def test_the_first_negatives_do_not_depend_on_their_number() -> None:
     users = np.arange(10)
     few, many = NegativeSampler(50, 3), NegativeSampler(50, 8)
     assert np.array_equal(few.draw(users, 2), many.draw(users, 2)[:, :3])

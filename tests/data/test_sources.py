@@ -1,4 +1,4 @@
-"""Every source gives the histories that plain Python gives; what cannot be read says where and why."""
+"""Every source gives the histories of the reference, and errors name the file, the row and the reason."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def events() -> list[Event]:
 def test_round_trip(
     tmp_path: Path, events: list[Event], suffix: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_module, "CHUNK_EVENTS", chunk)  # with 7 users and ties span many chunks
+    monkeypatch.setattr(preprocess_module, "CHUNK_EVENTS", chunk)  # with 7, users and ties span many chunks
     path = WRITERS[suffix](tmp_path / f"data.{suffix}", events)
     check(read(path, feature_columns=("rating",)), reference(events), "rating")
 
 
-def test_the_check_sees_a_swapped_tie(tmp_path: Path, events: list[Event]) -> None:
+def test_the_check_detects_swapped_events_of_equal_time(tmp_path: Path, events: list[Event]) -> None:
     events = [event._replace(feature=None) for event in events]
     expected = reference(events)
     histories = read(write_csv(tmp_path / "data.csv", events))
@@ -132,7 +132,7 @@ ids = st.one_of(
 )
 def test_ids_of_any_kind(tmp_path_factory: Any, users: list, items: list, times: list[int], suffix: str) -> None:
     events = [Event(*values, 0.5) for values in zip(users, items, times, strict=False)]
-    if suffix == "csv":  # text does not tell 7 from "7": what looks like integers throughout is integers
+    if suffix == "csv":  # text cannot distinguish 7 and "7": ids that all look like integers are integers
         events = _as_read_from_text(events, min_events=2)
     path = WRITERS[suffix](tmp_path_factory.mktemp("any") / f"data.{suffix}", events)
     expected = reference(events, min_events=2)
@@ -183,7 +183,7 @@ def test_features_of_users_and_of_strings(tmp_path: Path) -> None:
     )
     pq.write_table(table, tmp_path / "data.parquet")
     histories = read(tmp_path / "data.parquet", feature_columns=("country", "vip", "device"))
-    assert histories.user_ids.tolist() == [0, 1]  # no user column: the rows
+    assert histories.user_ids.tolist() == [0, 1]  # without a user column the row is the user
     raw = {name: histories.feature_values[name][codes].tolist() for name, codes in histories.features.items()}
     assert raw == {
         "country": ["fr"] * 3 + ["de"] * 3,
@@ -375,7 +375,7 @@ def test_nan_and_huge_times(tmp_path: Path) -> None:
             next(open_source(tmp_path / "d.parquet").events())
 
 
-def test_time_that_is_none(tmp_path: Path) -> None:
+def test_time_of_type_string(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("userId,movieId,timestamp\n1,2,soon\n")
     with pytest.raises(InputError, match=r"'timestamp' has type string; .* not 'soon'"):
         read(tmp_path / "d.csv")
@@ -405,7 +405,7 @@ def test_time_without_lists(tmp_path: Path) -> None:
         read(tmp_path / "d.parquet")
 
 
-def test_line_that_is_no_pair(tmp_path: Path) -> None:
+def test_line_that_is_not_a_pair(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("1 2\n\n1 2 3\n")
     with pytest.raises(InputError, match=r"d\.txt: line 3 is '1 2 3'; each line needs a user and an item"):
         read(tmp_path / "d.txt")

@@ -1,8 +1,7 @@
-"""Streaming: every row once over ranks and workers, as many batches on each rank, the same samples as map-style."""
+"""Streaming: every row once over all ranks and workers, equally many batches on each rank, the same samples as map-style."""
 
 from __future__ import annotations
 
-import doctest
 import math
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import lightning_freescale.data.epoch_segments as epoch_segments
 import lightning_freescale.data.stream_index as stream_index
 from lightning_freescale.data import Histories, NegativeSampler, SeqBatch, SeqRecDataModule, StreamDataset, Synthetic
-from lightning_freescale.data.epoch_segments import worker_batches
 from lightning_freescale.data.sources import ParquetSource, open_source
 from lightning_freescale.data.stream import StreamLoader
 from lightning_freescale.data.stream_index import StreamIndex
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
-# Start times differ between users, so that a sample's times name its user.
+# Start times differ between users, so that the times of a sample identify its user.
 HISTORIES = Synthetic(users=53, items=97, clusters=5, mean_length=9, feature_sizes={"action": 3}).generate()
 
 
@@ -52,7 +49,7 @@ def index(tmp_path: Path) -> StreamIndex:
 
 
 def samples(batches: list[SeqBatch]) -> list[tuple]:
-    """Each sample as a tuple that names its user: times, items, features, negatives, target."""
+    """Return each sample as a tuple: times, which identify the user, items, features, negatives, target."""
     result = []
     for batch in batches:
         batch.validate()
@@ -65,7 +62,7 @@ def samples(batches: list[SeqBatch]) -> list[tuple]:
 
 
 def expected(max_history: int, negatives: NegativeSampler | None, epoch: int = 0) -> list[tuple]:
-    """All samples in file order, from plain slicing."""
+    """Return all samples in file order, computed with plain slices."""
     result = []
     for user in range(HISTORIES.num_users):
         span = slice(HISTORIES.offsets[user], HISTORIES.offsets[user + 1])
@@ -94,7 +91,7 @@ def loaders(index: StreamIndex, world: int, workers: int = 0, **options: Any) ->
 def test_every_sample_once(
     tmp_path: Path, world: int, shuffle: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_index, "CHUNK_EVENTS", chunk)  # with 25 a row group has several slices
+    monkeypatch.setattr(stream_index, "CHUNK_EVENTS", chunk)  # with 25, a row group has several slices
     index = index_of(write(tmp_path / "users.parquet", HISTORIES), tmp_path / "cache")
     assert len(index.slices) == 6 if chunk > 25 else len(index.slices) > 15
     batches = [list(loader) for loader in loaders(index, world, shuffle=shuffle, seed=1)]
@@ -102,7 +99,7 @@ def test_every_sample_once(
     assert {len(own) for own in batches} == {math.ceil(per_rank / 4)}
     seen = [sample for own in batches for sample in samples(own)]
     assert sorted(set(seen)) == sorted(expected(6, NEGATIVES))
-    assert sum(len(set(samples(own))) for own in batches) == 53  # a rank repeats its own samples only
+    assert sum(len(set(samples(own))) for own in batches) == 53  # a rank repeats only its own samples
     assert len(seen) == per_rank * world  # at most one repeat per rank
     if not shuffle and world == 1:
         assert seen == expected(6, NEGATIVES)
@@ -121,7 +118,7 @@ def test_workers_share_a_rank(index: StreamIndex, world: int, workers: int) -> N
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("skip", [0, 1, 3, 6])
-def test_resume_is_the_tail_and_applies_once(index: StreamIndex, workers: int, skip: int) -> None:
+def test_resume_yields_the_remaining_batches_once(index: StreamIndex, workers: int, skip: int) -> None:
     loader = loaders(index, 2, workers, shuffle=True)[1]
     whole = [samples([batch]) for batch in loader]
     loader.dataset.resume(skip)
@@ -147,10 +144,10 @@ def _ranks(index: StreamIndex, world: int, batch_size: int, **options: Any) -> l
         [(3, 2, 1), (3, 5, 0)],
     ],
 )
-def test_other_numbers_of_ranks_go_on_without_repeating_or_losing_a_sample(
+def test_other_numbers_of_ranks_continue_without_repeating_or_losing_a_sample(
     index: StreamIndex, shapes: list[tuple[int, int, int]], drop_last: bool
 ) -> None:
-    """Every run but the last trains on two batches a rank."""
+    """Every run except the last trains two batches per rank."""
     seen: list[tuple] = []
     position, done = None, 0
     for number, (world, batch_size, workers) in enumerate(shapes):
@@ -178,7 +175,7 @@ def test_other_numbers_of_ranks_go_on_without_repeating_or_losing_a_sample(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epochs_reach_workers_that_stay(index: StreamIndex, workers: int) -> None:
+def test_persistent_workers_get_the_next_epoch(index: StreamIndex, workers: int) -> None:
     dataset = StreamDataset(index, 4, 6, NEGATIVES, shuffle=True)
     loader = StreamLoader(dataset, num_workers=workers, persistent_workers=workers > 0)
     first, again = samples(list(loader)), samples(list(loader))
@@ -187,27 +184,6 @@ def test_epochs_reach_workers_that_stay(index: StreamIndex, workers: int) -> Non
     second = samples(list(loader))
     assert sorted(second) == sorted(expected(6, NEGATIVES, epoch=1))
     assert [sample[0] for sample in second] != [sample[0] for sample in first]  # another order
-
-
-def test_worker_batches() -> None:
-    for total in range(12):
-        for workers in range(1, 5):
-            whole = _interleaved(total, 0, workers)
-            assert sorted(whole) == list(range(total))
-            for skip in range(total + 1):
-                assert _interleaved(total, skip, workers) == whole[skip:]
-    assert doctest.testmod(epoch_segments).failed == 0
-    assert doctest.testmod(epoch_segments).attempted == 4
-
-
-def _interleaved(total: int, skip: int, workers: int) -> list[int]:
-    """What a DataLoader that asks its workers in turn yields."""
-    queues = [list(worker_batches(total, skip, worker, workers)) for worker in range(workers)]
-    order = []
-    while any(queues):
-        for queue in queues:
-            order += [queue.pop(0)] if queue else []
-    return order
 
 
 def test_drop_last(index: StreamIndex) -> None:
@@ -261,7 +237,7 @@ def test_short_rows_are_left_out(tmp_path: Path) -> None:
     assert [row.tolist() for row in batch.history.to_dense()] == [[1, 2], [5, 6, 7]]
 
 
-def test_item_counts_are_those_of_the_map(index: StreamIndex, tmp_path: Path) -> None:
+def test_item_counts_equal_those_of_the_histories(index: StreamIndex, tmp_path: Path) -> None:
     assert index.item_counts is None
     counted = index_of(tmp_path / "users.parquet", tmp_path / "cache", count_items=True)
     assert counted.item_counts is not None

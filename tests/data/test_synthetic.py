@@ -1,4 +1,4 @@
-"""Synthetic histories: the lengths, the popularity and the rule that were asked for."""
+"""Synthetic histories have the requested lengths, popularity and rule."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.data.test_cache import equal
 
 
 def hit_rates(options: Synthetic, histories: Histories, k: int = 10) -> tuple[float, float]:
-    """HR@k on the held-out events, of a popularity recommender and of an oracle that knows the planted rule."""
+    """Return HR@k on the held-out events, of a popularity recommender and of an oracle that knows the rule."""
     rule = options.rule()
     target, previous = (histories.items[histories.offsets[1:] - back] for back in (1, 2))
     popular = np.argsort(-histories.item_counts)[:k]
     cluster = np.arange(options.items) % options.clusters
     oracle = np.empty((options.items, k), dtype=np.int64)
     for item in range(options.items):
-        mates = np.flatnonzero(cluster == cluster[item])  # by popularity, which is the order of the ids
+        mates = np.flatnonzero(cluster == cluster[item])  # ordered by popularity, like the ids
         oracle[item] = [rule.successor[item], *mates[mates != rule.successor[item]][: k - 1]]
     return float(np.isin(target, popular).mean()), float((oracle[previous] == target[:, None]).any(axis=1).mean())
 
@@ -32,13 +32,13 @@ def test_an_oracle_beats_popularity_four_times(seed: int) -> None:
     assert oracle > 4 * popularity
 
 
-def test_without_the_rule_it_does_not() -> None:
+def test_without_the_rule_the_oracle_is_not_better() -> None:
     options = Synthetic(follow=0.0, clusters=1, items=1000)
     popularity, oracle = hit_rates(options, options.generate())
     assert oracle < 1.5 * popularity
 
 
-def test_events_follow_the_rule_as_often_as_asked() -> None:
+def test_events_follow_the_rule_as_often_as_requested() -> None:
     options = Synthetic(users=500, follow=0.6)
     rule, histories = options.rule(), options.generate()
     clusters = np.arange(options.items) % options.clusters
@@ -47,14 +47,14 @@ def test_events_follow_the_rule_as_often_as_asked() -> None:
     inner = np.ones(len(histories.items), dtype=bool)
     inner[histories.offsets[:-1]] = False
     followed = histories.items[1:] == rule.successor[histories.items[:-1]]
-    # A fresh draw hits the successor by chance a few times in a hundred.
+    # A draw is the successor by chance in a few percent of all cases.
     assert 0.58 < followed[inner[1:]].mean() < 0.66
     owners = np.repeat(np.arange(histories.num_users), histories.lengths)
     for user in range(20):
         assert len(set(clusters[histories.items[owners == user]])) == 1
 
 
-def test_following_many_steps_is_following_one_many_times() -> None:
+def test_many_successors_at_once_equal_one_successor_many_times() -> None:
     rule = Synthetic(items=23, clusters=4).rule()
     items = np.arange(23)
     expected = items.copy()
@@ -63,7 +63,7 @@ def test_following_many_steps_is_following_one_many_times() -> None:
         expected = rule.successor[expected]
 
 
-def test_fresh_draws_are_zipf_within_the_cluster() -> None:
+def test_draws_have_a_zipf_distribution_within_the_cluster() -> None:
     options = Synthetic(items=40, clusters=4, zipf=1.0)
     rule = options.rule()
     drawn = rule.draw(np.full(200_000, 1), np.random.default_rng(0))
@@ -83,14 +83,14 @@ def test_lengths() -> None:
     assert capped.lengths.max() == 2048
 
 
-def test_time_goes_on() -> None:
+def test_times_of_a_user_do_not_decrease() -> None:
     histories = Synthetic(users=50).generate()
     for start, stop in zip(histories.offsets[:-1], histories.offsets[1:], strict=True):
         assert (np.diff(histories.timestamps[start:stop]) >= 0).all()
     assert histories.timestamps.min() > 0
 
 
-def test_seeded() -> None:
+def test_the_data_depend_on_the_seed() -> None:
     a, b, c = (Synthetic(users=50, seed=seed, feature_sizes={"action": 3}).generate() for seed in (3, 3, 4))
     assert equal(a, b)
     assert not equal(a, c)
@@ -109,7 +109,7 @@ def test_seeded() -> None:
         {"sigma": -1},
     ],
 )
-def test_options_that_make_no_sense(options: dict) -> None:
+def test_invalid_options_are_refused(options: dict) -> None:
     with pytest.raises(ConfigurationError, match="synthetic: "):
         Synthetic(**options)
 
