@@ -81,9 +81,8 @@ def test_the_wheel_contains_the_package_and_its_metadata(wheel: zipfile.ZipFile)
     metadata = message_from_bytes(wheel.read(metadata_file))
     assert metadata["Version"] == lightning_freescale.__version__
     required = [value.split(";")[0] for value in metadata.get_all("Requires-Dist", [])]
-    assert not [
-        name for name in required if name.startswith("torchrec")
-    ]  # its pins do not fit the CPU build, so it is installed separately
+    # TorchRec's own pins do not fit the CPU build of FBGEMM, so it is installed separately.
+    assert not [name for name in required if name.startswith("torchrec")]
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "freescale = lightning_freescale_cli:main" in wheel.read(entry_points).decode()
 
