@@ -1,4 +1,4 @@
-"""What the prioritized exchange takes for granted about TorchRec and FBGEMM, checked on real sharded modules."""
+"""What the prioritized exchange assumes about TorchRec and FBGEMM, checked on real sharded modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.embedding.training import (
 )
 from tests.ranks import run_ranks
 
-# Private names of TorchRec and FBGEMM that the package uses, and where they live. check_names() looks at each.
+# Private names of TorchRec and PyTorch that the package uses, and the classes that have them. check_names() checks each.
 PINNED = {
     "_device": ShardedEmbeddingCollection,
     "_embedding_dim": ShardedEmbeddingCollection,
@@ -48,7 +48,7 @@ PINNED = {
     "_in_backward_optimizers": nn.Parameter,
     "_optimizer_classes": nn.Parameter,
 }
-# Options of the output that the module holds as ``_<name>``; releases have some of them.
+# Options of the output that the module holds as ``_<name>``. Each release has some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
 OUTPUT_ARGUMENTS = {  # what PrioritizedEmbedding.join passes
     "awaitables_per_sharding",
@@ -59,13 +59,16 @@ OUTPUT_ARGUMENTS = {  # what PrioritizedEmbedding.join passes
     "features_to_permute_indices",
     "sharding_types",
 }
-OUTPUT_LEFT_OUT = {"module_fqn", "resize_awaitables"}  # a name for errors; storage freed early, an option that is off
+OUTPUT_LEFT_OUT = {
+    "module_fqn",
+    "resize_awaitables",
+}  # a name for error messages; an option to free storage early, which is off
 KINDS = {"row_wise": {"row_wise"}, "table_wise": {"table_wise"}, "column_wise": {"column_wise"}}
 KINDS["mixed"] = {"row_wise", "table_wise"}
 
 
 def check_names(rank: int, world: int) -> None:
-    """Every private name exists and means what the package takes it for. Raises AssertionError."""
+    """Assert that every private name exists and means what the package assumes."""
     dist.init_process_group("gloo")
     check_output_arguments()
     for kind in SHARDINGS:
@@ -79,7 +82,7 @@ def check_names(rank: int, world: int) -> None:
 
 
 def output_parameters() -> set[str]:
-    # Of __init__: the class has a metaclass with a __call__(*args, **kwargs).
+    # The signature of the class itself is that of its metaclass, __call__(*args, **kwargs).
     return set(inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters) - {"self"}
 
 
@@ -90,7 +93,7 @@ def check_output_arguments() -> None:
 
 
 def check_sharding(module: ShardedEmbeddingCollection, kind: str, world: int) -> None:
-    """One lookup for every sharding type, in the same order, with the rows that this rank holds."""
+    """There is one lookup for every sharding type, in the same order, with the rows that this rank owns."""
     types = list(module._sharding_type_to_sharding)
     assert set(types) == KINDS[kind]
     assert len(module._lookups) == len(types) == len(module._embedding_names_per_sharding)
@@ -118,7 +121,7 @@ def tables_of(lookup: Any) -> list[Any]:
 
 
 def check_ids_and_rows(module: ShardedEmbeddingCollection, rank: int, world: int) -> None:
-    """Ids arrive by feature in the order of the tables, split by rank as the context says; rows come in their order."""
+    """Ids arrive by feature in the order of the tables, and by rank as the context says. Lookups return rows in this order."""
     asked = random_batches(rank, 1, 3, lambda rank, step: 3 + 2 * rank)[0]
     kjt = to_kjt(asked)
     context = module.create_context()
@@ -150,7 +153,7 @@ def check_ids_and_rows(module: ShardedEmbeddingCollection, rank: int, world: int
         with torch.no_grad():
             assert torch.equal(lookup(features).view(-1, width), expected)
     assert kernels_of(module) or not any(map(tables_of, module._lookups))
-    for kernel in kernels_of(module):  # the steps they count (for Adam, which they have on CUDA alone) can be set
+    for kernel in kernels_of(module):  # their step counts can be set (Adam needs that, and exists on CUDA only)
         for counter in (kernel.iter_cpu, kernel.iter):
             assert counter.shape == (1,)
             assert counter.dtype == torch.int64
@@ -159,15 +162,15 @@ def check_ids_and_rows(module: ShardedEmbeddingCollection, rank: int, world: int
 
 
 def local_weights(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
-    """This rank's part of each table, if it holds any."""
+    """This rank's part of each table, for the tables of which it holds a part."""
     found = {name: module.state_dict()[f"embeddings.{name}.weight"].local_shards() for name in ROWS}
     return {name: shards[0].tensor.clone() for name, shards in found.items() if shards}
 
 
 def check_optimizer(module: ShardedEmbeddingCollection, rank: int) -> None:
-    """step() hands the learning rate to the kernels and changes no weight; backward of a lookup updates its rows with it."""
+    """step() passes the learning rate to the kernels and changes no weight. The backward of a lookup uses this rate."""
     optimizer = module.fused_optimizer
-    for rate, moves in ((0.0, False), (0.1, True)):
+    for rate, expected in ((0.0, False), (0.1, True)):
         for group in optimizer.param_groups:
             group["lr"] = rate
         before = local_weights(module)
@@ -178,11 +181,11 @@ def check_optimizer(module: ShardedEmbeddingCollection, rank: int) -> None:
         after = local_weights(module)
         changed = torch.tensor(any(not torch.equal(before[name], after[name]) for name in after), dtype=torch.int32)
         dist.all_reduce(changed)
-        assert bool(changed) == moves, f"learning rate {rate}"
+        assert bool(changed) == expected, f"learning rate {rate}"
 
 
 def check_forward(module: ShardedEmbeddingCollection) -> None:
-    """An instance's own ``forward`` takes the place of the class's, which stays callable."""
+    """A ``forward`` of the instance replaces that of the class, which can still be called."""
     assert callable(type(module).forward)
     seen: list[Any] = []
     module.forward = seen.append
@@ -200,18 +203,19 @@ def check_gradient_division() -> None:
 
 
 def check_model_parallel(world: int) -> None:
-    """The names that the strategy takes from DistributedModelParallel and the optimizers inside backward."""
+    """The names of DistributedModelParallel, and of optimizers inside backward, that the strategy uses."""
     arguments = inspect.signature(DefaultDataParallelWrapper).parameters
     assert {"static_graph", "find_unused_parameters", "bucket_cap_mb", "ddp_kwargs"} <= set(arguments)
     model = nn.Module()
-    model.embeddings = EmbeddingCollection(
+    collection = EmbeddingCollection(
         tables=[EmbeddingConfig(name="t", embedding_dim=DIM, num_embeddings=64, feature_names=["a"])]
     )
+    model.embeddings = collection
     model.head = nn.Linear(DIM, 1)
     device, group = torch.device("cpu"), dist.group.WORLD
-    apply_optimizer_in_backward(torch.optim.SGD, model.embeddings.parameters(), {"lr": 0.1})
-    assert has_own_optimizer([model.embeddings])
-    assert all(hasattr(parameter, "_optimizer_classes") for parameter in model.embeddings.parameters())
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    assert has_own_optimizer([collection])
+    assert all(hasattr(parameter, "_optimizer_classes") for parameter in collection.parameters())
     sharders = sharding.make_sharders(model, None, device)
     plan = sharding.make_plan(model, sharders, "row_wise", device=device, world_size=world, local_size=world)
     assert group is not None
@@ -227,14 +231,14 @@ def check_model_parallel(world: int) -> None:
 
 
 def output_options(rank: int) -> set[str]:
-    """The options that the prioritized exchange hands on to the module's output."""
+    """The options that the prioritized exchange passes to the module's output."""
     dist.init_process_group("gloo")
     exchange = make_schedule(build("row_wise", "sgd", 2)).modules[0].exchange
     return set(exchange.output_options)
 
 
 def check_training(rank: int, world: int) -> dict[str, bool]:
-    """For every sharding, whether the prioritized exchange trains to the bits of TorchRec's; and a run that must not."""
+    """For every sharding, whether the prioritized exchange equals TorchRec's bit for bit. One more run must differ."""
     dist.init_process_group("gloo")
     return {kind: same_bits(rank, world, kind) for kind in SHARDINGS} | {
         "every row prefetched": same_bits(rank, world, "row_wise", prefetch_all=True)
@@ -247,7 +251,7 @@ def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False) -> b
     expected = train(plain, batches, None)
     schedule = make_schedule(module)
     if prefetch_all:
-        blind_to_collisions(schedule)
+        ignore_collisions(schedule)
     got = train(module, batches, schedule)
     assert schedule.modules[0].synchronous_reason is None
     assert schedule.modules[0].kjt_index == 0
@@ -255,7 +259,7 @@ def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False) -> b
     return expected == got and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def blind_to_collisions(schedule: ExchangeSchedule) -> None:
+def ignore_collisions(schedule: ExchangeSchedule) -> None:
     def detect(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
 
@@ -264,9 +268,9 @@ def blind_to_collisions(schedule: ExchangeSchedule) -> None:
 
 
 def check(world: int = 2) -> None:
-    """Both checks, on ranks of their own."""
+    """Run both checks, each on its own set of ranks."""
     run_ranks(check_names, world, (world,))
     results = run_ranks(check_training, world, (world,))
     for kind in SHARDINGS:
         assert all(result[kind] for result in results), f"{kind}: prioritized and synchronous training differ"
-    assert not all(result["every row prefetched"] for result in results), "the comparison notices nothing"
+    assert not all(result["every row prefetched"] for result in results), "the comparison does not detect stale rows"

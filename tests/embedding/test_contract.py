@@ -1,4 +1,4 @@
-"""The private names of TorchRec and FBGEMM that the exchange rests on: all pinned, and checked for several releases."""
+"""The private names of TorchRec that the exchange uses: all are listed in ``contract.py``, and checked for several releases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_installed_release() -> None:
     contract.check()
 
 
-def test_output_options_are_handed_on() -> None:
+def test_output_options_are_passed() -> None:
     expected = contract.OUTPUT_OPTIONS & contract.output_parameters()
     assert expected
     assert contract.run_ranks(contract.output_options) == [expected, expected]
@@ -63,14 +63,14 @@ def test_other_release(release: str) -> None:
 
 
 def installed(release: str) -> Path:
-    """A folder with that release of torchrec alone, kept for the next run."""
+    """A folder that holds only this release of torchrec. It is kept for the next run."""
     folder = CACHE / f"torchrec-{release}"
     if folder.exists():
         return folder
     CACHE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as fresh:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        pip += ["--retries", "1", "--timeout", "10"]  # an index out of reach is told soon
+        pip += ["--retries", "1", "--timeout", "10"]  # fail soon if the package index cannot be reached
         target = Path(fresh) / "torchrec"
         done = subprocess.run(
             [*pip, "--target", str(target), f"torchrec=={release}"], capture_output=True, text=True, timeout=90
@@ -78,12 +78,12 @@ def installed(release: str) -> Path:
         if done.returncode:
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             pytest.skip(f"torchrec {release} cannot be installed here: {reason}")
-        target.rename(folder)  # a folder is there as a whole or not at all
+        target.rename(folder)  # so that an interrupted installation leaves no folder
     return folder
 
 
 def foreign_private_names(source: str) -> set[str]:
-    """Names that start with an underscore and are asked of anything but ``self``."""
+    """Names that start with an underscore and belong to anything but ``self``."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and not (
@@ -92,7 +92,7 @@ def foreign_private_names(source: str) -> set[str]:
             found.add(node.attr)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             name = node.args[1]
-            if isinstance(name, ast.Constant):
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 found.add(name.value)
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
@@ -105,18 +105,20 @@ def private_names_used_in(package: str) -> set[str]:
 def test_every_private_name_is_pinned() -> None:
     used = private_names_used_in("embedding")
     assert used  # the scan finds something
-    assert used <= set(contract.PINNED), "pin them in tests/embedding/contract.py, with a check of what they mean"
+    assert used <= set(contract.PINNED), (
+        "list them in PINNED of tests/embedding/contract.py, and add a check of what they mean"
+    )
     strategy = private_names_used_in("strategy")
-    assert set(contract.PINNED) <= used | strategy, "pinned, but no longer used"
+    assert set(contract.PINNED) <= used | strategy, "listed in PINNED, but no longer used"
 
 
-def test_the_scan_sees_private_names() -> None:
+def test_the_scan_finds_private_names() -> None:
     source = "a._one\nself._mine\nself.module._two\ngetattr(b, '_three')\nhasattr(c, 'public')\nd.__class__\n"
     assert foreign_private_names(source) == {"_one", "_two", "_three"}
 
 
 @pytest.mark.parametrize("name", ["_lookups", "_sharding_type_to_sharding", "_features_to_permute_indices"])
-def test_a_name_that_is_gone_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build = contract.build
 
     def renamed(*args: object, **kwargs: object) -> object:

@@ -100,8 +100,11 @@ def test_split_of_a_batch(owned: list[int], requested: list[int], data: st.DataO
     offsets = torch.tensor([0, *itertools.accumulate(owned)])
     masks = torch.tensor(collides, dtype=torch.bool), torch.tensor(requested_collides, dtype=torch.bool)
     orders = split_orders(*masks, owner_wire, requester_wire, offsets)
-    bounds = [tuple(map(torch.tensor, wire_bounds(counts, rank))) for counts in (owned, requested)]
-    counts = split_counts(*masks, owner_wire, bounds[0], bounds[1], offsets[[0, -1]]).tolist()
+    owner_bounds, requester_bounds = (
+        (torch.tensor(starts), torch.tensor(ends))
+        for starts, ends in (wire_bounds(c, rank) for c in (owned, requested))
+    )
+    counts = split_counts(*masks, owner_wire, owner_bounds, requester_bounds, offsets[[0, -1]]).tolist()
     by_requester, by_feature, all_by_feature, by_owner = counts[:world], *counts[world : world + 2], counts[world + 2 :]
 
     requester_of_row = [peer for peer, count in enumerate(owned) for _ in range(count)]

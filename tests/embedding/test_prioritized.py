@@ -227,7 +227,9 @@ def order_of_operations(rank: int) -> list[tuple[str, str, int]]:
     dist.init_process_group("gloo")
     module = build("row_wise", "sgd", 2)
     schedule = make_schedule(module)
-    exchange, seen, number = schedule.modules[0].exchange, [], {}
+    exchange = schedule.modules[0].exchange
+    seen: list[tuple[str, str, int]] = []
+    number: dict[int, int] = {}  # of each batch
     kjts = [training.to_kjt(batch) for batch in random_batches(rank, 5, 0, lambda r, s: 6)]
     operations = {
         "send_rows": (exchange, "send_rows"),
@@ -237,7 +239,9 @@ def order_of_operations(rank: int) -> list[tuple[str, str, int]]:
     for name, (owner, method) in operations.items():
         original = getattr(owner, method)
 
-        def noted(batch: FetchingBatch | ReturningBatch, kind: str, name: str = name, original: Any = original) -> None:
+        def noted(
+            batch: FetchingBatch | ReturningBatch, kind: RowKind, name: str = name, original: Any = original
+        ) -> None:
             if name != "apply_gradients" or batch.transfers.get(kind):
                 seen.append((name, kind, number[id(batch.kjt)]))
             original(batch, kind)

@@ -1,10 +1,10 @@
-"""A rank that trains HSTU synchronously, watched by the monitor and by torch's profiler; started by ``test_cluster.py``.
+"""Trains HSTU with synchronous exchange, and measures it with the monitor and with torch's profiler at the same time.
 
-Prints a line for each rank, for diagnosis, and one JSON line, all of it on rank 0: of the profiled steps the bubble by the
-monitor, and by hand from the trace (``tests/bubbles/profiled.py`` says what is the same in both, and what is not).
+``test_cluster.py`` starts each rank. Rank 0 prints a line for each rank, for diagnosis, and one JSON line: the bubble of the
+profiled steps as the monitor measures it, and as it follows from the trace (``tests/bubbles/profiled.py`` compares the two).
 
-The model is large enough that its kernels, not their launches, take the time; rows travel over NCCL, which the virtual
-cluster makes slow, so that there is a bubble to measure.
+The model is large, so that its kernels take longer than their launches. Rows travel over NCCL, which is slow in the virtual
+cluster, so that there is a bubble to measure.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.models import HSTU
 from tests.bubbles.profiled import Profiled, by_hand, mark_step
 
-NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
+NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 
 
 class Profiling(pl.Callback):
-    """Profiles steps ``first`` to ``last``. It runs before the monitor, which the strategy adds: both end a step together."""
+    """Profiles steps ``first`` to ``last``. The strategy adds the monitor after this callback, so both end a step together."""
 
     def __init__(self, first: int, last: int, trace: Path):
         self.first, self.last, self.trace = first, last, trace
         self._profile: Any = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.first - 1:  # what starting costs is over when the first marker comes
+        if batch_idx == self.first - 1:  # start one step early, so that the start is complete at the first marker
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
         elif batch_idx == self.last + 1:
@@ -56,7 +56,7 @@ class Profiling(pl.Callback):
 
 
 def train(options: argparse.Namespace, folder: Path, profiling: Profiling) -> Path:
-    """The folder of the monitor's records."""
+    """Train, and return the folder of the monitor's records."""
     pl.seed_everything(3, verbose=False)
     steps = profiling.last + 3
     data = fs.SeqRecDataModule(
@@ -82,7 +82,7 @@ def train(options: argparse.Namespace, folder: Path, profiling: Profiling) -> Pa
         cuda=True,
         max_steps=steps,
         logger=CSVLogger(folder, name="", version="run"),
-        log_every_n_steps=2 * steps,  # one interval: every step is recorded, and nothing is gathered meanwhile
+        log_every_n_steps=2 * steps,  # one interval: every step is recorded, and nothing is gathered before the end
         callbacks=[profiling],
     )
     trainer.fit(model, datamodule=data)
@@ -90,11 +90,11 @@ def train(options: argparse.Namespace, folder: Path, profiling: Profiling) -> Pa
 
 
 def figures(rank: int, steps: list[Profiled], wall: list[float], bubble: list[float]) -> dict[str, Any]:
-    """One rank: shares of the profiled steps, and ms.
+    """The figures of one rank: shares of the time of the profiled steps, and ms.
 
     Args:
-        steps: by hand.
-        wall, bubble: of the same steps by the monitor, seconds.
+        steps: the steps in the trace.
+        wall, bubble: seconds of the same steps, as the monitor measures them.
     """
     total = {name: sum(getattr(step, name) for step in steps) for name in (*Profiled._fields, "bubble")}
     return {
@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-history", type=int, default=8192)
     parser.add_argument("--mean-length", type=float, default=2000.0)
-    parser.add_argument("--first", type=int, default=8, help="profiled step")
-    parser.add_argument("--last", type=int, default=17)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also keep it, as JSON")
+    parser.add_argument("--first", type=int, default=8, help="first profiled step")
+    parser.add_argument("--last", type=int, default=17, help="last profiled step")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures to this JSON file")
     options = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(os.environ.get("FOLDER") or tempfile.gettempdir())

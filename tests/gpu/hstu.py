@@ -1,6 +1,7 @@
-"""A rank that trains HSTU through the Trainer, synchronously and prioritized; started by ``test_cluster.py``.
+"""Trains HSTU with the Trainer, with synchronous and with prioritized exchange. ``test_cluster.py`` starts each rank.
 
-Prints one JSON line on rank 0: losses of both runs, steps per second, what became of the exchange, and a checkpoint's round.
+Rank 0 prints one JSON line: for each run the losses, the ms of a step, the validation metrics, whether a checkpoint was written,
+and the peak memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.models import HSTU
 
-NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
+NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -37,7 +38,7 @@ class Recorder(pl.Callback):
         self.times.append(time.perf_counter())
 
 
-def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: str) -> dict[str, Any]:
+def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: Any) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     data = fs.SeqRecDataModule(
         "synthetic",

@@ -1,6 +1,6 @@
-"""A rank that trains HSTU with ``fit_costs`` on a GPU; started by ``test_cluster.py``.
+"""Trains HSTU with ``fit_costs`` on a GPU. ``test_cluster.py`` starts each rank.
 
-Prints one JSON line on rank 0: for each way of training the cost model of every rank, its error, and the losses of all steps.
+Rank 0 prints one JSON line: for each variant the cost model of every rank, its error, and the losses of all steps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.balance import CostModel, Planner
 from lightning_freescale.models import HSTU
 
-NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it when a run is over
+NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
-WRONG = CostModel(linear=0.0, quadratic=1.0)  # as if attention were all
-WAYS: dict[str, dict[str, Any]] = {
+WRONG = CostModel(linear=0.0, quadratic=1.0)  # as if attention were the only cost
+VARIANTS: dict[str, dict[str, Any]] = {
     "off": {"source": "off", "balance": "off", "prioritize": False, "fit_costs": False},
     "source": {"source": Planner("fixed", WRONG), "balance": "off", "prioritize": False, "fit_costs": 10},
     "source, prioritized": {"source": Planner("fixed", WRONG), "balance": "off", "prioritize": True, "fit_costs": 10},
@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Recorder(pl.Callback):
-    """Loss and predicted positions of every step, on the device; and what was learnt."""
+    """Records the loss and the number of predicted positions of every step, on the device, and the fitted cost model."""
 
     def __init__(self) -> None:
         self.totals: list[torch.Tensor] = []
@@ -43,8 +43,8 @@ class Recorder(pl.Callback):
         self.totals.append(torch.stack([outputs["loss"].detach().float() * tokens, tokens]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if (online := trainer.strategy._balancer.cost_fit) is not None:
-            self.learnt = {**online.planner.cost_model.state_dict(), "error": online.error}
+        if (cost_fit := trainer.strategy._balancer.cost_fit) is not None:
+            self.learnt = {**cost_fit.planner.cost_model.state_dict(), "error": cost_fit.error}
 
 
 def fit(steps: int, folder: str, source: Any, **options: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def fit(steps: int, folder: str, source: Any, **options: Any) -> dict[str, Any]:
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
-    results = {name: fit(steps, folder, **way) for name, way in WAYS.items()}
+    results = {name: fit(steps, folder, **variant) for name, variant in VARIANTS.items()}
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
 

@@ -1,10 +1,14 @@
-"""A rank of the GPU comparison of both exchange paths; started by ``test_cluster.py``. Prints one JSON line on rank 0."""
+"""Compares the prioritized exchange with the synchronous one on a GPU.
+
+``test_cluster.py`` starts each rank. Rank 0 prints one JSON line.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +26,15 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
-    backend = sys.argv[1] if len(sys.argv) > 1 else None  # of the rows and gradients
+    backend = sys.argv[1] if len(sys.argv) > 1 else None  # backend of the process groups for rows and gradients
     results = []
-    cases = [(kind, optimizer, {}) for kind in SHARDINGS for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")]
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        (kind, optimizer, {}) for kind in SHARDINGS for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")
+    ]
     cases += [(kind, "rowwise_adagrad", {"use_index_dedup": True}) for kind in SHARDINGS]
     for kind, optimizer, options in cases:
         batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
-        rates = {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
+        rates: dict[str, Any] = {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
         plain = build(kind, optimizer, world, "cuda", **options)
         expected = train(plain, batches, None, "cuda", **rates)
         again = build(kind, optimizer, world, "cuda", **options)
@@ -43,7 +49,7 @@ def main() -> None:
             "optimizer": optimizer,
             "dedup": bool(options),
             "saved": schedule.modules[0].exchange.stats.bytes_saved,
-            "mode": schedule.modules[0].synchronous_reason or "prioritized",
+            "lane": schedule.modules[0].synchronous_reason or "prioritized",
             "loss": _worst([abs(x - y) / max(1.0, abs(x)) for x, y in zip(expected, got, strict=True)]),
             "weights": _worst([float((a[key] - b[key]).abs().max()) for key in a if a[key].numel()]),
             "repeat": _worst([float((a[key] - c[key]).abs().max()) for key in a if a[key].numel()]),
@@ -58,7 +64,7 @@ def main() -> None:
 
 
 def _unordered(rank: int, world: int, backend: str | None) -> float:
-    """How far the weights are off where the exchange does not wait for the compute: the comparison must notice that."""
+    """Largest error of the weights if the exchange does not wait for the compute stream. The comparison must detect it."""
     batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
     plain, module = (build("row_wise", "sgd", world, "cuda") for _ in range(2))
     train(plain, batches, None, "cuda")

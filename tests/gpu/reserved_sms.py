@@ -1,8 +1,6 @@
 """One of two ranks on one GPU: does a kernel of rank 1 run while rank 0 occupies all SMs that are reserved for rank 0?
 
-``test_cluster.py`` starts it.
-
-With the argument ``same`` both ranks have the same cores. Prints one JSON line on rank 0.
+``test_cluster.py`` starts both ranks. With the argument ``same`` both have the same SMs. Rank 0 prints one JSON line.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from benchmarks.harness.gpu_cluster import reserved_sms
 
 HOLD = r"""
 extern "C" __global__ void hold(int* seen, long long cycles) {
-  unsigned core;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(core));
+  unsigned sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
   long long start = clock64();
   while (clock64() - start < cycles) {}
-  if (threadIdx.x == 0) seen[core] = 1;
+  if (threadIdx.x == 0) seen[sm] = 1;
 }
 """
-THREADS = 1024  # of a block: two of them fill a core
-LONG = 6_000_000_000  # cycles: three seconds
+THREADS = 1024  # in a block: two blocks fill an SM
+LONG = 6_000_000_000  # cycles, about three seconds
 
 
 def main() -> None:
@@ -38,7 +36,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), torch.device("cuda")
     reserved_sms.use(device)
-    cores = ctypes.CDLL(None).reserved_sms()
+    sms = ctypes.CDLL(None).reserved_sms()
     hold = torch.cuda._compile_kernel(HOLD, "hold")
     seen = torch.zeros(2, 1024, dtype=torch.int32, device=device)
 
@@ -48,10 +46,10 @@ def main() -> None:
         done.record(stream)
         return done
 
-    # Which cores a stream reaches, one rank after the other: its own ones, and from the default stream all.
+    # One rank after the other: its streams reach only its own SMs, and the default stream reaches all SMs.
     for turn in range(2):
         if rank == turn:
-            start(8 * cores, 1_000_000, 0)
+            start(8 * sms, 1_000_000, 0)
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.default_stream()):
                 start(2 * torch.cuda.get_device_properties(device).multi_processor_count, 1_000_000, 1)
@@ -59,9 +57,9 @@ def main() -> None:
         dist.barrier()
     reached = seen.sum(dim=1).tolist()
     dist.barrier()
-    found: dict[str, Any] = {"rank": rank, "cores": cores, "own": reached[0], "default": reached[1]}
+    found: dict[str, Any] = {"rank": rank, "sms": sms, "own": reached[0], "default": reached[1]}
     if rank == 0:
-        held = start(2 * cores, LONG, 0)
+        held = start(2 * sms, LONG, 0)
     dist.barrier()
     time.sleep(0.3)
     if rank == 1:
