@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser, numbers: Callable[[str], list
     """Add the options of the simulation; ``numbers`` parses a list of positive integers."""
     group = parser.add_argument_group(
         "simulated step time",
-        "Simulate steps of TorchRec and FreeScale on these histories. Needs --link-gbps and --gpus.",
+        "Needs --link-gbps and --gpus. Simulates training steps of TorchRec and FreeScale.",
     )
     group.add_argument(
         "--link-gbps", type=float, metavar="X", help="bandwidth of the link of a GPU, in gigabits per second"

@@ -148,13 +148,13 @@ def table(args: argparse.Namespace, lengths: NDArray[np.int64], outcomes: Sequen
         f"{args.batch_size} samples per rank; the cost of a history of L events is L + L^2 / {args.crossover}",
         "",
         f"{'ranks':>6}  {'balance':<9} {'straggler':>9} {'above bound':>12} {'padding':>8} {'tokens/rank':>12} "
-        f"{'max tokens':>10} {'speedup':>8}",
+        f"{'max tokens':>11} {'speedup':>8}",
     ]
     for outcome in outcomes:
         lines.append(
             f"{outcome.ranks if outcome.mode == RANDOM else '':>6}  {outcome.mode:<9} {outcome.straggler:>9.2%} "
             f"{outcome.above_bound:>12.2%} {outcome.sparsity:>8.1%} {outcome.tokens_mean:>12,.0f} "
-            f"{outcome.tokens_max:>10,} {outcome.speedup:>7.2f}x"
+            f"{outcome.tokens_max:>11,} {outcome.speedup:>7.2f}x"
         )
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The bubble by hand, from a profiler's trace: wall time minus the time in which kernels of the compute stream ran.
+"""Computes the bubble from a profiler's trace: wall time minus the time in which kernels run on the compute stream.
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for batch in batches:
@@ -8,18 +8,18 @@
     profiler.export_chrome_trace("trace.json")
     steps = by_hand(json.loads(Path("trace.json").read_text())["traceEvents"])
 
-Compared with ``BubbleMonitor``, which knows nothing of kernels, only of events that it has recorded on the compute stream:
+``BubbleMonitor`` does not see kernels. It sees only the events that it records on the compute stream. The two compare as follows:
 
-* The step. Both take the compute stream's own time: the monitor from event to event, this from marker to marker, a kernel
-  that does nothing, launched in the same hook. What the profiler costs the host is in both.
-* Useful. Here: kernels. For the monitor: the stream's time in forward, backward and optimizer, exchanges cut out. So a gap
-  between two kernels of one layer, while the host launches the second, is bubble here and useful work there. Only events
-  around every kernel could tell. ``gaps`` is their sum, and the comparison must be made on a model whose kernels last longer
-  than their launches.
-* The other way round, kernels inside an exchange (ids put in order of their owners, rows in order of the batch) are busy here
-  and part of the exchange there: microseconds of each.
-* NCCL's kernels wait for other ranks rather than compute, and copies are no compute: neither counts. Kernels of other streams
-  are not the compute engine's: ``elsewhere`` says how much they ran while it did not. In the synchronous run there are none.
+* Step: both use the time of the compute stream. The monitor measures from event to event, this module from marker to marker. A
+  marker is a kernel that does nothing, launched in the same hook. Both include what the profiler costs the host.
+* Useful work: here, the time of kernels. For the monitor, the stream's time in forward, backward and optimizer without the
+  exchanges. So a gap between two kernels of one layer, while the host launches the second kernel, is bubble here and useful work
+  there. ``gaps`` is the sum of such gaps. Compare on a model whose kernels last longer than their launches.
+* Kernels inside an exchange (which sort ids by owner, and rows by their order in the batch) are busy here and part of the
+  exchange there. They take microseconds.
+* NCCL's kernels mostly wait for other ranks, and copies are not compute, so neither counts as busy. Kernels of other streams do
+  not run on the compute stream: ``elsewhere`` is the time in which they ran while the compute stream was idle. The synchronous
+  run has no such kernels.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import torch
 
 from lightning_freescale.bubbles.attribution import overlap, union
 
-MARKER = "spin_kernel"  # of torch.cuda._sleep
-GAP = 30e-6  # seconds: an idle time below this is a launch, not a wait
+MARKER = "spin_kernel"  # the kernel of torch.cuda._sleep
+GAP = 30e-6  # seconds; shorter idle times are kernel launches, not waits
 
 Intervals = list[tuple[float, float]]
 
 
 class Profiled(NamedTuple):
-    """One step of one rank, seconds."""
+    """One step of one rank, in seconds."""
 
     wall: float
     busy: float  # compute kernels on the compute stream
@@ -54,12 +54,12 @@ class Profiled(NamedTuple):
 
 
 def mark_step() -> None:
-    """Show the end of a step, and the beginning of the next, in the trace of the current stream."""
+    """Mark the end of a step, and the start of the next one, in the trace of the current stream."""
     torch.cuda._sleep(1)
 
 
 def by_hand(events: Iterable[Mapping[str, Any]]) -> list[Profiled]:
-    """The steps between the markers of a trace.
+    """The steps between the markers of a profiler's trace.
 
     Args:
         events: ``traceEvents`` of a Chrome trace, times in microseconds.

@@ -1,4 +1,4 @@
-"""Attribution against a slow reference that looks at every tick of every rank's step."""
+"""Attribution against a slow reference that labels every tick of every rank's step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parts(result: Bubbles, rank: int) -> dict[str, float]:
 
 # ---- the reference: one label per tick -----------------------------------------------------------------------------
 def label_ticks(ranks: list[Step]) -> list[dict[str, float]]:
-    """Seconds of each part, of ``useful`` and of ``hidden`` by rank. Ticks are one second, spans begin and end on them."""
+    """Per rank, the seconds of each part, of ``useful`` and of ``hidden``. Ticks are one second; spans begin and end on them."""
     arrivals: dict[tuple[Kind, int], float] = {}
     numbered: list[dict[Span, int]] = []
     for rank in ranks:
@@ -83,7 +83,7 @@ def label_ticks(ranks: list[Step]) -> list[dict[str, float]]:
 
 @st.composite
 def engine_spans(draw: st.DrawFn) -> list[Span]:
-    """Compute spans that nest anyhow, exchanges and waits that are interrupted by nothing, background exchanges."""
+    """Compute spans that may nest, exchanges and waits without spans inside them, and background exchanges."""
     spans: list[Span] = []
     compute = [Kind.DENSE_FORWARD, Kind.DENSE_BACKWARD, Kind.OPTIMIZER, Kind.METRICS, Kind.LOOKUP]
     starts = draw(st.lists(st.integers(0, WALL - 1), max_size=5, unique=True))
@@ -94,7 +94,7 @@ def engine_spans(draw: st.DrawFn) -> list[Span]:
     while cursor < WALL and len(spans) < 12:
         end = draw(st.integers(cursor, min(WALL, cursor + 12)))
         covered = [s for s in spans if cursor <= s.start < end]
-        if covered:  # a span that begins inside would interrupt the wait, see test_interrupted_wait
+        if covered:  # avoid spans that begin inside the wait; test_interrupted_wait covers them
             cursor += 1
             continue
         kind = draw(st.sampled_from([*EXCHANGES, Kind.INPUT_WAIT, Kind.H2D]))
@@ -118,9 +118,9 @@ def test_equal_to_the_reference(ranks: list[list[Span]]) -> None:
         assert sum(values[rank, 0] for values in result.parts.values()) == pytest.approx(result.bubble[rank, 0])
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
-def test_straggler_and_transfer_are_told_apart() -> None:
-    """Rank 1 computes 10 longer; the exchange then takes 4 on both."""
+# ---- known cases ---------------------------------------------------------------------------------------------------
+def test_straggler_wait_and_transfer_are_separated() -> None:
+    """Rank 1 computes 10 seconds longer. The exchange then takes 4 seconds on both ranks."""
     early = step(span("dense_forward", 0, 10), span("gradient_exchange", 10, 24), span("optimizer", 24, 40))
     late = step(span("dense_forward", 0, 20), span("gradient_exchange", 20, 24), span("optimizer", 24, 40))
     result = bubbles(early, late)
@@ -129,14 +129,14 @@ def test_straggler_and_transfer_are_told_apart() -> None:
     assert result.bubble[:, 0].tolist() == [14, 4]
 
 
-def test_joined_early_and_waited_late_is_no_straggling() -> None:
-    """Rank 1 posts its part at 5 and waits at 20: rank 0, which waits from 10, waits for the link alone."""
+def test_a_rank_that_joins_early_and_waits_late_is_no_straggler() -> None:
+    """Rank 1 joins at 5 and waits at 20. Rank 0 waits from 10 on, so it waits only for the link."""
     first = step(span("row_exchange_exclusive", 10, 15, joined=4))
     second = step(span("row_exchange_exclusive", 20, 20, joined=5))
     assert parts(bubbles(first, second), 0) == {"exposed_embedding": 5, "other": 35}
 
 
-def test_allreduce_is_dense_and_input_is_input() -> None:
+def test_allreduce_and_input_have_their_own_parts() -> None:
     only = step(span("input_wait", 0, 3), span("h2d", 3, 5), span("dense_backward", 5, 30), span("allreduce", 20, 30))
     result = bubbles(only)
     assert parts(result, 0) == {"input_wait": 5, "exposed_dense": 10, "other": 10}
@@ -147,10 +147,10 @@ def test_clocks_are_aligned_by_the_offset() -> None:
     early = step(span("allreduce", 10, 24))
     late = Step(0, 1000.0, 1040.0, (span("allreduce", 1020, 1024),))
     assert parts(bubbles(early, late, offsets=[0.0, -1000.0]), 0)["straggler"] == 10
-    assert parts(bubbles(early, late), 0) == {"straggler": 14, "other": 26}  # the offset is needed
+    assert parts(bubbles(early, late), 0) == {"straggler": 14, "other": 26}  # without the offset the result is wrong
 
 
-def test_slots_match_although_a_wait_has_no_length() -> None:
+def test_waits_of_zero_length_are_matched_too() -> None:
     first = step(span("id_exchange", 5, 5), span("id_exchange", 10, 20))
     second = step(span("id_exchange", 4, 5), span("id_exchange", 15, 20))
     result = bubbles(first, second)
@@ -158,7 +158,7 @@ def test_slots_match_although_a_wait_has_no_length() -> None:
     assert parts(result, 1)["straggler"] == 1
 
 
-def test_unknown_arrival_counts_as_exposed() -> None:
+def test_a_wait_with_unknown_join_times_is_exposed() -> None:
     first = step(span("row_exchange_exclusive", 10, 20, joined=math.nan))
     second = step(span("row_exchange_exclusive", 15, 20, joined=math.nan))
     assert parts(bubbles(first, second), 0)["exposed_embedding"] == 10
@@ -174,7 +174,7 @@ def test_more_waits_than_slots_are_exposed() -> None:
 
 
 def test_interrupted_wait() -> None:
-    """Compute inside of a wait is useful; what is left of the wait is split by its own length."""
+    """Compute inside a wait is useful. The remaining time of the wait is exposed."""
     only = step(span("row_exchange", 0, 10), span("lookup", 2, 6))
     result = bubbles(only)
     assert parts(result, 0) == {"exposed_embedding": 6, "other": 30}

@@ -1,4 +1,4 @@
-"""Delays that are put in come out in the right part of the bubble, as long as they were, and in no other part."""
+"""Delays that a test adds to the training appear in the right part of the bubble, with the right length, and in no other part."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests import toy
 from tests.bubbles.monitored_fit import fit
 from tests.ranks import run_ranks
 
-DELAY = 0.3  # seconds, large against the noise of a busy machine
+DELAY = 0.3  # seconds; large compared with the noise of a busy machine
 STEPS = 12
-DELAYED = (4, 6, 8, 10)  # batches, clean ones in between
+DELAYED = (4, 6, 8, 10)  # indices of the delayed batches; the batches between them are not delayed
 Sleeps = list[tuple[float, float]]
 
 
@@ -33,7 +33,7 @@ def sleep(seen: Sleeps) -> None:
 
 
 class SlowCompute(toy.Model):
-    """One rank takes longer."""
+    """The ranks ``ranks`` compute longer."""
 
     def __init__(self, seen: Sleeps, ranks: tuple[int, ...]):
         super().__init__()
@@ -74,7 +74,7 @@ class SlowGradients(SlowLink):
 
 
 class SlowAllReduce(toy.Model):
-    """The AllReduce of the dense gradients takes longer, on every rank, while nobody computes."""
+    """The AllReduce of the dense gradients takes longer, on every rank, while no rank computes."""
 
     def __init__(self, seen: Sleeps, ranks: tuple[int, ...]):
         super().__init__()
@@ -83,7 +83,7 @@ class SlowAllReduce(toy.Model):
     def on_train_start(self) -> None:
         self.trainer.strategy.model.register_comm_hook(None, self._reduce)
 
-    def _reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not with names
+    def _reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not with strings
         slow = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1 in DELAYED
         done: torch.futures.Future = torch.futures.Future()
         buffer = bucket.buffer().div_(dist.get_world_size())
@@ -103,7 +103,7 @@ class SlowAllReduce(toy.Model):
 
 
 class SlowLoader:
-    """The batches of one rank, or of all, come late."""
+    """The batches of the ranks ``ranks`` come late."""
 
     def __init__(self, seen: Sleeps, ranks: tuple[int, ...]):
         self.sleeps, self.ranks = seen, ranks
@@ -136,7 +136,7 @@ def train(rank: int, folder: Path, delay: Any, ranks: tuple[int, ...]) -> Sleeps
 
 
 def measured(folder: Path, sleeps: list[Sleeps]) -> list[dict[str, float]]:
-    """For each rank, by how much each part of a delayed step exceeds that of a clean one, over what was slept."""
+    """For each rank and part: the difference between delayed and other steps, as a share of the delay."""
     run = read_run(folder)
     steps = [run.step(index) for index in run.indices]
     bubbles = attribute(np.stack([[account(step[rank]) for step in steps] for rank in range(run.ranks)]))
@@ -165,7 +165,7 @@ def measured(folder: Path, sleeps: list[Sleeps]) -> list[dict[str, float]]:
 
 
 def agrees(found: list[dict[str, float]], expected: list[str | None]) -> bool:
-    """Whether each rank has the whole delay in its expected part and none of it elsewhere, within 10%."""
+    """Whether each rank has the whole delay in the expected part and none of it in other parts, within 10%."""
     return all(
         abs(share - (part == wanted)) < 0.1
         for parts, wanted in zip(found, expected, strict=True)
@@ -175,7 +175,7 @@ def agrees(found: list[dict[str, float]], expected: list[str | None]) -> bool:
 
 CASES = {
     "one rank computes longer": (SlowCompute, (1,), ["straggler", None]),
-    "both ranks compute longer": (SlowCompute, (0, 1), [None, None]),  # work, however slow, is no bubble
+    "both ranks compute longer": (SlowCompute, (0, 1), [None, None]),  # slow compute is not bubble
     "the link is slow": (SlowLink, (0, 1), ["exposed_embedding"] * 2),
     "the link is slow on the way back": (SlowGradients, (0, 1), ["exposed_embedding"] * 2),
     "the AllReduce is slow": (SlowAllReduce, (0, 1), ["exposed_dense"] * 2),
@@ -185,13 +185,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_delay_is_found_where_it_was_put(case: str, tmp_path: Path) -> None:
+def test_a_delay_appears_in_the_right_part(case: str, tmp_path: Path) -> None:
     delay, ranks, expected = CASES[case]
-    for attempt in range(2):  # another process may take the cores away for a while
+    for attempt in range(2):  # another process may use the cores during the first attempt
         folder = tmp_path / str(attempt)
         found = measured(folder, run_ranks(train, args=(folder, delay, ranks)))
         if agrees(found, expected):
             break
     assert agrees(found, expected), found
-    for part in PARTS:  # the check is able to fail
+    for part in PARTS:  # show that the check can fail
         assert not agrees(found, [part if wanted != part else None for wanted in expected])

@@ -1,4 +1,4 @@
-"""With the prioritized exchange: what is hidden behind compute is no bubble, what is not hidden is."""
+"""The prioritized exchange: communication during compute is not bubble, and exposed communication is."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests import toy
 from tests.bubbles.monitored_fit import SynchronousStrategy, fit
 from tests.ranks import run_ranks
 
-DELAY = 0.5  # seconds, large against what happens between a step's end and the next forward
+DELAY = 0.5  # seconds; large compared with the time between the end of a step and the next forward
 STEPS = 14
 DELAYED = (5, 8, 11)
 
 
 class SlowWork:
-    """A transfer that arrives late and takes nobody's time meanwhile."""
+    """A transfer that arrives late without using a CPU."""
 
     def __init__(self, work: Any):
         self._arrived: torch.futures.Future = torch.futures.Future()
@@ -42,7 +42,7 @@ class SlowWork:
 
 
 class Busy(toy.Model):
-    """Optionally computes for longer than the delay in the backward of the delayed steps."""
+    """If ``busy``, the backward of the delayed steps takes longer than the delay."""
 
     def __init__(self, busy: bool):
         super().__init__()
@@ -83,7 +83,7 @@ def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
 
 
 def measured(folder: Path, delayed: set[int]) -> list[dict[str, float]]:
-    """For each rank, by how much a delayed step exceeds a clean one, over the delay: the parts, and what was hidden."""
+    """For each rank, part and hidden time: the difference between delayed and other steps, as a share of the delay."""
     run = read_run(folder)
     steps = {index: run.step(index) for index in run.indices if index >= 4}
     bubbles = attribute(np.stack([[account(step[rank]) for step in steps.values()] for rank in range(run.ranks)]))
@@ -112,16 +112,16 @@ def agrees(found: list[dict[str, float]], wanted: str, delays: int) -> bool:
             "exposed_embedding",
             1,
         ),  # sent after backward, needed in the next forward
-        (Kind.ROW_EXCHANGE_EXCLUSIVE, True, 0, "hidden", 1),  # sent before backward, which takes longer
-        # Those of collisions are needed after backward, those of the step before, which leave in forward, ahead of it.
+        (Kind.ROW_EXCHANGE_EXCLUSIVE, True, 0, "hidden", 1),  # sent before backward, and backward takes longer
+        # A step waits twice: for the collision gradients after backward, and for the exclusive gradients of the previous step.
         (Kind.GRADIENT_EXCHANGE, False, 0, "exposed_embedding", 2),
     ],
     ids=["collision rows", "exclusive rows", "gradients"],
 )
-def test_a_slow_link_shows_where_it_is_waited_for(
+def test_a_slow_transfer_is_exposed_or_hidden(
     slow: Kind, busy: bool, later: int, wanted: str, delays: int, tmp_path: Path
 ) -> None:
-    for attempt in range(2):  # another process may take the cores away for a while
+    for attempt in range(2):  # another process may use the cores during the first attempt
         folder = tmp_path / str(attempt)
         run_ranks(train, args=(folder, slow, busy))
         found = measured(folder, {step + later for step in DELAYED})

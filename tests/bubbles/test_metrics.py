@@ -1,4 +1,4 @@
-"""The metrics on one rank and on real ranks: the same figures whoever holds the steps."""
+"""The metrics give the same figures on real ranks and in one process that has the steps of all ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def on_ranks(rank: int) -> list[dict[str, float]]:
     dist.init_process_group("gloo")
     held = collection()
     results = []
-    for _ in range(2):  # twice: reset must leave nothing behind
+    for _ in range(2):  # the second round shows that reset clears everything
         for step in range(3):
             update(held, [rank], step)
         results.append({name: float(metric.compute()) for name, metric in held.items()})
@@ -74,21 +74,21 @@ def on_ranks(rank: int) -> list[dict[str, float]]:
     return results
 
 
-def test_ranks_agree_with_the_figures_by_hand() -> None:
+def test_ranks_compute_the_known_figures() -> None:
     for results in run_ranks(on_ranks):
         assert results[0] == pytest.approx(EXPECTED)
         assert results[1] == pytest.approx(EXPECTED)
 
 
-def test_one_process_that_knows_all_ranks_gets_the_same() -> None:
+def test_one_process_with_all_steps_computes_the_known_figures() -> None:
     held = collection()
     for step in range(3):
         update(held, [0, 1], step)
     assert {name: float(metric.compute()) for name, metric in held.items()} == pytest.approx(EXPECTED)
 
 
-def test_ranks_alone_differ() -> None:
-    """The sync matters: without it a rank sees its own share only."""
+def test_one_rank_without_sync_has_other_figures() -> None:
+    """Without the sync, a rank has only its own share."""
     held = collection()
     for step in range(3):
         update(held, [1], step)
@@ -105,7 +105,7 @@ def test_empty_metrics_are_finite() -> None:
     assert values["share"] == values["rate"] == 0
 
 
-def test_as_torchmetrics_users_expect() -> None:
+def test_collections_forward_and_state_dicts_work() -> None:
     collected = MetricCollection({"a": metrics.BubbleShare(), "b": metrics.BubbleShare()})
     collected.update(part=torch.tensor([0.01, 0.03]), wall=torch.tensor([0.1, 0.1]))
     assert collected.compute()["a"] == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""The monitor in a Trainer: what it logs, where, when, and that it changes nothing."""
+"""The monitor in a Trainer: what it logs, where and when, and that training stays the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS = [tag for tag in TAGS if tag.startswith("bubble/") and tag != "bubble/tot
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """``{tag: {step: value}}`` of all event files in a folder, by TensorBoard's own reader."""
+    """``{tag: {step: value}}`` of all event files in a folder, read with TensorBoard's reader."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
     events.Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
@@ -56,7 +56,7 @@ def fit_and_resume(rank: int, folder: Path, world: int) -> None:
 def test_every_tag_is_in_the_event_files_also_after_a_resume(world: int, tmp_path: Path) -> None:
     run_ranks(fit_and_resume, world, args=(tmp_path, world))
     found = scalars(tmp_path / "run")
-    # Intervals end at 3, 7, 11, ...; the last one of each fit is cut short, at 9 and at 18.
+    # Intervals end at 3, 7, 11, ... The last interval of each fit is shorter: it ends at 9 and at 18.
     expected = {3, 7, 9, 11, 15, 18}
     for tag in TAGS:
         assert set(found[tag]) == expected, tag
@@ -74,14 +74,20 @@ def test_every_tag_is_in_the_event_files_also_after_a_resume(world: int, tmp_pat
     assert any(0 < value < 1 for value in found["embedding/collision_rate"].values())
     run = read_run(tmp_path / "run")
     assert run.ranks == world
-    # The first step of a fit is not recorded: it sets things up.
+    # The first step of a fit is not recorded, because it includes the setup.
     assert run.indices == [*range(1, 10), *range(11, 19)]
 
 
 def fit_with_images(rank: int, folder: Path, pillow: bool) -> None:
     if not pillow:
         picture.available = lambda: False
-    fit(2, logger=TensorBoardLogger(folder, name="", version="run"), log_every_n_steps=4, monitor=BubbleMonitor(1, 8))
+    fit(
+        2,
+        logger=TensorBoardLogger(folder, name="", version="run"),
+        log_every_n_steps=4,
+        max_epochs=1,
+        monitor=BubbleMonitor(1, 8),
+    )
 
 
 def test_pictures_of_the_timeline(tmp_path: Path) -> None:
@@ -89,11 +95,11 @@ def test_pictures_of_the_timeline(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0})
     events.Reload()
     images = events.Images("bubble/timeline")
-    assert [image.step for image in images] == [3, 11, 19, 27]
+    assert [image.step for image in images] == [3, 11]
     assert all(image.width == 1200 and image.height > 80 for image in images)
 
 
-def test_without_pillow_the_rest_is_logged(tmp_path: Path) -> None:
+def test_without_pillow_the_metrics_are_still_logged(tmp_path: Path) -> None:
     run_ranks(fit_with_images, args=(tmp_path, False))
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
@@ -103,7 +109,7 @@ def test_without_pillow_the_rest_is_logged(tmp_path: Path) -> None:
 
 # ---- other loggers, the progress bar -------------------------------------------------------------------------------
 class Remembering(Logger):
-    """A user's own logger: nothing but the two calls Lightning asks for."""
+    """A custom logger that has only the two methods that Lightning requires."""
 
     name, version = "remembering", 0
 
@@ -130,7 +136,7 @@ def test_any_logger_and_the_progress_bar(tmp_path: Path) -> None:
     assert sorted(logged) == [4, 9, 14, 15]
     assert all(set(TAGS) <= set(values) for values in logged.values())
     assert 0 < bar["bubble"] < 1
-    assert bar == other_bar  # all ranks know all ranks' figures
+    assert bar == other_bar  # every rank has the figures of all ranks
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {int(row["step"]): float(row["bubble/total"]) for row in rows} == {
@@ -138,11 +144,11 @@ def test_any_logger_and_the_progress_bar(tmp_path: Path) -> None:
     }
 
 
-# ---- it changes nothing --------------------------------------------------------------------------------------------
-def train(rank: int, world: int, watched: bool, bags: bool, prioritize: bool) -> tuple[list[float], dict[str, Any]]:
+# ---- training stays the same ----------------------------------------------------------------------------------------
+def train(rank: int, world: int, monitored: bool, bags: bool, prioritize: bool) -> tuple[list[float], dict[str, Any]]:
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags)
-    callbacks = [BubbleMonitor()] if watched else []
+    callbacks = [BubbleMonitor()] if monitored else []
     options = {"callbacks": callbacks, "log_every_n_steps": 3, "limit_val_batches": 1, "val_check_interval": 7}
     trainer = toy.trainer(SynchronousStrategy(prioritize=prioritize), world, **options)
     trainer.fit(model, toy.loader(), toy.loader(8, shuffle=False))
@@ -153,13 +159,13 @@ def train(rank: int, world: int, watched: bool, bags: bool, prioritize: bool) ->
     ("world", "bags", "prioritize"), [(2, False, False), (3, True, False), (2, False, True)], ids=str
 )
 def test_the_training_stays_the_same_bit_for_bit(world: int, bags: bool, prioritize: bool) -> None:
-    for plain, watched in zip(
+    for plain, monitored in zip(
         run_ranks(train, world, args=(world, False, bags, prioritize)),
         run_ranks(train, world, args=(world, True, bags, prioritize)),
         strict=True,
     ):
-        assert watched[0] == plain[0]
-        assert toy.same(watched[1], plain[1])
+        assert monitored[0] == plain[0]
+        assert toy.same(monitored[1], plain[1])
 
 
 # ---- settings of the Trainer ---------------------------------------------------------------------------------------
@@ -180,7 +186,9 @@ def kinds_of(rank: int, folder: Path, model: type, strategy: Any) -> set[str]:
     fit(2, model=model(), strategy=strategy, logger=CSVLogger(folder, name="", version=""), max_epochs=1)
     torch.distributed.barrier()
     run = read_run(folder)
-    return {span.kind.value for index in run.indices for span in run.step(index)[rank].spans} - {"h2d"}  # only on CUDA
+    return {span.kind.value for index in run.indices for span in run.step(index)[rank].spans} - {
+        "h2d"
+    }  # exists only on CUDA
 
 
 STEP = {"metrics", "dense_forward", "dense_backward", "optimizer", "allreduce"}
@@ -194,7 +202,7 @@ def test_the_spans_of_a_step(model: type, tmp_path: Path) -> None:
 
 
 class Dense(pl.LightningModule):
-    """Nothing of TorchRec in it."""
+    """A model without TorchRec modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +215,7 @@ class Dense(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_any_strategy_can_be_watched(tmp_path: Path) -> None:
+def test_the_monitor_works_with_any_strategy(tmp_path: Path) -> None:
     assert run_ranks(kinds_of, args=(tmp_path, Dense, "ddp")) == [STEP] * 2
 
 
@@ -216,7 +224,7 @@ def fit_fast(rank: int, folder: Path) -> int:
     return fit(2, logger=logger, fast_dev_run=3, default_root_dir=folder).global_step
 
 
-def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     assert run_ranks(fit_fast, args=(tmp_path,)) == [3, 3]
     assert list(tmp_path.iterdir()) == []
 
@@ -242,20 +250,20 @@ def test_sampling_adapts_and_covers_every_interval() -> None:
         assert len(sampled) == 4 * math.ceil(10 / every)
 
 
-def test_fewer_steps_are_recorded_where_they_cost_more() -> None:
+def test_the_sampling_period_grows_with_the_overhead() -> None:
     assert [overhead.sampling_period(share) for share in (0.0, 0.05, 0.2)] == [10, 10, 40]
 
 
 def fit_adaptively(rank: int, folder: Path) -> int:
-    overhead.MAX_OVERHEAD = 1e-4  # cannot be met: as few steps as possible
+    overhead.MAX_OVERHEAD = 1e-4  # not possible: the monitor records as few steps as it can
     monitor = BubbleMonitor()
     fit(2, monitor=monitor, logger=CSVLogger(folder, name="", version=""), log_every_n_steps=4)
     return monitor._every
 
 
-def test_a_costly_monitor_records_less(tmp_path: Path) -> None:
+def test_a_monitor_with_a_large_overhead_records_fewer_steps(tmp_path: Path) -> None:
     assert run_ranks(fit_adaptively, args=(tmp_path,)) == [4, 4]
-    # The figures of the first interval are known to all when the second is gathered, after step 9; step 10 has begun then.
+    # All ranks have the figures of the first interval when they gather the second one, after step 9. Step 10 has begun then.
     assert read_run(tmp_path).indices == [*range(1, 11), *range(12, 32, 4)]
 
 
@@ -283,7 +291,7 @@ def test_a_failure_keeps_the_steps_before_it(tmp_path: Path) -> None:
     assert read_run(tmp_path).indices == list(range(1, 9))
 
 
-# ---- the other namespace, and how the strategy adds it -------------------------------------------------------------
+# ---- the other namespace, and how the strategy adds the monitor ---------------------------------------------------------
 class OtherMonitor(BubbleMonitorMixin, pytorch_lightning.Callback):
     pass
 
@@ -334,7 +342,7 @@ def test_pytorch_lightning() -> None:
     assert set(TAGS) <= set(logged[7])
 
 
-def test_it_is_added_once_and_only_where_there_is_a_logger(tmp_path: Path) -> None:
+def test_the_monitor_is_added_once_and_only_with_a_logger(tmp_path: Path) -> None:
     trainer = toy.trainer("auto", 1, logger=CSVLogger(tmp_path))
     add_monitor(trainer, BubbleMonitor)
     add_monitor(trainer, BubbleMonitor)
@@ -344,7 +352,7 @@ def test_it_is_added_once_and_only_where_there_is_a_logger(tmp_path: Path) -> No
     assert not any(isinstance(callback, BubbleMonitor) for callback in silent.callbacks)
 
 
-# ---- what a model computes -----------------------------------------------------------------------------------------
+# ---- FLOPs of a model ------------------------------------------------------------------------------------------------
 def fit_hstu(rank: int, folder: Path) -> None:
     from lightning_freescale import SeqRecDataModule
 
@@ -360,7 +368,7 @@ def fit_hstu(rank: int, folder: Path) -> None:
     trainer.fit(HSTU(data.num_items, embedding_dim=16, num_layers=1), datamodule=data)
 
 
-def test_cost_and_flops_of_a_model_that_tells_them(tmp_path: Path) -> None:
+def test_a_model_with_cost_coefficients_has_flops(tmp_path: Path) -> None:
     run_ranks(fit_hstu, args=(tmp_path,))
     found = scalars(tmp_path / "run")
     assert all(value > 0 for value in found["throughput/tflops"].values())

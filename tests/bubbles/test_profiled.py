@@ -1,4 +1,4 @@
-"""The bubble by hand of a trace made by hand."""
+"""The bubble that is computed from a profiler's trace, on a known trace."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TRACE = [
     kernel("before the first marker", 500, 100),
     marker(1000),
     kernel("gemm", 1100, 200),
-    kernel("gemm", 1310, 90),  # a launch later
+    kernel("gemm", 1310, 90),  # after the gap of a kernel launch
     kernel("ncclDevKernel_SendRecv", 1400, 300, NCCL),
     kernel("index", 1500, 50, SIDE),
     kernel("Memcpy DtoD (Device -> Device)", 1750, 20, cat="gpu_memcpy"),
     kernel("Memcpy HtoD (Pinned -> Device)", 1600, 10, SIDE, cat="gpu_memcpy"),
-    kernel("gemm", 1900, 200),  # reaches into the next step
+    kernel("gemm", 1900, 200),  # continues in the next step
     marker(2000),
     kernel("gemm", 2300, 400),
-    kernel("ncclDevKernel_AllReduce", 2400, 400, NCCL),  # hidden for 300
+    kernel("ncclDevKernel_AllReduce", 2400, 400, NCCL),  # overlaps with the gemm for 300
     marker(3000),
     kernel("after the last marker", 3100, 100),
 ]
@@ -44,7 +44,7 @@ def micros(step: Profiled) -> dict[str, float]:
 
 
 def test_steps_of_a_trace() -> None:
-    first, second = by_hand(reversed(TRACE))  # in any order
+    first, second = by_hand(reversed(TRACE))  # the order does not matter
     assert micros(first) == {
         "wall": 1000, "busy": 390, "elsewhere": 60, "exchanging": 300, "copying": 20, "gaps": 10
     }  # fmt: skip
@@ -52,7 +52,7 @@ def test_steps_of_a_trace() -> None:
     assert first.bubble == pytest.approx(610e-6)
 
 
-def test_kernels_at_once_count_once() -> None:
+def test_concurrent_kernels_count_once() -> None:
     (step,) = by_hand([marker(0), kernel("a", 10, 40), kernel("b", 20, 10), kernel("c", 40, 20), marker(100)])
     assert micros(step)["busy"] == 50
 

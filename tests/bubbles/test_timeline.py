@@ -1,4 +1,4 @@
-"""Recording of spans: with a clock made by hand, with threads, with real transfers, and (on a GPU) with events."""
+"""Recording of spans: with a manual clock, with threads, with real transfers, and with events on a GPU."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_nothing_is_recorded_between_steps() -> None:
     timeline.begin_step(0)
     timeline.cancel_step()
     timeline.add("metrics", 0.0, 1.0)
-    assert timeline.span("metrics") is timeline.span("optimizer")  # no object is made
+    assert timeline.span("metrics") is timeline.span("optimizer")  # no object is created
     timeline.begin_step(1)
     timeline.end_step()
     (step,) = timeline.take()
     assert (step.index, step.spans, step.counts, step.arrays) == (1, (), {}, {})
 
 
-def test_unknown_kind_is_refused() -> None:
+def test_an_unknown_kind_is_refused() -> None:
     timeline = Timeline()
     timeline.begin_step(0)
     with pytest.raises(ValueError, match="dense_foward"):
@@ -75,7 +75,7 @@ def test_counts_and_arrays() -> None:
     timeline.begin_step(0)
     lengths = torch.tensor([3, 5])
     timeline.keep("lengths", lengths)
-    lengths.zero_()  # the batch may be overwritten: the step has its own copy
+    lengths.zero_()  # the step has its own copy, because the batch may be overwritten
     timeline.count("bytes", 10)
     timeline.count("bytes", 5)
     timeline.count("rows", torch.tensor(4))
@@ -96,7 +96,7 @@ def test_background_spans_are_cut_at_the_end_of_the_step() -> None:
     clock.now = 110.0
     timeline.end_step()
     clock.now = 120.0
-    timeline.begin_step(3)  # step 2 is not recorded: what reached into it is dropped
+    timeline.begin_step(3)  # step 2 is not recorded: spans that continue in it are dropped
     timeline.add("row_exchange_exclusive", 121.0, 140.0, track="exchange")
     clock.now = 125.0
     timeline.end_step()
@@ -106,7 +106,7 @@ def test_background_spans_are_cut_at_the_end_of_the_step() -> None:
     assert spans(third, "exchange") == [("row_exchange_exclusive", 121.0, 125.0)]
 
 
-def test_take_stops_where_it_is_told() -> None:
+def test_take_stops_at_the_given_step() -> None:
     timeline = Timeline()
     for index in range(4):
         timeline.begin_step(index)
@@ -150,7 +150,12 @@ def test_iterate_times_each_wait_and_gives_every_item() -> None:
     timeline.end_step()
     (step,) = timeline.take()
     assert items == [0, 1, 2]
-    assert [end - start for _, start, end in spans(step)] == [10.0, 10.0, 10.0, 0.0]  # the last finds the end
+    assert [end - start for _, start, end in spans(step)] == [
+        10.0,
+        10.0,
+        10.0,
+        0.0,
+    ]  # the last wait finds the end of the source
 
 
 def test_roles() -> None:
@@ -165,8 +170,11 @@ def test_roles() -> None:
 
 
 # ---- the clock of a device -----------------------------------------------------------------------------------------
-def tied(lags: list[float], drift: float = 0.0, period: float = 0.1) -> list[float]:
-    """By how much the clock is wrong after ties that the device has come to ``lags`` late; its own clock runs faster."""
+def clock_errors(lags: list[float], drift: float = 0.0, period: float = 0.1) -> list[float]:
+    """Error of the clock after each sample. The device reaches the sample's event ``lags`` seconds late.
+
+    The device's clock runs faster than the host's by ``drift`` seconds per second.
+    """
     clock, before, wrong = DeviceClock(), 0.0, []
     for number, lag in enumerate(lags):
         host = 5000.0 + period * number
@@ -176,17 +184,17 @@ def tied(lags: list[float], drift: float = 0.0, period: float = 0.1) -> list[flo
     return wrong
 
 
-def test_the_most_prompt_tie_of_the_clocks_counts() -> None:
-    assert tied([0.0, 0.0, 0.0]) == pytest.approx([0.0, 0.0, 0.0], abs=1e-4)
-    # A late tie is not believed, neither the first, once a better one has come, nor a later one.
-    assert tied([0.03, 0.03, 0.0, 0.05, 0.02]) == pytest.approx([-0.03, -0.03, 0.0, 0.0, 0.0], abs=1e-4)
+def test_the_sample_with_the_smallest_delay_counts() -> None:
+    assert clock_errors([0.0, 0.0, 0.0]) == pytest.approx([0.0, 0.0, 0.0], abs=1e-4)
+    # Late samples are ignored: the first ones as soon as a better sample exists, and all later ones.
+    assert clock_errors([0.03, 0.03, 0.0, 0.05, 0.02]) == pytest.approx([-0.03, -0.03, 0.0, 0.0, 0.0], abs=1e-4)
 
 
 @pytest.mark.parametrize("drift", [-5e-5, 5e-5])
-def test_clocks_that_drift_apart_stay_tied(drift: float) -> None:
-    hour = tied([0.0] * 36_000, drift)
+def test_the_clock_follows_a_drifting_device(drift: float) -> None:
+    hour = clock_errors([0.0] * 36_000, drift)
     assert max(map(abs, hour)) < 1e-4
-    # Without the allowance for it, the error would grow for ever.
+    # Without DRIFT, the error would grow without bound.
     assert 36_000 * 0.1 * abs(drift) > 0.1
 
 
@@ -195,7 +203,7 @@ PAUSE = 0.3
 
 
 def follow(rank: int) -> tuple[Span, Span, float]:
-    """Rank 1 joins late; rank 0 does something else meanwhile and then waits."""
+    """Rank 1 joins late. Rank 0 does something else meanwhile, and then waits."""
     dist.init_process_group("gloo")
     timeline = Timeline()
     dist.barrier()
@@ -210,7 +218,7 @@ def follow(rank: int) -> tuple[Span, Span, float]:
         time.sleep(2 * PAUSE)
     with transfer.waiting():
         work.wait()
-    dist.barrier()  # the callback of the transfer has run by now
+    dist.barrier()  # make sure that the callback of the transfer has run
     time.sleep(0.05)
     timeline.end_step()
     (step,) = timeline.take()
@@ -220,11 +228,11 @@ def follow(rank: int) -> tuple[Span, Span, float]:
     return background, waiting, issued
 
 
-def test_a_transfer_shows_its_way_and_the_wait_for_it() -> None:
+def test_a_transfer_shows_its_duration_and_the_wait_for_it() -> None:
     (first_way, first_wait, first_issued), (second_way, second_wait, second_issued) = run_ranks(follow)
     assert first_way.start == first_wait.joined
     assert 0 <= first_way.start - first_issued < PAUSE / 2
-    # Done when rank 1 had joined, half way through the pause of rank 0, which then has nothing left to wait for.
+    # The transfer is done when rank 1 has joined, which is in the middle of the pause of rank 0. Rank 0 then does not wait.
     assert first_way.end - first_way.start == pytest.approx(PAUSE, abs=PAUSE / 2)
     assert first_way.end >= second_issued
     assert first_wait.start > first_way.end
@@ -232,7 +240,7 @@ def test_a_transfer_shows_its_way_and_the_wait_for_it() -> None:
 
 
 @pytest.mark.gpu
-def test_events_show_when_the_device_stood_still() -> None:
+def test_events_show_when_the_device_is_idle() -> None:
     device = torch.device("cuda")
     timeline = Timeline()
     timeline.open(device)
@@ -257,7 +265,7 @@ def test_events_show_when_the_device_stood_still() -> None:
         timeline.end_step()
     steps = timeline.take()
     assert len(timeline._pool) > 0
-    # The device is idle when a step begins: it gets there at once, on the host's clock.
+    # The device is idle when a step begins, so it reaches the first event at once.
     assert [step.start for step in steps] == pytest.approx(began, abs=5e-3, rel=0)
     for step in steps:
         by_kind = {(span.kind, span.track): span.end - span.start for span in step.spans}

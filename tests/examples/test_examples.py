@@ -1,4 +1,4 @@
-"""Each example is run as its reader would run it. Launchers are real, ranks are two."""
+"""Runs each example like a user would, with real launchers and two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-TIMEOUT = 100  # seconds; a launch takes 10 to 20, most of it imports
+TIMEOUT = 100  # seconds; a launch takes 10 to 20 seconds, mostly for imports
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK")
 # Two steps of a tiny model.
 TINY = shlex.split(
@@ -44,7 +44,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- processes ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def started(command: Sequence[str], **environment: str) -> Any:
-    """A process group that does not outlive the block."""
+    """A process group that is killed at the end of the block."""
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     env |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]),
@@ -69,21 +69,21 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 
 def launch(command: Sequence[str], **environment: str) -> str:
-    """All that the command prints; fails if it does not end well."""
+    """The output of the command. Fails if the exit code is not 0."""
     with started(command, **environment) as process:
         return output_of(process)
 
 
 # ---- the commands of torchrun.md ------------------------------------------------------------------------------------------
 def documented(word: str) -> list[list[str]]:
-    """The commands, as words, of the first block of torchrun.md that holds ``word``."""
+    """The commands, split into words, of the first code block of torchrun.md that contains ``word``."""
     blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLES / "torchrun.md").read_text(), re.DOTALL)
     block = next(block for block in blocks if word in block)
     return [shlex.split(line) for line in block.splitlines() if not line.startswith("#")]
 
 
 def here(command: Sequence[str], per_node: int, port: int = 0) -> list[str]:
-    """``command`` on this machine: its Python, its address, and ``per_node`` processes in the place of 8 GPUs."""
+    """``command`` for this machine: with its Python, its address, and ``per_node`` processes instead of 8 GPUs."""
     words = {
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
         "python": [sys.executable],
@@ -96,7 +96,7 @@ def here(command: Sequence[str], per_node: int, port: int = 0) -> list[str]:
 
 
 def has_trained(output: str) -> bool:
-    """Whether the demo printed, once, that it trained on two processes and how well."""
+    """Whether the demo printed that it trained on two processes, and printed HR@10 once."""
     figures = re.findall(r"^HR@10 +0\.\d{3}$", output, re.MULTILINE)
     return "2 x cpu" in output and len(figures) == 1
 
@@ -129,7 +129,7 @@ def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
     assert re.search(r"^The losses of all 4 steps are equal", output, re.MULTILINE)
     assert re.search(r"^A +runs/freescale_sync/version_0$", output, re.MULTILINE)
     assert re.search(r"^B +runs/freescale/version_0$", output, re.MULTILINE)
-    assert output.count("3 steps recorded (1 to 3)") == 2  # the first sets things up
+    assert output.count("3 steps recorded (1 to 3)") == 2  # the first step is not recorded
     assert re.search(r"^  straggler ms( +\d+\.\d\d){2}", output, re.MULTILINE)
     assert re.search(r"^Straggler wait: \d+% of the ranks' time in A, \d+% in B", output, re.MULTILINE)
     page = (tmp_path / "runs" / "report.html").read_text()
@@ -149,7 +149,7 @@ def test_own_model_by_torchrun() -> None:
     (command,) = documented("own_model.py")
     output = launch(here(command, per_node=2))
     assert "Starting with 2 processes" in output
-    assert len(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)) == 1  # rank 0's
+    assert len(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)) == 1  # printed by rank 0 only
 
 
 def test_two_machines_by_torchrun() -> None:
@@ -160,9 +160,9 @@ def test_two_machines_by_torchrun() -> None:
         assert "HR@10 " not in output_of(node1)
 
 
-# ---- launches whose processes are started from outside: forked here, which saves their imports --------------------------
+# ---- launches in which other programs start the processes: forked here, which saves their imports ----------------------
 def run_script(rank: int, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]) -> str:
-    """What rank ``rank`` prints, run as ``python script.py ...`` with the variables its launcher would have set."""
+    """The output of rank ``rank`` of ``python script.py ...``, with the environment variables of its launcher."""
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environments[rank])
@@ -195,7 +195,7 @@ def test_slurm() -> None:
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NODELIST": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),  # by default a function of the job's number
+        "MASTER_PORT": str(free_port()),  # the default depends on the number of the job
     }
     tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)} for rank in range(2)]
     outputs = run_ranks(run_script, args=([[*here(command[1:], per_node=1), *TINY]] * 2, tasks))
@@ -217,7 +217,7 @@ def test_the_usage_in_the_readme() -> None:
         assert result == {"steps": 2, "ranks": 2}
 
 
-# ---- what the demo trains on -------------------------------------------------------------------------------------------
+# ---- data of the demo --------------------------------------------------------------------------------------------------
 def run_demo(rank: int, arguments: Sequence[str]) -> str:
     with redirect_stdout(io.StringIO()) as output:
         demo.main(arguments)
@@ -244,8 +244,8 @@ def test_the_demo_resumes(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/freescale/version_1/checkpoints/epoch=1-step=4.ckpt"))
 
 
-def test_the_model_beats_popularity_twice() -> None:
-    """A third of the demo's training is enough for it."""
+def test_the_model_is_twice_as_good_as_popularity() -> None:
+    """One of the demo's three epochs is enough for this."""
     options = (
         "--devices 2 --accelerator cpu --strategy freescale --max-epochs 1 --max-history 64 --limit-val-batches 32"
     )
@@ -254,7 +254,7 @@ def test_the_model_beats_popularity_twice() -> None:
     assert model > 2 * popular > 0
 
 
-# ---- what the demo says of two trainings -------------------------------------------------------------------------------
+# ---- comparison of two trainings ---------------------------------------------------------------------------------------
 def test_losses_are_compared() -> None:
     losses = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)
     compare = demo_output.compare_losses
@@ -266,7 +266,7 @@ def test_losses_are_compared() -> None:
     assert "different numbers of steps, 3 and 2" in compare(losses, losses[:2])
 
 
-def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
+def test_the_verdict_warns_if_the_machine_disturbed_the_runs(tmp_path: Path) -> None:
     uneven, even, slow = (
         analyse(read_run(write_run(tmp_path / name, [computes] * 4)))
         for name, computes in (("uneven", (10.0, 50.0)), ("even", (30.0, 30.0)), ("slow", (40.0, 40.0)))
@@ -276,7 +276,7 @@ def test_a_disturbed_comparison_is_called_so(tmp_path: Path) -> None:
     assert "It took 30 ms per step in A and 40 ms in B." in demo_output.verdict(uneven, slow)
 
 
-def test_one_checkpoint_cannot_resume_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_cannot_resume_both_trainings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(["--ckpt-path", "some.ckpt"])
     assert "choose --strategy freescale or freescale_sync" in capsys.readouterr().err
