@@ -16,6 +16,7 @@ Modules:
 * :mod:`.cpu`: for CPU tensors. Groups of histories of similar length; the work is about ``sum(L^2)``.
 * :mod:`.triton_attention` and :mod:`.triton_kernels`: for CUDA tensors. The work is about ``sum(L^2) / 2``, and no array of
   size ``L^2`` is stored.
+* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs, without the two biases. :func:`hstu_attention` does not use them.
 * :func:`dense_attention` in this file: the reference, padded to the longest history. Tests and benchmarks compare with it.
 """
 
