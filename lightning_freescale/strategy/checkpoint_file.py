@@ -36,7 +36,10 @@ def read(io: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read: {type(failure).__name__}: {failure}. {UNPICKLE_HINT}"
         ) from failure
-    return check(path, checkpoint)
+    checkpoint = check(path, checkpoint)
+    if "pytorch-lightning_version" not in checkpoint:  # Lightning's own code needs this entry next.
+        raise CheckpointError(f"{path} is not a Lightning checkpoint: it has no entry 'pytorch-lightning_version'")
+    return checkpoint
 
 
 def check(path: str, checkpoint: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lightning_freescale as fs
-from lightning_freescale import CheckpointError, FreeScaleStrategy
+from lightning_freescale import CheckpointError, FreeScaleError, FreeScaleStrategy
 from lightning_freescale.strategy import checkpoint
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
@@ -83,13 +83,23 @@ class ReadsSteppingBatches(toy.Model):
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["file", "sharded"])
+def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """The checkpoints of an uninterrupted run in either format, and what each rank trained."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, run_ranks(fit, args=(2, str(folder), None, None, {"checkpoint": request.param}))
+
+
 @pytest.mark.parametrize(
     ("at", "esb"),
     [("epoch=0-step=5", False), ("epoch=0-step=15", False), ("epoch=1-step=20", False), ("epoch=0-step=5", True)],
 )
-def test_resume_gives_the_batches_and_losses_of_the_uninterrupted_run(tmp_path: Path, at: str, esb: bool) -> None:
-    full = run_ranks(fit, args=(2, str(tmp_path / "a"), None, None, None, 5, esb))
-    resumed = run_ranks(fit, args=(2, str(tmp_path / "b"), str(tmp_path / "a" / f"{at}.ckpt"), None, None, 5, esb))
+def test_resume_gives_the_batches_and_losses_of_the_uninterrupted_run(
+    full_run: tuple[Path, list[dict]], at: str, esb: bool
+) -> None:
+    folder, full = full_run
+    assert (folder / f"{at}.ckpt").is_file() == folder.name.startswith("file")
+    resumed = run_ranks(fit, args=(2, None, str(folder / f"{at}.ckpt"), None, None, 5, esb))
     done = int(at.split("=")[-1])
     for whole, rest in zip(full, resumed, strict=True):
         assert rest["seen"] == whole["seen"][done:]
@@ -137,27 +147,41 @@ def test_resume_at_the_end_of_a_limited_epoch(tmp_path: Path) -> None:
         assert rest["losses"] == whole["losses"][5:]
 
 
+def load_all(rank: int, world: int, paths: list[str], extra: dict[str, Any]) -> list[dict[str, Any]]:
+    # max_steps is reached already, so the result is what was loaded.
+    return [fit(rank, world, None, path, {"max_steps": 5}, extra) for path in paths]
+
+
+def save_in_both_formats(rank: int, folder: str, extra: dict[str, Any]) -> dict[str, Any]:
+    saved = fit(rank, 2, f"{folder}/sharded", None, {"max_steps": 5}, {**extra, "checkpoint": "sharded"})
+    again = fit(rank, 2, f"{folder}/file", None, {"max_steps": 5}, {**extra, "checkpoint": "file"})
+    assert toy.same(saved["weights"], again["weights"])
+    return saved
+
+
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_two_ranks_to_one_three_and_four(tmp_path: Path, sharding: str, optimizer: str) -> None:
     extra = {"sharding": sharding, "embedding_optimizer": {"optimizer": optimizer, "lr": 0.1}}
-    saved = run_ranks(fit, args=(2, str(tmp_path), None, {"max_steps": 5}, extra))[0]
+    saved = run_ranks(save_in_both_formats, args=(str(tmp_path), extra))[0]
     assert optimizer == "sgd" or saved["optimizer"]
+    paths = [str(tmp_path / kind / "epoch=0-step=5.ckpt") for kind in ("file", "sharded")]
+    assert [Path(path).is_file() for path in paths] == [True, False]
     for world in (1, 3, 4):
-        path = str(tmp_path / "epoch=0-step=5.ckpt")
-        # max_steps is reached already: what comes out is what was loaded
-        loaded = run_ranks(fit, world, args=(world, None, path, {"max_steps": 5}, extra))[0]
-        assert loaded["losses"] == []
-        assert toy.same(loaded["weights"], saved["weights"])
-        assert toy.same(loaded["optimizer"], saved["optimizer"])
+        for loaded in run_ranks(load_all, world, args=(world, paths, extra))[0]:
+            assert loaded["losses"] == []
+            assert toy.same(loaded["weights"], saved["weights"])
+            assert toy.same(loaded["optimizer"], saved["optimizer"])
 
 
-def test_another_sharding_loads_the_same_weights(tmp_path: Path) -> None:
-    saved = run_ranks(fit, args=(2, str(tmp_path), None, {"max_steps": 5}))[0]
-    path = str(tmp_path / "epoch=0-step=5.ckpt")
-    loaded = run_ranks(fit, args=(2, None, path, {"max_steps": 5}, {"sharding": "table_wise"}))[0]
-    assert toy.same(loaded["weights"], saved["weights"])
-    assert toy.same(loaded["optimizer"], saved["optimizer"])
+def test_another_sharding_loads_the_same_weights(full_run: tuple[Path, list[dict]]) -> None:
+    path = str(full_run[0] / "epoch=1-step=30.ckpt")
+    same, other = ({"sharding": kind} for kind in ("row_wise", "table_wise"))
+    expected = run_ranks(fit, args=(2, None, path, {"max_steps": 30}, same))[0]
+    loaded = run_ranks(fit, args=(2, None, path, {"max_steps": 30}, other))[0]
+    assert loaded["losses"] == []
+    assert toy.same(loaded["weights"], expected["weights"])
+    assert toy.same(loaded["optimizer"], expected["optimizer"])
 
 
 # ---- another number of ranks, in the middle of an epoch --------------------------------------------------------------
@@ -219,85 +243,92 @@ def validate(rank: int, path: str | None) -> dict[str, Tensor]:
     return toy.weights(model)
 
 
-def save_weights_only(rank: int, path: str) -> dict[str, Tensor]:
+def save_weights_only(rank: int, path: str, kind: str) -> dict[str, Tensor]:
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
-    trainer = toy.trainer(FreeScaleStrategy(), 2, max_epochs=1)
+    trainer = toy.trainer(FreeScaleStrategy(checkpoint=kind), 2, max_epochs=1)
     trainer.fit(model, toy.loader())
     trainer.save_checkpoint(path, weights_only=True)
     return toy.weights(model)
 
 
-def test_weights_only_checkpoint_and_validation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "sharded"])
+def test_weights_only_checkpoint_and_validation(tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "weights.ckpt")
-    saved = run_ranks(save_weights_only, args=(path,))[0]
+    saved = run_ranks(save_weights_only, args=(path, kind))[0]
     assert toy.same(run_ranks(validate, args=(path,))[0], saved)
     assert not toy.same(run_ranks(validate, args=(None,))[0], saved)
-    meta = checkpoint.load_meta(Path(path))
+    meta = checkpoint.load_meta(path) if kind == "sharded" else torch.load(path, weights_only=True)
     assert "optimizer_states" not in meta
 
 
-def test_export_loads_into_the_unsharded_model(tmp_path: Path) -> None:
-    saved = run_ranks(fit, args=(2, str(tmp_path), None, {"max_steps": 5}))[0]
-    exported = fs.export(tmp_path / "epoch=0-step=5.ckpt", tmp_path / "out.pt")
+def test_export_loads_into_the_unsharded_model(full_run: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    path = full_run[0] / "epoch=1-step=30.ckpt"
+    exported = fs.export(path, tmp_path / "out.pt")
     model = toy.Model()
     model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
-    assert toy.same(dict(model.state_dict()), saved["weights"])
-    assert toy.same(exported, saved["weights"])
+    saved = run_ranks(validate, args=(str(path),))[0]
+    assert toy.same(dict(model.state_dict()), saved)
+    assert toy.same(exported, saved)
 
 
 # ---- crashes ---------------------------------------------------------------------------------------------------------
-def crash_while_saving(rank: int, path: str, stage: str) -> None:
+CRASHES = {
+    ("sharded", "meta"): (torch, "save"),
+    ("sharded", "checksums"): (json, "dumps"),
+    ("sharded", "rename"): (Path, "rename"),
+    ("file", "write"): (torch, "save"),
+    ("file", "commit"): (shutil, "move"),  # What fsspec calls when the temporary file is complete.
+}
+
+
+def crash_while_saving(rank: int, path: str, kind: str, stage: str) -> None:
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
-    trainer = toy.trainer(FreeScaleStrategy(timeout=5, balance="off"), 2, max_steps=3)
+    trainer = toy.trainer(FreeScaleStrategy(timeout=5, balance="off", checkpoint=kind), 2, max_steps=3)
     trainer.fit(model, toy.loader())
     trainer.save_checkpoint(path)
     if rank == 0:
-        where = {"meta": (torch, "save"), "rename": (Path, "rename"), "checksums": (json, "dumps")}[stage]
         calls = []
 
         def die(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)
-            if stage == "rename" and len(calls) == 1:  # the old one is moved aside, then the power fails
+            if stage == "rename" and len(calls) == 1:  # The old one is moved aside, then the power fails.
                 os.rename(args[0], args[1])
                 return None
             os._exit(9)
 
-        setattr(*where, die)
+        setattr(*CRASHES[kind, stage], die)
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter.add_(1.0)
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("stage", ["meta", "checksums", "rename"])
-def test_a_crash_during_save_leaves_the_last_good_one(tmp_path: Path, stage: str) -> None:
+@pytest.mark.parametrize(("kind", "stage"), CRASHES)
+def test_a_crash_during_save_leaves_the_last_good_one(tmp_path: Path, kind: str, stage: str) -> None:
     path = tmp_path / "last.ckpt"
     with pytest.raises(RankFailed, match="died with exit code 9"):
-        run_ranks(crash_while_saving, args=(str(path), stage), every_error=True)
+        run_ranks(crash_while_saving, args=(str(path), kind, stage), every_error=True)
     good = run_ranks(fit, args=(2, None, None, {"max_steps": 3}, {"embedding_optimizer": None, "sharding": None}))[0]
     assert toy.same(run_ranks(validate, args=(str(path),))[0], good["weights"])
 
 
 # ---- damage ------------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def good_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    run_ranks(fit, args=(2, str(folder), None, {"max_steps": 5}))
-    return folder / "epoch=0-step=5.ckpt"
-
-
 def truncate(path: Path) -> str:
-    file = next(path.glob("*.distcp"))
+    file = next(path.glob("*.distcp")) if path.is_dir() else path
     file.write_bytes(file.read_bytes()[:-10])
     return file.name
 
 
 def flip(path: Path) -> str:
-    file = next(path.glob("*.distcp"))
+    file = next(path.glob("*.distcp")) if path.is_dir() else path
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    position = len(data) // 2
+    if not path.is_dir():  # A bit of the records, not one that the zip format pads with.
+        table = torch.load(path, weights_only=True)["state_dict"]["embeddings.embeddings.item.weight"]
+        position = bytes(data).index(table.numpy().tobytes()) + 5
+    data[position] ^= 1
     file.write_bytes(data)
     return file.name
 
@@ -324,34 +355,72 @@ def empty_meta(path: Path) -> str:
 
 
 def gone(path: Path) -> str:
-    shutil.rmtree(path)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
     return "does not exist"
 
 
-def foreign_file(path: Path) -> str:
-    shutil.rmtree(path)
+def empty(path: Path) -> str:
+    path.write_bytes(b"")
+    return "cannot be read"
+
+
+def text(path: Path) -> str:
+    path.write_text("no checkpoint at all")
+    return "cannot be read"
+
+
+def other_content(path: Path) -> str:
+    torch.save([1, 2], path)
+    return "has no entry 'state_dict'"
+
+
+def bare_weights(path: Path) -> str:
+    torch.save(torch.load(path, weights_only=True)["state_dict"], path)
+    return "holds bare weights"
+
+
+def no_weights(path: Path) -> str:
+    torch.save({"state_dict": {}, "pytorch-lightning_version": pl.__version__}, path)
+    return "is missing there"
+
+
+def no_version(path: Path) -> str:
     torch.save({"state_dict": {}}, path)
-    return "single file"
+    return "pytorch-lightning_version"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [truncate, flip, remove, no_checksums, bad_checksums, empty_meta, gone, foreign_file],
-    ids=lambda f: f.__name__,
-)
-def test_a_damaged_checkpoint_is_an_error_on_every_rank(good_checkpoint: Path, tmp_path: Path, damage: Any) -> None:
-    path = tmp_path / "bad.ckpt"
-    shutil.copytree(good_checkpoint, path)
-    expected = damage(path)
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(fit, args=(2, None, str(path)), every_error=True)
-    assert set(failure.value.errors) == {0, 1}
-    for text in failure.value.errors.values():
-        last = text.strip().splitlines()[-1]
-        assert last.startswith("lightning_freescale.runtime.errors.CheckpointError: rank ")
-        assert expected in last
-        assert str(path) in last
-    if damage is not flip:  # export looks at sizes, not at sums
+DAMAGES = {
+    "sharded": [truncate, flip, remove, no_checksums, bad_checksums, empty_meta, gone],
+    "file": [truncate, flip, gone, empty, text, other_content, bare_weights, no_weights, no_version],
+}
+
+
+def errors_of(rank: int, paths: list[str]) -> list[tuple[str, str, bool]]:
+    found = []
+    for path in paths:
+        with pytest.raises(FreeScaleError) as raised:
+            fit(rank, 2, None, path)
+        found.append((type(raised.value).__name__, str(raised.value), isinstance(raised.value, FileNotFoundError)))
+    return found
+
+
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(full_run: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    good = full_run[0] / "epoch=0-step=5.ckpt"
+    damages, paths, expected = DAMAGES["file" if good.is_file() else "sharded"], [], []
+    for damage in damages:
+        paths.append(tmp_path / f"{damage.__name__}.ckpt")
+        (shutil.copy if good.is_file() else shutil.copytree)(good, paths[-1])
+        expected.append(damage(paths[-1]))
+    for found in run_ranks(errors_of, args=(list(map(str, paths)),)):
+        for damage, path, part, (kind, message, not_found) in zip(damages, paths, expected, found, strict=True):
+            assert kind == ("CheckpointNotFoundError" if damage is gone else "CheckpointError"), message
+            assert not_found == (damage is gone)
+            assert message.startswith("rank ")
+            assert part in message
+            assert str(path) in message
+    for damage, path in zip(damages, paths, strict=True):
+        if damage in (no_weights, no_version) or (damage is flip and path.is_dir()):
+            continue  # Export reads what weights there are, and compares the sizes of a folder's files only.
         with pytest.raises(CheckpointError):
             fs.export(path, tmp_path / "out.pt")
 
@@ -367,17 +436,18 @@ def fit_another_model(rank: int, path: str) -> None:
     toy.trainer(FreeScaleStrategy(), 2).fit(Wider(), toy.loader(), ckpt_path=path)
 
 
-def test_a_checkpoint_of_another_model(good_checkpoint: Path) -> None:
+def test_a_checkpoint_of_another_model(full_run: tuple[Path, list[dict]]) -> None:
+    path = full_run[0] / "epoch=0-step=5.ckpt"
     with pytest.raises(RankFailed) as failure:
-        run_ranks(fit_another_model, args=(str(good_checkpoint),), every_error=True)
+        run_ranks(fit_another_model, args=(str(path),), every_error=True)
     assert set(failure.value.errors) == {0, 1}
-    for text in failure.value.errors.values():
-        assert "belongs to another model" in text
-        assert "head.0.weight has shape [16, 24] there and [32, 24] here" in text
-        assert "extra.weight is missing there" in text
+    for message in failure.value.errors.values():
+        assert "belongs to another model" in message
+        assert "head.0.weight has shape [16, 24] there and [32, 24] here" in message
+        assert "extra.weight is missing there" in message
 
 
-def test_the_undamaged_one_loads(good_checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "copy.ckpt"
-    shutil.copytree(good_checkpoint, path)
+def test_a_moved_copy_loads(full_run: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    good, path = full_run[0] / "epoch=0-step=5.ckpt", tmp_path / "copy.ckpt"
+    (shutil.copy if good.is_file() else shutil.copytree)(good, path)
     assert run_ranks(fit, args=(2, None, str(path)))[0]["steps"] == 32
