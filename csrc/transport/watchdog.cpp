@@ -107,7 +107,7 @@ std::optional<std::string> Queue::why_gone(int peer) {
     const Process found = find_process(header.process);
     if (found.number == 0 || found.ended || found.started != header.started) return name + process + " died";
   } else if (now_ns() - __atomic_load_n(&header.heartbeat, __ATOMIC_ACQUIRE) > silence_ns) {
-    return name + process + " gave no sign of life for 30 s";
+    return name + process + " has sent no heartbeat for 30 s";
   }
   return std::nullopt;
 }

@@ -20,9 +20,8 @@ def host_goes_on(cluster: GpuRank, args: Any) -> str:
     send = torch.full((world * 1000,), float(cluster.rank), device=cluster.device)
     received = torch.full_like(send, -1)
     dist.all_to_all_single(received, send, group=group)  # sets up the queue
-    doubled = (
-        received * 2
-    )  # loads the kernel now: a first launch waits for all streams, even for those that wait for a peer
+    # Loads the kernel now. The first launch of a kernel waits for all streams, even for those that wait for a peer.
+    doubled = received * 2
     cluster.meet()
     received.fill_(-1)
     done = torch.cuda.Event()
