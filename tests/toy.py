@@ -99,6 +99,13 @@ class Model(pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+def leaves(batch: Any) -> list[Any]:
+    """The batches inside any nesting of lists and mappings."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return [leaf for part in batch for leaf in leaves(part)] if isinstance(batch, (list, tuple)) else [batch]
+
+
 def mean(jagged: Any) -> Tensor:
     """Mean over the events of each sample, ``[B, D]``."""
     lengths = jagged.lengths()

@@ -95,9 +95,8 @@ class PrefetchLoader:
         self.length = self._length()
 
     # ---- stands for the wrapped loader -----------------------------------------------------------------------------
-    @property
-    def __class__(self) -> type:  # type: ignore[override, misc]
-        return type(self.loader) if self._is_initialised() else PrefetchLoader
+    # Lightning and users test isinstance(loader, DataLoader).
+    __class__ = property(lambda self: type(self.loader) if self._is_initialised() else PrefetchLoader)  # type: ignore
 
     def _is_initialised(self) -> bool:
         return "length" in vars(self)  # The attribute that __init__ sets last.

@@ -9,7 +9,7 @@ row counts to find out which of the two it is. If both fit on all ranks, the ten
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,7 +190,12 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
     if item is None:
         return None
     if isinstance(item, Mapping):
-        return type(item)({key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()})  # type: ignore[call-arg]
+        values = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
+        if not isinstance(item, MutableMapping):
+            return type(item)(values)  # type: ignore[call-arg]
+        twin = copy.copy(item)  # The constructor of a defaultdict takes other arguments than that of a dict.
+        twin.update(values)
+        return twin
     if isinstance(item, (list, tuple)):
         values = [map_tensors(visit, f"{name}[{at}]", value) for at, value in enumerate(item)]
         return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
