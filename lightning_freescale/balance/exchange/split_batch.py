@@ -190,11 +190,11 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
     if item is None:
         return None
     if isinstance(item, Mapping):
-        values = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
+        by_key = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
         if not isinstance(item, MutableMapping):
-            return type(item)(values)  # type: ignore[call-arg]
+            return type(item)(by_key)  # type: ignore[call-arg]
         twin = copy.copy(item)  # The constructor of a defaultdict takes other arguments than that of a dict.
-        twin.update(values)
+        twin.update(by_key)
         return twin
     if isinstance(item, (list, tuple)):
         values = [map_tensors(visit, f"{name}[{at}]", value) for at, value in enumerate(item)]
