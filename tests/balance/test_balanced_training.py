@@ -56,13 +56,8 @@ def _fit(rank: int, world: int, cache: Path, seeds: int, epochs: int) -> dict[An
                 synthetic={**SYNTHETIC, "seed": 0},
             )
             model = Recorder(data.num_items, embedding_dim=16, num_layers=1, num_heads=2, max_history=64, lr=5e-3)
-            options = {
-                "max_epochs": epochs,
-                "check_val_every_n_epoch": epochs,
-                "limit_val_batches": 1.0,
-                "num_sanity_val_steps": 0,
-            }
-            trainer = toy.trainer(strategy, world, limit_val_batches=1.0, **options)
+            validation = {"check_val_every_n_epoch": epochs, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+            trainer = toy.trainer(strategy, world, max_epochs=epochs, **validation)
             trainer.fit(model, datamodule=data)
             found[balance, exchange, seed] = (
                 model.users,

@@ -69,7 +69,7 @@ class Dense(Slow):
 def fit(rank: int, model: type[Slow], prioritize: bool) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     module = model()
-    strategy = FreeScaleStrategy(prioritize=prioritize, fit_costs=1000)
+    strategy = FreeScaleStrategy(balance="fixed", prioritize=prioritize, fit_costs=1000)
     toy.trainer(strategy, 2, max_steps=9).fit(module, toy.loader(64, batch_size=2))
     return {"seconds": module.seconds, "walls": module.walls, "sums": module.sums}
 
