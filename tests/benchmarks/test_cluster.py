@@ -1,4 +1,4 @@
-"""The launcher: what each rank gets, what comes back, and that nothing survives a failure or a timeout."""
+"""The launcher: the environment of the ranks, their output, and that no process survives a failure or a timeout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.gpu_cluster import launcher as cluster
-from benchmarks.harness.gpu_cluster.launcher import ClusterFailed, run
+from benchmarks.harness.gpu_cluster import launcher, mps, rank_process
+from benchmarks.harness.gpu_cluster.launcher import run
+from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,29 +30,29 @@ SHOW = """
 """
 
 
-def test_every_rank_knows_its_place() -> None:
+def test_environment_of_every_rank() -> None:
     outputs = run(3, code(SHOW), timeout=30, gpu=False, env={"EXTRA": "yes"})
     for rank, output in enumerate(outputs):
         assert eval(output) == [str(rank), str(rank), "3", "0", "1", "127.0.0.1", f"node{rank}", "lo", "yes"]
 
 
-def test_same_host_leaves_nccl_alone() -> None:
+def test_same_host_sets_no_nccl_hostid() -> None:
     for output in run(2, code(SHOW), timeout=30, gpu=False, same_host=True):
         assert eval(output)[6] is None
 
 
 def test_two_clusters_at_once(mps_notes: Path) -> None:
-    show = "import os; print(*(os.environ[name] for name in ('CLUSTER', 'RANK', 'WORLD_SIZE', 'OWN_CORES', 'MASTER_PORT')))"
-    outputs = [output.split() for output in run(2, code(show), timeout=30, gpu=True, own_cores=True, clusters=2)]
+    show = "import os; print(*(os.environ[name] for name in ('CLUSTER', 'RANK', 'WORLD_SIZE', 'RESERVED_SMS', 'MASTER_PORT')))"
+    outputs = [output.split() for output in run(2, code(show), timeout=30, gpu=True, reserve_sms=True, clusters=2)]
     assert [words[:4] for words in outputs] == [
         [str(number), str(rank), "2", f"{rank}/2"] for number in range(2) for rank in range(2)
     ]
     first, same, second, too = (words[4] for words in outputs)
-    assert first == same != second == too  # each meets by itself
-    assert len(mps_notes.read_text().splitlines()) == 2  # one daemon, which is stopped
+    assert first == same != second == too  # each cluster has its own rendezvous
+    assert len(mps_notes.read_text().splitlines()) == 2  # one daemon, which is started and stopped
 
 
-def test_ranks_meet() -> None:
+def test_ranks_communicate() -> None:
     gather = """
         import os, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -65,7 +66,7 @@ def test_ranks_meet() -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """No such process, or one that is dead already and waits for its parent to notice."""
+    """Whether the process does not exist, or has ended and waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -98,36 +99,36 @@ def noted_pids(folder: Path) -> list[int]:
     return [int(pid) for file in folder.iterdir() for pid in file.read_text().split()]
 
 
-def test_first_failure_ends_all(tmp_path: Path) -> None:
+def test_the_first_failure_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(ClusterFailed, match="rank 1 ended with status 7") as failure:
         run(2, code(LINGER), timeout=60, gpu=False, env={"FOLDER": str(tmp_path), "FAILS": "1"})
     assert failure.value.status == 7
     assert "about to fail" in str(failure.value)
     assert "no such table" in str(failure.value)
     pids = noted_pids(tmp_path)
-    assert len(pids) == 4  # both ranks, and what they had started
+    assert len(pids) == 4  # both ranks, and their child processes
     wait_until_gone(pids)
 
 
-def test_timeout_ends_all(tmp_path: Path) -> None:
+def test_the_timeout_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(ClusterFailed, match=r"timeout after 2 s; still running: \[0, 1\]") as failure:
         run(2, code(LINGER), timeout=2, gpu=False, env={"FOLDER": str(tmp_path)})
     assert failure.value.status == 124
     wait_until_gone(noted_pids(tmp_path))
 
 
-def test_ranks_that_ignore_the_request_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "GRACE", 0.5)
+def test_ranks_that_ignore_sigterm_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "GRACE", 0.5)
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(LINGER)
     with pytest.raises(ClusterFailed, match="rank 0 ended with status 7"):
         run(2, ["-c", stubborn], timeout=60, gpu=False, env={"FOLDER": str(tmp_path), "FAILS": "0"})
     wait_until_gone(noted_pids(tmp_path))
 
 
-# ---- MPS: its tool replaced by one that takes notes ---------------------------------------------------------------------
+# ---- MPS, with its control program replaced by one that records its calls -------------------------------------------------
 @pytest.fixture
 def mps_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tool, notes = tmp_path / "bin" / cluster.MPS_CONTROL, tmp_path / "notes"
+    tool, notes = tmp_path / "bin" / mps.MPS_CONTROL, tmp_path / "notes"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" "$([ $# = 0 ] && cat)" >> {notes}\n')
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
@@ -136,7 +137,7 @@ def mps_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("fails", "share"), [(False, None), (False, 16), (True, None)])
-def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: bool, share: int | None) -> None:
+def test_mps_runs_in_a_temporary_folder_and_is_stopped(mps_notes: Path, fails: bool, share: int | None) -> None:
     show = f"""
         import os, sys
         print(os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
@@ -153,15 +154,15 @@ def test_mps_runs_in_a_folder_of_its_own_and_is_stopped(mps_notes: Path, fails: 
     assert not Path(folder).exists()
 
 
-def test_every_rank_gets_cores_of_its_own(mps_notes: Path) -> None:
-    show = "import os; print(os.environ['OWN_CORES'], os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
-    for rank, output in enumerate(run(3, code(show), timeout=30, gpu=True, own_cores=True)):
+def test_every_rank_gets_reserved_sms(mps_notes: Path) -> None:
+    show = "import os; print(os.environ['RESERVED_SMS'], os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
+    for rank, output in enumerate(run(3, code(show), timeout=30, gpu=True, reserve_sms=True)):
         assert output.split() == [f"{rank}/3", "100"]
     assert mps_notes.read_text().splitlines()[-1].endswith("quit")
 
 
-def test_without_mps_a_gpu_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "MPS_CONTROL", "no-such-tool")
+def test_without_mps_the_error_names_the_missing_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mps, "MPS_CONTROL", "no-such-tool")
     with pytest.raises(RuntimeError, match="no-such-tool is not installed"):
         run(2, code("print(1)"), timeout=30, gpu=True)
 
@@ -173,8 +174,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(cluster.has_gpu(), reason="would start MPS")
-def test_command_prints_rank_0_and_returns_the_status(tmp_path: Path) -> None:
+@pytest.mark.skipif(launcher.has_gpu(), reason="would start MPS")
+def test_the_command_prints_rank_0_and_returns_the_status(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\nsys.exit(int(sys.argv[-1]))\n")
     done = command("2", "--", str(script), "--option", "0")
@@ -185,7 +186,7 @@ def test_command_prints_rank_0_and_returns_the_status(tmp_path: Path) -> None:
 
 
 def test_a_module_is_launched_on_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cluster.launch("benchmarks", [], 2, gpu=False, timeout=30) == 0
+    assert launcher.launch("benchmarks", [], 2, gpu=False, timeout=30) == 0
     assert "python -m benchmarks.balance" in capfd.readouterr().out
-    assert cluster.launch("benchmarks.nothing", [], 2, gpu=False, timeout=30) != 0
+    assert launcher.launch("benchmarks.nothing", [], 2, gpu=False, timeout=30) != 0
     assert "No module named benchmarks.nothing" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""The exposed-exchange benchmark on its emulated machine. Its time is counted, so its figures are exact and can be tested."""
+"""``benchmarks.exposed`` on its emulated machine. Time is virtual, so the figures are exact and can be tested."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from benchmarks import exposed
-from benchmarks.harness.emulation.clock import CountedTime, RealTime
-from benchmarks.harness.exchange.machine import Device, Emulation
-from benchmarks.harness.exchange.measurement import Options, describe, line_through, measure, summarise
-from benchmarks.harness.exchange.variants import BASE, COMPUTE, DENSE, PRIORITIZED, SPARSE_DIST, SYNC
-from benchmarks.harness.workload import Workload
+from benchmarks.harness.emulation.clock import RealClock, VirtualClock
+from benchmarks.harness.emulation.device import EmulatedDevice, EmulatedTimes
+from benchmarks.harness.exchange.measurement import ExchangeOptions, measure
+from benchmarks.harness.exchange.summary import describe, line_through, summarise
+from benchmarks.harness.variant_names import (
+    COMPUTE_ONLY,
+    DENSE_ONLY,
+    PRIORITIZED,
+    SYNC,
+    TORCHREC_BASE,
+    TORCHREC_SPARSE_DIST,
+)
+from benchmarks.harness.workload import EqualCostWorkload
 from lightning_freescale.embedding import collisions, prioritized
 from tests.benchmarks.command import run_benchmark
 from tests.ranks import run_ranks
@@ -23,11 +31,11 @@ from tests.ranks import run_ranks
 SECONDS = 0.05  # of one exchange of all rows, see make_machine
 
 
-def options(*rates: float, tail: float = 0.05) -> Options:
-    return Options("cpu", 2, rates, rounds=1, warm=3, steps=2, clock="counted", tail=tail, transport="auto")
+def options(*rates: float, tail: float = 0.05) -> ExchangeOptions:
+    return ExchangeOptions("cpu", 2, rates, rounds=1, warm=3, steps=2, clock="counted", tail=tail, transport="auto")
 
 
-def figures_of(rank: int, chosen: Options, sabotage: Callable[[], None] | None = None) -> dict[str, Any]:
+def figures_of(rank: int, chosen: ExchangeOptions, sabotage: Callable[[], None] | None = None) -> dict[str, Any]:
     if sabotage is not None:
         sabotage()
     return summarise(measure(chosen))
@@ -48,40 +56,40 @@ def one_row_goes_wrong() -> None:
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
     first, second = run_ranks(figures_of, args=(options(0.0, 0.12, 0.4),))
-    assert first == second  # every rank knows the result
+    assert first == second  # the result is the same on every rank
     return first
 
 
-def test_all_sides_train_alike(figures: dict[str, Any]) -> None:
+def test_all_variants_train_alike(figures: dict[str, Any]) -> None:
     losses = figures["losses"]
     assert losses["equal"]
-    assert losses["apart"] == {BASE: 0.0, SPARSE_DIST: 0.0, SYNC: 0.0, PRIORITIZED: 0.0}
+    assert losses["apart"] == {TORCHREC_BASE: 0.0, TORCHREC_SPARSE_DIST: 0.0, SYNC: 0.0, PRIORITIZED: 0.0}
     assert losses["last"] < losses["first"] / 2  # something was trained
     assert figures["lane"] == PRIORITIZED
 
 
-def test_dense_compute_takes_the_time_asked_for(figures: dict[str, Any]) -> None:
+def test_dense_compute_takes_the_given_time(figures: dict[str, Any]) -> None:
     for row in figures["results"]:
-        assert row["step_ms"][DENSE] == pytest.approx(1e3 * SECONDS * 3.6 * 1.05)
-        assert row["step_ms"][COMPUTE] == pytest.approx(
-            row["step_ms"][DENSE]
-        )  # the emulated device has no time for the tables
+        assert row["step_ms"][DENSE_ONLY] == pytest.approx(1e3 * SECONDS * 3.6 * 1.05)
+        assert row["step_ms"][COMPUTE_ONLY] == pytest.approx(
+            row["step_ms"][DENSE_ONLY]
+        )  # lookups take no emulated time
 
 
-def test_torchrec_exposes_both_exchanges_whatever_collides(figures: dict[str, Any]) -> None:
+def test_torchrec_exposes_both_exchanges_at_every_collision_rate(figures: dict[str, Any]) -> None:
     for row in figures["results"]:
         times = row["exposed_ms"]
         assert (
-            1.95e3 * SECONDS < times[SPARSE_DIST] < times[BASE] < 2.2e3 * SECONDS
-        )  # rows and gradients; base: ids as well
-        assert times[SYNC] == pytest.approx(times[BASE])
+            1.95e3 * SECONDS < times[TORCHREC_SPARSE_DIST] < times[TORCHREC_BASE] < 2.2e3 * SECONDS
+        )  # rows and gradients; base also ids
+        assert times[SYNC] == pytest.approx(times[TORCHREC_BASE])
 
 
-def test_prioritized_exposes_collisions_alone(figures: dict[str, Any]) -> None:
+def test_prioritized_exposes_collisions_only(figures: dict[str, Any]) -> None:
     tail = 1e3 * SECONDS * 3.6 * 0.05
     for row in figures["results"]:
         one_way = row["collisions_measured"] * 1e3 * SECONDS
-        expected = one_way + max(0.0, one_way - tail)  # gradients, then those rows that do not fit behind the tail
+        expected = one_way + max(0.0, one_way - tail)  # gradients, then the rows that do not fit behind the tail
         assert row["exposed_ms"][PRIORITIZED] == pytest.approx(expected, abs=0.06 * one_way + 1.0)
         assert abs(row["collisions_measured"] - row["collisions"]) < 0.01
 
@@ -90,7 +98,7 @@ def test_goal(figures: dict[str, Any]) -> None:
     assert figures["goal"]["reached"] >= 0.903
 
 
-def test_rows_of_one_batch_are_held_ahead(figures: dict[str, Any]) -> None:
+def test_rows_of_one_batch_are_prefetched(figures: dict[str, Any]) -> None:
     assert figures["memory"]["extra_batches"] == 1.0
 
 
@@ -98,19 +106,19 @@ def test_nothing_hides_behind_compute_when_all_rows_collide() -> None:
     chosen = options(0.12, tail=0.0)
     row = run_ranks(figures_of, args=(chosen, every_row_collides))[0]["results"][0]
     assert row["collisions_measured"] == 1.0
-    assert row["exposed_ms"][PRIORITIZED] == pytest.approx(row["exposed_ms"][SPARSE_DIST], rel=0.05)
+    assert row["exposed_ms"][PRIORITIZED] == pytest.approx(row["exposed_ms"][TORCHREC_SPARSE_DIST], rel=0.05)
 
 
-def test_wrong_rows_are_noticed() -> None:
+def test_wrong_rows_are_detected() -> None:
     result = run_ranks(figures_of, args=(options(0.12), one_row_goes_wrong))[0]
     assert not result["losses"]["equal"]
     assert result["losses"]["apart"][SYNC] == 0.0 < result["losses"]["apart"][PRIORITIZED]
     assert "DIFFERENT" in describe(result)
 
 
-def test_table_tells_what_was_measured(figures: dict[str, Any]) -> None:
+def test_text_contains_what_was_measured(figures: dict[str, Any]) -> None:
     text = describe(figures)
-    for word in (BASE, SPARSE_DIST, SYNC, PRIORITIZED, "R2", "1.00 of a batch", "equal", "reached"):
+    for word in (TORCHREC_BASE, TORCHREC_SPARSE_DIST, SYNC, PRIORITIZED, "R2", "1.00 of a batch", "equal", "reached"):
         assert word in text
 
 
@@ -121,9 +129,9 @@ def test_line() -> None:
     assert line_through([0.0, 1.0, 2.0], [0.0, 1.0, 0.0])["r2"] == pytest.approx(0.0)
 
 
-def test_emulated_device_works_while_the_host_goes_on() -> None:
-    clock = CountedTime()
-    device = Device(clock)
+def test_emulated_device_works_while_the_host_continues() -> None:
+    clock = VirtualClock()
+    device = EmulatedDevice(clock)
     device.launch(2.0)
     device.launch(3.0)
     assert clock.now() == 0.0
@@ -136,16 +144,16 @@ def test_emulated_device_works_while_the_host_goes_on() -> None:
 
 
 def test_real_time_passes() -> None:
-    clock = RealTime()
+    clock = RealClock()
     moment = clock.now() + 0.02
     clock.wait_until(moment)
     assert clock.now() >= moment
     clock.wait_until(moment - 1.0)
 
 
-def test_emulation_makes_the_exchange_as_long_as_asked() -> None:
-    workload = Workload(64, 3.6, 0.8, 400, rows=60_000, dim=128)
-    emulation = Emulation.around(0.05, workload, 4, 0.05)
+def test_the_emulated_exchange_takes_the_given_time() -> None:
+    workload = EqualCostWorkload(64, 3.6, 0.8, 400, rows=60_000, dim=128)
+    emulation = EmulatedTimes.for_exchange(0.05, workload, 4, 0.05)
     assert workload.row_bytes * 3 / 4 / emulation.bandwidth == pytest.approx(0.05)
     assert emulation.optimizer == pytest.approx(0.05 * (emulation.forward + emulation.backward))
 
@@ -154,15 +162,15 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit):
         exposed.parse(["--ranks", "1", "--device", "cpu"])
-    assert "one rank exchanges nothing" in capsys.readouterr().err
+    assert "a single rank exchanges nothing" in capsys.readouterr().err
 
 
 def test_command_prints_json_and_writes_it(tmp_path: Path) -> None:
     output = tmp_path / "exposed.json"
     words = ["--device", "cpu", "--rates", "12", "--steps", "1", "--rounds", "2", "--output", str(output)]
-    printed = run_benchmark("exposed", *words).json
+    printed = run_benchmark("exposed", tmp_path, *words).json
     assert printed == json.loads(output.read_text())
-    assert printed["results"][0]["exposed_ms"].keys() == {BASE, SPARSE_DIST, SYNC, PRIORITIZED}
+    assert printed["results"][0]["exposed_ms"].keys() == {TORCHREC_BASE, TORCHREC_SPARSE_DIST, SYNC, PRIORITIZED}
     first, second = printed["goal"]["reached_by_round"]
     assert first == pytest.approx(second, rel=0.01)
     assert first == pytest.approx(printed["goal"]["reached"], rel=0.01)

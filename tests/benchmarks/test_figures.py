@@ -1,4 +1,4 @@
-"""The paper's figures: what they are made of, by hand, and that they can be drawn from the kept results."""
+"""The paper's figures: their numbers on small examples, and that they can be drawn from the stored results."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import numpy as np
 import pytest
 
 from benchmarks import figures
-from benchmarks.harness.tables import paper_page as paper
-from benchmarks.harness.tables.claims import kept
+from benchmarks.harness import figure_drawing
+from benchmarks.harness.results import load_results
+from benchmarks.harness.tables import paper_page
 from lightning_freescale.data.histories import Histories
 
-RESULTS = kept()
+RESULTS = load_results()
 
 
-def data(items: np.ndarray) -> figures.Data:
+def data(items: np.ndarray) -> figures.FigureData:
     """One history per row."""
     users, events = items.shape
     offsets = np.arange(users + 1) * events
     histories = Histories(
         items.ravel(), np.zeros(items.size, np.int64), offsets, np.arange(items.max() + 1), np.arange(users)
     )
-    return figures.Data("made", np.full(users, events), histories)
+    return figures.FigureData("made", np.full(users, events), histories)
 
 
 def test_batches_of_the_same_items_collide_and_of_different_ones_do_not() -> None:
@@ -61,24 +62,24 @@ def test_a_file_of_events_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["history", "size_and_ranks", "collisions", "kernels", "exposed", "sm_free", "end_to_end"]
 )
-def test_pictures_are_drawn_from_the_kept_results(name: str, tmp_path: Path) -> None:
-    kept_figures = RESULTS["figures"]
+def test_images_are_drawn_from_the_stored_results(name: str, tmp_path: Path) -> None:
+    stored = RESULTS["figures"]
     arguments = {
-        "history": [kept_figures["history"]],
-        "size_and_ranks": [kept_figures["batch size"], kept_figures["ranks"]],
-        "collisions": [kept_figures["collisions"]],
+        "history": [stored["history"]],
+        "size_and_ranks": [stored["batch size"], stored["ranks"]],
+        "collisions": [stored["collisions"]],
         "kernels": [RESULTS["balance_cpu"]["kernels"]],
     }.get(name, [RESULTS])
-    getattr(figures, f"draw_{name}")(*arguments, tmp_path / "out.png")
+    getattr(figure_drawing, f"draw_{name}")(*arguments, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_page_shows_pictures_that_exist_and_leaves_out_what_was_not_measured() -> None:
+def test_the_page_shows_existing_images_and_leaves_out_missing_results() -> None:
     folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-    sections = list(paper.sections(RESULTS))
+    sections = list(paper_page.sections(RESULTS))
     assert len(sections) == 9
     for section in sections:
-        assert (folder / section.picture).exists()
+        assert (folder / section.image).exists()
     without = {name: found for name, found in RESULTS.items() if name != "simulate"}
-    assert "simulated" in paper.page(RESULTS)
-    assert "simulated" not in paper.page(without)
+    assert "simulated" in paper_page.page(RESULTS)
+    assert "simulated" not in paper_page.page(without)

@@ -1,4 +1,4 @@
-"""The quality benchmark: both strategies train alike on two CPU ranks, and a difference would be told."""
+"""``benchmarks.quality``: both strategies train alike on two CPU ranks, and a difference would be reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import quality
-from benchmarks.quality import FREESCALE, METRICS, SYNC
+from benchmarks.harness.variant_names import FREESCALE, SYNC
+from benchmarks.quality import METRICS
 from tests.ranks import run_ranks
 
 EVENTS = [(user, (user + step) % 9, step) for user in range(40) for step in range(3 + user % 17)]
@@ -27,7 +28,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("quality") / "events.csv"
     path.write_text("user,item,time\n" + "".join(f"{user},{item},{time}\n" for user, item, time in EVENTS))
     first, second = run_ranks(figures_of, args=([str(path), "--device", "cpu", "--quick", "--epochs", "2"],))
-    assert first == second  # every rank knows the result
+    assert first == second  # the result is the same on every rank
     return first
 
 
@@ -37,7 +38,7 @@ def test_both_train_alike(figures: dict[str, Any], name: str) -> None:
     assert found["prioritized"] == {SYNC: False, FREESCALE: True}
     curves = found["curves"]
     assert len(curves[SYNC]["losses"]) == len(curves[FREESCALE]["losses"]) == found["steps"] > 2
-    assert found["loss"]["apart"]["largest"] < 1e-4  # other samples a rank: the same sums in another order
+    assert found["loss"]["apart"]["largest"] < 1e-4  # balancing moves samples: the same sums in another order
     for metric in METRICS:
         assert len(curves[SYNC]["metrics"][metric]) == 2
         assert found["metrics"][metric]["within_noise"]
@@ -49,7 +50,7 @@ def test_files_are_read(figures: dict[str, Any]) -> None:
     assert figures["data"]["synthetic"]["users"] == 120
 
 
-def test_picture_and_table(figures: dict[str, Any], tmp_path: Path) -> None:
+def test_image_and_text(figures: dict[str, Any], tmp_path: Path) -> None:
     quality.draw(figures, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = quality.describe(figures)
@@ -57,12 +58,12 @@ def test_picture_and_table(figures: dict[str, Any], tmp_path: Path) -> None:
         assert word in text
 
 
-def test_report_names_no_folders(
+def test_the_result_contains_no_folder_names(
     figures: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--device", "cpu", "--json", "--output", str(tmp_path / "quality.json")]
     monkeypatch.setattr(sys, "argv", ["quality.py", *argv])
-    quality.tell(figures, quality.parse(argv))
+    quality.publish(figures, quality.parse(argv))
     printed = capsys.readouterr().out
     assert json.loads(printed) == json.loads((tmp_path / "quality.json").read_text())
     assert str(tmp_path) not in printed
@@ -73,7 +74,7 @@ def run(losses: list[float], hit_rate: float, users: int = 100) -> dict[str, Any
     return {"users": users, "items": 5, "losses": losses, "metrics": metrics, "prioritized": False}
 
 
-def test_a_difference_is_told() -> None:
+def test_a_difference_is_reported() -> None:
     found = quality.compare({SYNC: run([3.0, 2.0], 0.5), FREESCALE: run([3.0, 2.5], 0.56)})
     assert found["loss"]["apart"] == {"first_step": 0.0, "mean": 0.25, "largest": 0.5}
     assert found["metrics"]["HR@10"]["noise"] == pytest.approx(0.05)
@@ -84,7 +85,7 @@ def test_a_difference_is_told() -> None:
     assert "DIFFERENT: HR@10" in quality.describe(figures)
 
 
-def test_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         quality.parse(["no/such/file.csv", "--device", "cpu"])
     assert "no/such/file.csv: no such file" in capsys.readouterr().err

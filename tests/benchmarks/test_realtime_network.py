@@ -1,4 +1,4 @@
-"""The network that runs by itself: right bytes, no transfer faster than the wire, urgent ones first."""
+"""The emulated network in real time: correct bytes, no transfer faster than the wire, urgent transfers first."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.emulation.network import new_link
-from benchmarks.harness.emulation.realtime_network import LiveLinkGroup, LiveWire
+from benchmarks.harness.emulation.network import new_emulated_group
+from benchmarks.harness.emulation.realtime_network import RealtimeGroup, RealtimeWire
 from tests.ranks import run_ranks
 
 BANDWIDTH = 1e6  # bytes a second
 
 
 def exchange(rank: int) -> tuple[float, list[str]]:
-    """Seconds that a transfer took that nobody waited for; and in which order a bulky and then an urgent one ended."""
+    """Seconds of a transfer that nobody waited for, and the order in which a large and then an urgent transfer ended."""
     dist.init_process_group("gloo")
-    wire = LiveWire(BANDWIDTH)
-    urgent, bulky = (new_link(wire, priority, LiveLinkGroup) for priority in (0, 1))
-    sent, received = torch.full((200_000,), float(rank)), torch.empty(200_000)  # half of them for the other: 400 kB
+    wire = RealtimeWire(BANDWIDTH)
+    urgent, large = (new_emulated_group(wire, priority, RealtimeGroup) for priority in (0, 1))
+    sent, received = (
+        torch.full((200_000,), float(rank)),
+        torch.empty(200_000),
+    )  # half of them for the other rank: 400 kB
     began, done = time.monotonic(), torch.futures.Future[float]()
-    work = dist.all_to_all_single(received, sent, group=bulky, async_op=True)
+    work = dist.all_to_all_single(received, sent, group=large, async_op=True)
     work.get_future().add_done_callback(lambda _: done.set_result(time.monotonic() - began))
     seconds = done.wait()
     assert work.is_completed()
@@ -31,7 +34,7 @@ def exchange(rank: int) -> tuple[float, list[str]]:
 
     order: list[str] = []
     works = {
-        "bulky": dist.all_to_all_single(received, sent, group=bulky, async_op=True),
+        "large": dist.all_to_all_single(received, sent, group=large, async_op=True),
         "urgent": dist.all_to_all_single(torch.empty(8), sent[:8], group=urgent, async_op=True),
     }
     for name, one in works.items():
@@ -42,7 +45,7 @@ def exchange(rank: int) -> tuple[float, list[str]]:
     return seconds, order
 
 
-def test_transfers_take_their_time_and_urgent_ones_go_first() -> None:
+def test_transfers_take_the_time_of_the_wire_and_urgent_ones_go_first() -> None:
     for seconds, order in run_ranks(exchange):
         assert seconds >= 0.9 * 400_000 / BANDWIDTH
-        assert order == ["urgent", "bulky"]
+        assert order == ["urgent", "large"]

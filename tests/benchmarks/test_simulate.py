@@ -1,4 +1,4 @@
-"""The simulator against the kept measurements, through its command."""
+"""``benchmarks.simulate``: simulated steps are close to the stored measurements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from benchmarks import simulate
 from benchmarks.harness import simulator_validation as validation
-from benchmarks.harness.tables.claims import kept
+from benchmarks.harness.results import load_results
 from lightning_freescale.simulate import VARIANTS
 
 
-def test_it_is_close_to_what_was_measured(
+def test_simulated_steps_are_close_to_measured_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
@@ -32,21 +32,21 @@ def test_it_is_close_to_what_was_measured(
         assert errors[name]["largest error %"] < 10
     assert {row["ranks"] for row in errors.values()} == {1, 2, 4}
     assert [(row["ranks"], row["side"]) for row in found["scaling"]] == [
-        (ranks, side.name) for ranks in (8, 64) for side in VARIANTS
+        (ranks, variant.name) for ranks in (8, 64) for variant in VARIANTS
     ]
     assert [row["efficiency %"] for row in found["scaling"][: len(VARIANTS)]] == pytest.approx([100] * len(VARIANTS))
 
 
 def test_exposed_times_follow_the_collisions() -> None:
-    rows = [row for row in validation.exposed(kept()["exposed_cpu"], steps=40) if row["side"] == "prioritized"]
+    rows = [row for row in validation.exposed(load_results()["exposed_cpu"], steps=40) if row["side"] == "prioritized"]
     measured, simulated = ([row[name] for row in rows] for name in ("exposed ms", "simulated exposed ms"))
     assert len(rows) == 6
     np.testing.assert_allclose(simulated, measured, rtol=0.07, atol=0.3)
 
 
-def test_the_measured_batches_are_made_again() -> None:
-    """By the cost fitted to them, ranks take what was measured, in the mean and the slowest; in another order they do not."""
-    found = kept()["straggler_h200"]
+def test_the_measured_batches_are_reproduced() -> None:
+    """With the fitted cost, mean and slowest rank take the measured time; in another order of the samples they do not."""
+    found = load_results()["straggler_h200"]
     assert found["cost model"][1]["cost"] == "fitted"  # without balancing
     cost, _ = validation.measured_cost(found, row=1)
     batches = validation.measured_batches(found["setting"])
@@ -65,23 +65,23 @@ def test_the_measured_batches_are_made_again() -> None:
     assert (np.abs(shuffled / off["slowest ms"] - 1) > 0.01).mean() > 0.7
 
 
-def test_end_to_end_the_sides_are_told_apart() -> None:
-    """What was measured with a technique is not what is simulated without it."""
-    found = kept()["end_to_end_h200"]
+def test_end_to_end_variants_are_distinguished() -> None:
+    """A step that was measured with a technique differs from the step that is simulated without it."""
+    found = load_results()["end_to_end_h200"]
     rows = {row["side"]: row for row in validation.end_to_end(found, seeds=1)}
     assert rows.keys() == validation.END_TO_END.keys() & found["sides"].keys()
-    for side in ("+ balance", "+ prioritize", "+ SM-free", "all"):
-        assert abs(rows[side]["error %"]) < 10
-        assert abs(rows["TrainPipelineBase"]["simulated ms"] / rows[side]["step ms"] - 1) > 0.1
+    for variant in ("+ balance", "+ prioritize", "+ SM-free", "all"):
+        assert abs(rows[variant]["error %"]) < 10
+        assert abs(rows["TrainPipelineBase"]["simulated ms"] / rows[variant]["step ms"] - 1) > 0.1
 
 
-def test_a_gpu_has_the_links_that_were_measured_on_it() -> None:
+def test_a_gpu_uses_the_measured_bandwidth_and_slow_down() -> None:
     found = {
         "machine": {"device": "NVIDIA H200", "exchange": "freescale"},
         "parameters": {"ranks": 4},
         "link_gb_per_s": {"nccl": 2.0, "freescale": 9.0},
     }
-    beside = {row["mode"]: row for row in kept()["sm_free_h200"]["rows"] if row["compute"] == "gemm"}
+    beside = {row["mode"]: row for row in load_results()["sm_free_h200"]["rows"] if row["compute"] == "gemm"}
     for sm_free, mode in ((False, "nccl"), (True, "freescale")):
         cluster, optimizer = validation.machine_of(found, sm_free)
         assert cluster.bandwidth == 1e9 * found["link_gb_per_s"][mode]
