@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 MAX_CHANGE = 0.1  # a share changes by at most 10% at a time, so that one bad measurement cannot starve a rank
 SPEED_TOLERANCE = 0.02  # smaller differences of speed are taken for noise
-MIN_SHARE = 0.1  # every rank keeps at least this fraction of an equal share
+MIN_WORK_SHARE = 0.1  # every rank keeps at least this fraction of an equal share
 
 
 def retune(shares: ArrayLike, work: ArrayLike, seconds: ArrayLike) -> NDArray[np.float64]:
@@ -41,5 +41,5 @@ def retune(shares: ArrayLike, work: ArrayLike, seconds: ArrayLike) -> NDArray[np
     if (np.abs(target / old - 1) <= SPEED_TOLERANCE).all():
         return old
     new = old * np.clip(target / old, 1 - MAX_CHANGE, 1 + MAX_CHANGE)
-    new = np.maximum(new / new.sum(), MIN_SHARE / len(new))
+    new = np.maximum(new / new.sum(), MIN_WORK_SHARE / len(new))
     return new / new.sum()

@@ -150,7 +150,7 @@ class ComputeTimer:
         if self._step is None or not torch.is_grad_enabled():
             return None
         if isinstance(output, LazyAwaitable):
-            return _TimedAwaitable(output, self)
+            return _PausingAwaitable(output, self)
         self.watch_gradients(output)
         return None
 
@@ -181,7 +181,7 @@ class ComputeTimer:
         return self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
 
 
-class _TimedAwaitable(LazyAwaitable[Any]):
+class _PausingAwaitable(LazyAwaitable[Any]):
     """The output of a sharded module. The wait for it does not count as compute of this rank."""
 
     def __init__(self, inner: Awaitable[Any], timer: ComputeTimer):

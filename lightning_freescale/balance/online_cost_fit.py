@@ -25,7 +25,7 @@ from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
 from lightning_freescale.runtime.log import logger
 
 WINDOW = 4096  # latest measurements, over all ranks, that a fit uses
-MIN_SAMPLE_TIME = 0.05  # fraction of the step time that the samples must explain; the rest is the constant of the model
+MIN_SAMPLE_TIME = 0.05  # fraction of the step time that samples must explain; the constant explains the remainder
 _COEFFICIENTS = 4
 
 

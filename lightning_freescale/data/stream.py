@@ -38,8 +38,8 @@ class StreamDataset(IterableDataset):
     """The local batches of one rank, divided among its workers. Use it with :class:`StreamLoader`.
 
     An epoch has an order of all rows with enough events: row groups in random order, and the rows of each slice in random
-    order. Each rank gets a contiguous range of this order, and each worker a contiguous range of the batches of its rank. All
-    ranges are equally long. If the number of rows is not a multiple of the number of ranks, some ranks repeat their last
+    order. Each rank gets a contiguous range of this order, and each worker a contiguous range of the batches of its rank. The
+    ranges are about equally long. If the number of rows is not a multiple of the number of ranks, some ranks repeat their last
     sample. So all ranks have the same number of batches, which is known in advance.
 
     Args:
@@ -78,8 +78,8 @@ class StreamDataset(IterableDataset):
             log_once(f"{path.name}: {dropped} of {rows} rows have fewer than {least} events and are left out")
         check_enough(len(self._kept), batch_size, num_replicas, drop_last)
         self._slices = [RowGroupSlice(*fields) for fields in index.slices.tolist()]
-        # [P + 1]: slice p has the rows _first_row[p] to _first_row[p + 1] of all files, and the same of _first_kept[] among
-        # the kept rows.
+        # [P + 1] each. Slice p has the rows _first_row[p] to _first_row[p + 1] of all files. Its kept rows are
+        # _kept[_first_kept[p] : _first_kept[p + 1]].
         self._first_row = lengths_to_offsets(index.slices[:, RowGroupSlice._fields.index("rows")])
         self._first_kept = np.searchsorted(self._kept, self._first_row)
         self._epoch, self.workers = 0, 1
@@ -123,8 +123,8 @@ class StreamDataset(IterableDataset):
         segments = [EpochSegment(*fields) for fields in position or [[*self._shape, batches]]]
         if len(segments) > MAX_SEGMENTS:
             raise CheckpointError(
-                f"resume: this epoch was interrupted {len(segments) - 1} times, each time with other numbers of ranks, workers "
-                f"or samples per batch; at most {MAX_SEGMENTS - 1} are supported: use a checkpoint of an earlier epoch"
+                f"resume: this epoch has {len(segments)} parts that differ in the number of ranks, workers or samples per "
+                f"batch, but at most {MAX_SEGMENTS} are supported; resume from a checkpoint of an earlier epoch"
             )
         same = segments[-1][:-1] == self._shape  # then the last segment continues
         start = EpochStart(tuple(segments[:-1]), segments[-1].batches) if same else EpochStart(tuple(segments))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.balance import CostModel, Planner, autotune
-from lightning_freescale.balance.autotune import MAX_CHANGE, MIN_SHARE, SPEED_TOLERANCE, retune
+from lightning_freescale.balance.autotune import MAX_CHANGE, MIN_WORK_SHARE, SPEED_TOLERANCE, retune
 
 speeds = st.lists(st.floats(0.4, 2.5), min_size=2, max_size=16)
 
@@ -50,7 +50,7 @@ def test_changes_are_bounded_and_every_rank_keeps_a_share(shares: list[float], d
     for _ in range(data.draw(st.integers(1, 30))):
         new = retune(old, work, seconds)
         assert new.sum() == pytest.approx(1)
-        assert (new >= MIN_SHARE / count / (1 + MIN_SHARE)).all()
+        assert (new >= MIN_WORK_SHARE / count / (1 + MIN_WORK_SHARE)).all()
         change = new / old
         assert change.max() <= (1 + MAX_CHANGE) / (1 - MAX_CHANGE) + 1e-9  # one change, then normalisation to the sum 1
         assert change.min() >= (1 - MAX_CHANGE) / (1 + MAX_CHANGE) - 1e-9

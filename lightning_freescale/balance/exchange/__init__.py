@@ -1,6 +1,6 @@
 """Balancing at run time: the ranks exchange samples in a background thread, before the training needs them.
 
-This way works with streams and with any loader, because nobody has to know the lengths of the samples in advance. All
+This works with streams and with any loader, because the lengths of the samples need not be known in advance. All
 communication uses host memory and a gloo process group of its own. For every batch the ranks
 
 1. load their local batch, check it, and split it into samples (``local_batches.py``, ``split_batch.py``),

@@ -104,7 +104,7 @@ class ExchangeThread:
         return ReadyBatch(loaded.batch, loaded.state) if succeeded else loaded.error
 
     def close(self) -> None:
-        """Stop the iteration. The thread ends as soon as the other ranks have heard of it."""
+        """Stop the iteration. The thread ends as soon as the other ranks know."""
         if self._thread.is_alive():
             self._batches.close()
             self._skipping_ended.put(LoadedBatch(BatchStatus.CLOSED))
@@ -140,7 +140,7 @@ class ExchangeThread:
         if self.unbalanced is not None:
             return False
         self._free_slots.acquire()
-        # If a skipped batch was not loaded here, the ranks that wait for the next comparison must hear of it.
+        # If a skipped batch was not loaded here, tell the ranks that wait at the next comparison.
         loaded = not_loaded or self._batches.load_for_exchange(self._agreement)
         start = time.perf_counter()
         count = 0 if loaded.split is None else loaded.split.num_samples

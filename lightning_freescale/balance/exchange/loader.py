@@ -141,7 +141,7 @@ class ExchangeLoader:
         )
 
     def close(self) -> None:
-        """Stop the current iteration. Its thread ends as soon as the other ranks have heard of it."""
+        """Stop the current iteration. Its thread ends as soon as the other ranks know."""
         if self._thread is not None:
             self._thread.close()
 

@@ -46,7 +46,7 @@ class LoadedBatch(NamedTuple):
 
 
 class LocalBatches:
-    """One iteration over the local batches of this rank. Errors become a status, so that the other ranks hear of them.
+    """One iteration over the local batches of this rank. Errors become a status, which the rank announces to the others.
 
     Args:
         loader: any iterable of batches in host memory.

@@ -138,7 +138,7 @@ def split_batch(batch: Any) -> SplitBatch:
 def _dense_columns(tensor: BatchTensor, split: SplitBatch) -> tuple[LengthColumns, ...]:
     """Return the ways to assign the rows of a dense tensor to samples: per sample, or per event of a jagged tensor."""
     if isinstance(split.batch, SeqBatch) and tensor.name == "batch.timestamps":
-        # The type says what the rows are, even if their number would also allow one row per sample.
+        # The type defines one row per event, even if the number of rows would also fit one row per sample.
         return ((split.length_names.index(f"batch.features[{HISTORY}]"),),)
     rows = len(tensor.rows)
     fit = [ONE_ROW_PER_SAMPLE] if rows == split.num_samples else []
