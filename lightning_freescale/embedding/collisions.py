@@ -3,8 +3,8 @@
 Batch N updates its rows after its backward. Rows that batch N+1 uses too (*collision rows*) must wait for that update. The other
 rows of batch N+1 (*exclusive rows*) can be read while batch N still computes, and have the same values.
 
-None of this reads a weight, so it runs ahead of the tables. On CUDA the host does not wait for the device either: the counts that
-the host needs are copied to it one step before it uses them.
+None of this reads a weight, so it runs ahead of the tables. On CUDA the host does not wait for the device either, except in the
+first prioritized step: the counts that the host needs are copied to it one step before it uses them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CollisionFinder:
     def _tell_requesters(self, requests: Requests, collides: Tensor) -> CollisionMarks:
         transfer = all_to_all.start(
             collides.to(torch.uint8),
-            requests.owner_wire,
+            requests.owner_wire_order,
             requests.by_requester,
             requests.by_owner,
             self._group,
@@ -123,7 +123,7 @@ class CollisionFinder:
         counts = split_counts(
             marks.collides,
             requested_collides,
-            requests.owner_wire,
+            requests.owner_wire_order,
             (send_start, send_end),
             (receive_start, receive_end),
             feature_offsets,
@@ -156,7 +156,11 @@ class CollisionFinder:
         owned, requested = sum(by_requester), sum(by_owner)  # number of collision rows
         values_offsets = features.offsets().to(torch.int64)
         orders = split_orders(
-            marks.collides, counted.requested_collides, requests.owner_wire, requests.requester_wire, values_offsets
+            marks.collides,
+            counted.requested_collides,
+            requests.owner_wire_order,
+            requests.requester_wire_order,
+            values_offsets,
         )
         values, collisions = features.values()[orders.lookup], orders.collisions.to(lengths.dtype)
 
@@ -185,7 +189,11 @@ class CollisionFinder:
 
 def _all_rows(requests: Requests) -> RowSet:
     return RowSet(
-        requests.features, requests.owner_wire, requests.by_requester, requests.requester_wire, requests.by_owner
+        requests.features,
+        requests.owner_wire_order,
+        requests.by_requester,
+        requests.requester_wire_order,
+        requests.by_owner,
     )
 
 

@@ -206,6 +206,8 @@ def _return_set(requests: Requests, rows: RowSet) -> ReturnSet:
     request_to_batch = requests.batch_position
     return ReturnSet(
         **vars(rows),
-        wire_position=inverse_permutation(rows.owner_wire),
-        batch_position=rows.requester_wire if request_to_batch is None else request_to_batch[rows.requester_wire],
+        wire_position=inverse_permutation(rows.owner_wire_order),
+        batch_position=rows.requester_wire_order
+        if request_to_batch is None
+        else request_to_batch[rows.requester_wire_order],
     )

@@ -147,15 +147,19 @@ class SplitOrders(NamedTuple):
 
 
 def split_orders(
-    collides: Tensor, requested_collides: Tensor, owner_wire: Tensor, requester_wire: Tensor, offsets: Tensor
+    collides: Tensor,
+    requested_collides: Tensor,
+    owner_wire_order: Tensor,
+    requester_wire_order: Tensor,
+    offsets: Tensor,
 ) -> SplitOrders:
     """Divide the rows of a batch into collision rows and exclusive rows, at the owner and at the requester.
 
     Args:
         collides: ``[n]`` bool at the owner, in lookup order.
         requested_collides: ``[m]`` bool at the requester, in wire order.
-        owner_wire: ``[n]`` at the owner: position in lookup order of each row in wire order.
-        requester_wire: ``[m]`` at the requester: position in request order of each row in wire order.
+        owner_wire_order: ``[n]`` at the owner: position in lookup order of each row in wire order.
+        requester_wire_order: ``[m]`` at the requester: position in request order of each row in wire order.
         offsets: ``[T * B + 1]`` int64 at the owner: where the ids of each feature and sample start in lookup order.
 
     >>> here = torch.arange(3)
@@ -164,15 +168,15 @@ def split_orders(
     (tensor([1, 2, 0]), tensor([0, 1, 0]), tensor([0, 1]))
     """
     lookup = true_first(collides)
-    wire = position_among_equals(collides)[owner_wire[true_first(collides[owner_wire])]]
-    request = requester_wire[true_first(requested_collides)]
+    wire = position_among_equals(collides)[owner_wire_order[true_first(collides[owner_wire_order])]]
+    request = requester_wire_order[true_first(requested_collides)]
     return SplitOrders(lookup, wire, request, count_true_by_segment(collides, offsets))
 
 
 def split_counts(
     collides: Tensor,
     requested_collides: Tensor,
-    owner_wire: Tensor,
+    owner_wire_order: Tensor,
     owner_bounds: tuple[Tensor, Tensor],
     requester_bounds: tuple[Tensor, Tensor],
     feature_offsets: Tensor,
@@ -180,7 +184,7 @@ def split_counts(
     """The sizes that the host needs to exchange both parts, in one tensor so that one copy brings them to the host.
 
     Args:
-        collides, requested_collides, owner_wire: as for :func:`split_orders`.
+        collides, requested_collides, owner_wire_order: as for :func:`split_orders`.
         owner_bounds: two ``[W]`` tensors, where the rows of each requester start and end in wire order at the owner.
         requester_bounds: two ``[W]`` tensors, the same of each owner at the requester.
         feature_offsets: ``[T + 1]`` int64, where the ids of each feature start in lookup order.
@@ -196,7 +200,7 @@ def split_counts(
     """
     return torch.cat(
         [
-            count_true_between(collides[owner_wire], *owner_bounds),
+            count_true_between(collides[owner_wire_order], *owner_bounds),
             count_true_by_segment(collides, feature_offsets),
             feature_offsets.diff(),
             count_true_between(requested_collides, *requester_bounds),

@@ -15,9 +15,8 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime.log import log_once
 
 TRIAL_WARM_UP_STEPS = 3  # before the first measurement: these steps create kernels, buffers and connections
-BLOCK_STEPS = (
-    8  # consecutive steps in one mode; the first one includes the switch, the last one the final synchronization
-)
+# Consecutive steps in one mode. The first one includes the switch of modes, the last one the wait for the device.
+BLOCK_STEPS = 8
 BLOCKS_PER_MODE = 2  # the modes alternate, so that a trend in the data favours neither
 MAX_TIME_RATIO = 0.99  # prioritized is chosen if its steps take less than this fraction of the synchronous time
 
@@ -31,7 +30,7 @@ class ModeChoice(NamedTuple):
 
     def __str__(self) -> str:
         times = {"prioritized": self.seconds, "synchronous": self.synchronous_seconds}
-        chosen, other = sorted(times, reverse=not self.prioritized)
+        chosen, other = ("prioritized", "synchronous") if self.prioritized else ("synchronous", "prioritized")
         return f"{chosen} exchange, {times[chosen] * 1e3:.1f} ms a step against {times[other] * 1e3:.1f} {other}"
 
 

@@ -116,8 +116,8 @@ class PrioritizedEmbedding:
         return Requests(
             features=features,
             row_keys=self.tables.row_keys(group, features.values(), feature),
-            owner_wire=own_rank_last(torch.argsort(requester, stable=True), by_requester, self._rank),
-            requester_wire=own_rank_last(torch.arange(sum(by_owner), device=self.device), by_owner, self._rank),
+            owner_wire_order=own_rank_last(torch.argsort(requester, stable=True), by_requester, self._rank),
+            requester_wire_order=own_rank_last(torch.arange(sum(by_owner), device=self.device), by_owner, self._rank),
             by_requester=by_requester,
             by_owner=by_owner,
             request_position=unbucketize,
@@ -149,7 +149,7 @@ class PrioritizedEmbedding:
 
     def _fetch_set(self, group: int, rows: RowSet) -> FetchSet:
         one_table = self.tables.only_table(group) is not None
-        return FetchSet(**vars(rows), ids=rows.features.values()[rows.owner_wire] if one_table else None)
+        return FetchSet(**vars(rows), ids=rows.features.values()[rows.owner_wire_order] if one_table else None)
 
     @torch.no_grad()
     def send_rows(self, batch: FetchingBatch, kind: RowKind) -> None:
@@ -169,7 +169,7 @@ class PrioritizedEmbedding:
                 if table is not None and rows.ids is not None:  # one read gives the rows in wire order
                     source, order = table, rows.ids
                 else:
-                    source, order = self.tables.read(group, rows.features), rows.owner_wire
+                    source, order = self.tables.read(group, rows.features), rows.owner_wire_order
                 places = buffer.split([sum(other.by_owner) for other in sets.values()])
                 batch.transfers[kind].append(
                     all_to_all.start(
@@ -227,5 +227,5 @@ class PrioritizedEmbedding:
 
 def _batch_order(requests: Requests, sets: dict[RowKind, FetchSet]) -> Tensor:
     """``[m]``: for each id of the batch, its position in the buffer that holds the rows of all ``sets``."""
-    order = inverse_permutation(torch.cat([rows.requester_wire for rows in sets.values()]))
+    order = inverse_permutation(torch.cat([rows.requester_wire_order for rows in sets.values()]))
     return order if requests.request_position is None else order[requests.request_position]

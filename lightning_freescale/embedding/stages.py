@@ -1,7 +1,8 @@
 """The stages of a batch in the prioritized exchange, one type for each. The operations take one stage and return the next.
 
     RequestedBatch   this rank has sent the ids of the batch to the ranks that own their rows
-    RoutedBatch      every rank knows which rows it requests and which rows it owes; collisions with its neighbours are added
+    RoutedBatch      every rank knows which rows it requests and which rows it owes to others; the rows that collide with
+                     the previous and with the next batch are added later
     FetchingBatch    rows travel from owners to requesters: first the exclusive rows, later the collision rows
     ComputingBatch   the rows have become the output of the module, and the model computes with them
     ReturningBatch   gradients travel from requesters to owners: first those of collision rows, later those of exclusive rows
@@ -32,16 +33,13 @@ class Requests:
 
     features: KeyedJaggedTensor  # owner: the ids that it must look up, in lookup order
     row_keys: Tensor  # [n] owner: number of each id's row, unique over the tables of the group
-    owner_wire: Tensor  # [n] owner: position in lookup order of each id in wire order
-    requester_wire: Tensor  # [m] requester: position in request order of each id in wire order
+    owner_wire_order: Tensor  # [n] owner: position in lookup order of each id in wire order
+    requester_wire_order: Tensor  # [m] requester: position in request order of each id in wire order
     by_requester: list[int]  # [W] owner: number of ids that each rank requests from this rank
     by_owner: list[int]  # [W] requester: number of ids that this rank requests from each rank
-    request_position: (
-        Tensor | None
-    )  # [m] requester: position in request order of each id of the batch; None if it is the same
-    batch_position: (
-        Tensor | None
-    )  # [m] requester: position in the batch of each id in request order; None if it is the same
+    # Both are None if request order and batch order are the same.
+    request_position: Tensor | None  # [m] requester: position in request order of each id of the batch
+    batch_position: Tensor | None  # [m] requester: position in the batch of each id in request order
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
@@ -50,8 +48,8 @@ class Requests:
             features.values(),
             features.lengths(),
             features.offsets(),
-            self.owner_wire,
-            self.requester_wire,
+            self.owner_wire_order,
+            self.requester_wire_order,
             self.request_position,
             self.batch_position,
         ]
@@ -78,9 +76,9 @@ class RowSet:
     """The collision rows, or the exclusive rows, of a batch: which rows they are, and between which ranks they travel."""
 
     features: KeyedJaggedTensor  # owner: ids of these rows, in lookup order
-    owner_wire: Tensor  # [n] owner: position in ``features`` of each row in wire order
+    owner_wire_order: Tensor  # [n] owner: position in ``features`` of each row in wire order
     by_requester: list[int]  # [W] owner: rows for each requester
-    requester_wire: Tensor  # [m] requester: position in request order of each row in wire order
+    requester_wire_order: Tensor  # [m] requester: position in request order of each row in wire order
     by_owner: list[int]  # [W] requester: rows from each owner
 
 
@@ -111,7 +109,10 @@ class RequestedBatch:
 
 @dataclass
 class RoutedBatch:
-    """The ids have arrived at their owners. ``find_collisions`` fills in the marks; None means that there is no neighbour."""
+    """The ids have arrived at their owners.
+
+    ``find_collisions`` adds the marks. They stay None if there is no previous or no next batch.
+    """
 
     kjt: KeyedJaggedTensor
     context: Any
@@ -140,9 +141,8 @@ class ComputingBatch:
 
     routed: RoutedBatch
     settings: UpdateSettings  # of the batch's own step, also for gradients that are applied in the next step
-    gradients: list[
-        Tensor | None
-    ]  # [m, D] in batch order; None before backward, or if the loss does not depend on the group
+    # [m, D] in batch order. None before the backward, and also after it if the loss does not depend on the group.
+    gradients: list[Tensor | None]
 
     @property
     def kjt(self) -> KeyedJaggedTensor:

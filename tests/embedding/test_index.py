@@ -94,17 +94,17 @@ def test_split_of_a_batch(owned: list[int], requested: list[int], data: st.DataO
     collides, requested_collides = (
         data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts))) for counts in (owned, requested)
     )
-    owner_wire, requester_wire = (
+    owner_wire_order, requester_wire_order = (
         own_rank_last(torch.arange(sum(counts)), counts, rank) for counts in (owned, requested)
     )
     offsets = torch.tensor([0, *itertools.accumulate(owned)])
     masks = torch.tensor(collides, dtype=torch.bool), torch.tensor(requested_collides, dtype=torch.bool)
-    orders = split_orders(*masks, owner_wire, requester_wire, offsets)
+    orders = split_orders(*masks, owner_wire_order, requester_wire_order, offsets)
     owner_bounds, requester_bounds = (
         (torch.tensor(starts), torch.tensor(ends))
         for starts, ends in (wire_bounds(c, rank) for c in (owned, requested))
     )
-    counts = split_counts(*masks, owner_wire, owner_bounds, requester_bounds, offsets[[0, -1]]).tolist()
+    counts = split_counts(*masks, owner_wire_order, owner_bounds, requester_bounds, offsets[[0, -1]]).tolist()
     by_requester, by_feature, all_by_feature, by_owner = counts[:world], *counts[world : world + 2], counts[world + 2 :]
 
     requester_of_row = [peer for peer, count in enumerate(owned) for _ in range(count)]
@@ -118,12 +118,12 @@ def test_split_of_a_batch(owned: list[int], requested: list[int], data: st.DataO
     assert orders.collisions.tolist() == by_requester
 
     # Both parts list every row once, the collision rows in front; the wire order picks them from their own part.
-    split, wire = sum(collides), owner_wire.tolist()
+    split, wire = sum(collides), owner_wire_order.tolist()
     for part, wanted in ((slice(0, split), True), (slice(split, None), False)):
         rows = orders.lookup[part].tolist()
         assert rows == [row for row, mark in enumerate(collides) if mark is wanted]
         assert [rows[place] for place in orders.wire[part]] == [row for row in wire if collides[row] is wanted]
-    pairs = list(zip(requester_wire.tolist(), requested_collides, strict=True))
+    pairs = list(zip(requester_wire_order.tolist(), requested_collides, strict=True))
     assert orders.request.tolist() == [row for row, mark in pairs if mark] + [row for row, mark in pairs if not mark]
 
 

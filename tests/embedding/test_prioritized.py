@@ -160,7 +160,7 @@ def skip_the_reordering(schedule: ExchangeSchedule) -> None:
     update = gradients.update
 
     def unordered(group: int, rows: Any, received: torch.Tensor, batch: ComputingBatch) -> None:
-        update(group, replace(rows, wire_position=torch.arange(len(rows.owner_wire))), received, batch)
+        update(group, replace(rows, wire_position=torch.arange(len(rows.owner_wire_order))), received, batch)
 
     gradients.update = unordered  # type: ignore[method-assign]
 
