@@ -61,10 +61,13 @@ class TableLearningRates:
 
     def follow(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Note which group of ``optimizers`` each table follows. Call it before tables are taken out of the groups."""
-        tables = _tables_by_kernel(module)
-        self._rules = [
-            self._rule(kernel, tables.get(id(kernel), {}), optimizers) for kernel in self._fused.param_groups
-        ]
+        parameters = dict(module.named_parameters())
+        names = {id(shards): name for name, shards in self._fused.params.items()}
+        self._rules = []
+        for kernel in self._fused.param_groups:
+            held = [name for name in (names.get(id(shards)) for shards in kernel["params"]) if name in parameters]
+            tables = {name.removesuffix(".weight").rpartition(".")[2]: parameters[name] for name in held}
+            self._rules.append(self._rule(kernel, tables, optimizers))
 
     def _rule(
         self, kernel: dict[str, Any], tables: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
@@ -135,17 +138,6 @@ def is_table(parameter: nn.Parameter) -> bool:
 
 def _table_ids(group: Mapping[str, Any]) -> set[int]:
     return {id(parameter) for parameter in group["params"] if is_table(parameter)}
-
-
-def _tables_by_kernel(module: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
-    """The table parameters of this rank by the identity of their kernel's parameter group, and by table name."""
-    found: dict[int, dict[str, nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
-        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-            if optimizer.param_groups:  # They are empty on a rank that holds no part of the table.
-                table = name.removesuffix(".weight").rpartition(".")[2]
-                found.setdefault(id(optimizer.param_groups[0]), {})[table] = parameter
-    return found
 
 
 def _find(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:

@@ -1,0 +1,222 @@
+"""The learning rate of the tables follows the user's optimizers, schedulers, tuner and monitor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+
+from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from tests import toy
+from tests.ranks import run_ranks
+
+BASE = 0.08
+
+
+class Rates(pl.Callback):
+    """Notes the rate that the tables use in every step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        groups = trainer.strategy._sharded.fused_optimizer.param_groups
+        self.rates.append(float(groups[0]["lr"]))
+
+
+def optimizer_of(name: str, model: toy.Model) -> Any:
+    """What ``configure_optimizers`` returns in each case."""
+    dense = list(model.head.parameters())
+    if name == "none":
+        return None
+    if name == "own group":
+        groups = [{"params": dense, "lr": 0.5}, {"params": model.embeddings.parameters(), "lr": 0.2}]
+        return torch.optim.SGD(groups, lr=0.5)
+    if name == "scheduler of the own group":
+        groups = [{"params": dense, "lr": 0.5}, {"params": model.embeddings.parameters(), "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups, lr=0.5)
+        rules = [lambda step: 1.0, lambda step: 0.5**step]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rules)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if name == "plateau":
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        config = {"scheduler": scheduler, "interval": "step", "monitor": "loss", "strict": True}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Model(toy.Model):
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self.name, self)
+
+
+def rates_of(name: str, explicit: bool) -> list[float]:
+    rates = Rates()
+    options = {"optimizer": "sgd", "lr": BASE} if explicit else {"optimizer": "sgd"}
+    plugin = FreeScaleStrategy(embedding_optimizer=options, balance="off", prioritize=True)
+    trainer = toy.trainer(plugin, 2, max_steps=4, callbacks=[rates], max_epochs=1)
+    trainer.fit(Model(name), toy.loader())
+    return [round(rate, 6) for rate in rates.rates]
+
+
+CASES = {
+    ("none", True): [BASE] * 4,
+    ("own group", False): [0.2] * 4,
+    ("own group", True): [BASE] * 4,
+    ("scheduler of the own group", False): [0.2, 0.1, 0.05, 0.025],
+    ("scheduler of the own group", True): [BASE, BASE / 2, BASE / 4, BASE / 8],
+    ("step", True): [BASE, BASE / 2, BASE / 4, BASE / 8],
+    ("step", False): [0.02, 0.01, 0.005, 0.0025],
+}
+
+
+def all_rates(rank: int) -> list[list[float]]:
+    return [rates_of(name, explicit) for name, explicit in CASES]
+
+
+def test_the_rate_follows_the_group_and_the_scheduler() -> None:
+    for found in run_ranks(all_rates):
+        for case, rates, expected in zip(CASES, found, CASES.values(), strict=True):
+            assert rates == [round(rate, 6) for rate in expected], case
+
+
+def plateau_rates(rank: int) -> list[float]:
+    return rates_of("plateau", True)
+
+
+def test_reduce_on_plateau_lowers_the_rate_of_the_tables() -> None:
+    for rates in run_ranks(plateau_rates):
+        assert rates[0] == BASE
+        assert rates[-1] < BASE
+
+
+# ---- several runs of one model ---------------------------------------------------------------------------------------
+def fit_twice(rank: int) -> tuple[list[float], list[float]]:
+    model, found = Model("step"), []
+    for _ in range(2):
+        rates = Rates()
+        plugin = FreeScaleStrategy(embedding_optimizer={"optimizer": "sgd", "lr": BASE}, balance="off")
+        toy.trainer(plugin, 2, max_steps=3, callbacks=[rates]).fit(model, toy.loader())
+        found.append(rates.rates)
+    return found[0], found[1]
+
+
+def test_a_second_fit_starts_at_the_full_rate() -> None:
+    for first, second in run_ranks(fit_twice):
+        assert first == second
+        assert first[0] == pytest.approx(BASE)
+
+
+class Tuned(toy.Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def find_rate(rank: int, folder: str) -> tuple[float, bool]:
+    pl.seed_everything(1, verbose=False)
+    model, rates = Tuned(), Rates()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plugin = FreeScaleStrategy(embedding_optimizer={"optimizer": "sgd", "lr": BASE}, balance="off")
+    trainer = toy.trainer(plugin, 2, max_steps=2, callbacks=[rates], default_root_dir=folder)
+    Tuner(trainer).lr_find(model, toy.loader(), num_training=12, update_attr=False)
+    restored = toy.same(toy.weights(model), before)
+    rates.rates.clear()
+    trainer.fit(model, toy.loader())
+    return rates.rates[0], restored
+
+
+def test_the_rate_finder_leaves_weights_and_rate_of_the_tables_alone(tmp_path: Path) -> None:
+    for rate, restored in run_ranks(find_rate, args=(str(tmp_path),)):
+        assert rate == pytest.approx(BASE)
+        assert restored
+
+
+# ---- monitor, frozen tables, conflicts -------------------------------------------------------------------------------
+def fit_monitored(rank: int, folder: str) -> str:
+    logger = CSVLogger(folder, name="", version="")
+    plugin = FreeScaleStrategy(embedding_optimizer={"optimizer": "sgd", "lr": BASE}, balance="off", monitor=False)
+    trainer = toy.trainer(
+        plugin, 2, max_steps=3, logger=logger, log_every_n_steps=1, callbacks=[LearningRateMonitor("step")]
+    )
+    trainer.fit(Model("step"), toy.loader())
+    return (Path(folder) / "metrics.csv").read_text() if rank == 0 else ""
+
+
+def test_the_learning_rate_monitor_shows_the_rate_of_the_tables(tmp_path: Path) -> None:
+    header, *rows = run_ranks(fit_monitored, args=(str(tmp_path),))[0].splitlines()
+    column = header.split(",").index("lr-tables")
+    shown = [float(cells[column]) for cells in (row.split(",") for row in rows) if cells[column]]
+    assert shown == pytest.approx([BASE, BASE / 2, BASE / 4])
+
+
+class Frozen(toy.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.embeddings.parameters():
+            parameter.requires_grad = False
+
+
+def fit_frozen(rank: int, model: type) -> bool:
+    pl.seed_everything(1, verbose=False)
+    module = model()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    toy.trainer(FreeScaleStrategy(prioritize=True, balance="off"), 2, max_epochs=1).fit(module, toy.loader())
+    after = toy.weights(module)
+    return all(torch.equal(after[name], before[name]) for name in before if name.startswith("embeddings"))
+
+
+def test_frozen_tables_keep_their_weights() -> None:
+    assert run_ranks(fit_frozen, args=(Frozen,)) == [True, True]
+    assert run_ranks(fit_frozen, args=(toy.Model,)) == [False, False]
+
+
+class Tied(toy.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = torch.nn.Linear(toy.DIM, toy.ROWS["item"], bias=False)
+        self.output.weight = self.embeddings.embeddings["item"].weight
+
+
+def refused(rank: int, case: str) -> str:
+    model = Tied() if case == "tied" else toy.Model()
+    try:
+        toy.trainer(FreeScaleStrategy(), 2, max_steps=1).fit(model, toy.loader())
+        if case == "options":
+            other = FreeScaleStrategy(embedding_optimizer={"optimizer": "sgd", "lr": 0.1})
+            toy.trainer(other, 2, max_steps=1).fit(model, toy.loader())
+        if case == "averaging":
+            averaging = pl.callbacks.StochasticWeightAveraging(1e-2)
+            toy.trainer(FreeScaleStrategy(), 2, max_steps=2, callbacks=[averaging]).fit(toy.Model(), toy.loader())
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("tied", ["output.weight", "tied to the table", "embeddings"]),
+        ("options", ["embedding_optimizer", "'sgd'", "an earlier Trainer"]),
+        ("averaging", ["StochasticWeightAveraging", "sharded"]),
+    ],
+)
+def test_what_would_silently_be_another_model_is_refused(case: str, words: list[str]) -> None:
+    for message in run_ranks(refused, args=(case,)):
+        assert all(word in message for word in words), message
