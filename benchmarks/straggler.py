@@ -160,23 +160,7 @@ def train(
     os.environ.update(WORLD_SIZE=str(world))
     steps = options.warmup + options.steps
     pl.seed_everything(0, verbose=False)
-    scale = min(1.0, options.max_history / 21_000)  # keeps the shape of the distribution for shorter histories
-    data = fs.SeqRecDataModule(
-        batch_size=options.batch_size,
-        max_history=options.max_history,
-        balance=balance,
-        num_negatives=options.negatives,
-        shuffle=False,
-        drop_last=True,
-        cache_dir=cache,
-        synthetic={
-            "users": world * options.batch_size * steps,
-            "items": options.items,
-            "mean_length": float(np.exp(7.3 + 1.2**2 / 2) * scale),
-            "sigma": 1.2,
-            "max_length": options.max_history + 1,
-        },
-    )
+    data = _data_module(options, cache, balance)
     model = timed_hstu()(
         data.num_items,
         embedding_dim=options.embedding_dim,
@@ -208,6 +192,29 @@ def train(
         CostModel(*model.cost_coefficients()),
         shared[1],
         shared[2],
+    )
+
+
+def _data_module(options: argparse.Namespace, cache: Path, balance: Any) -> Any:
+    """Log-normal histories for ``warmup + steps`` global batches, always in the same order."""
+    import lightning_freescale as fs
+
+    scale = min(1.0, options.max_history / 21_000)  # keeps the shape of the distribution for shorter histories
+    return fs.SeqRecDataModule(
+        batch_size=options.batch_size,
+        max_history=options.max_history,
+        balance=balance,
+        num_negatives=options.negatives,
+        shuffle=False,
+        drop_last=True,
+        cache_dir=cache,
+        synthetic={
+            "users": options.ranks * options.batch_size * (options.warmup + options.steps),
+            "items": options.items,
+            "mean_length": float(np.exp(7.3 + 1.2**2 / 2) * scale),
+            "sigma": 1.2,
+            "max_length": options.max_history + 1,
+        },
     )
 
 

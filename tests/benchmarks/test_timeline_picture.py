@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import timeline_picture
-from benchmarks.timeline_picture import STRATEGIES, WARM_UP, show, train
+from benchmarks.timeline_picture import STRATEGIES, show, train
 from lightning_freescale.bubbles.records import RecordedRun, read_run
 from lightning_freescale.bubbles.spans import ENGINE
 from tests.ranks import run_ranks
 
-STEPS = WARM_UP + 4
+WARM_UP, STEPS = 3, 7
 
 
 def train_both(rank: int, folder: Path) -> None:
@@ -30,7 +30,10 @@ def kinds(run: RecordedRun, engine: bool) -> set[str]:
     return {span.kind.value for span in spans if (span.track == ENGINE) is engine}
 
 
-def test_the_image_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_image_and_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_picture, "WARM_UP", WARM_UP)
     image = pytest.importorskip("PIL.Image")
     run_ranks(train_both, args=(tmp_path,))
     options = Namespace(device="cpu", ranks=2, folder=tmp_path, json=False)

@@ -41,7 +41,10 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=wait))
     if job.device.type == "cuda":
         check_products(job.device, job.rank, job.model["embedding_dim"])
-    figures = known or _head(arguments, job, counted) | {"link_gb_per_s": link_bandwidth.all_links(job.device)}
+    if known is None:
+        mebibytes = 1 if arguments.quick and arguments.device == "cpu" else 64
+        known = _head(arguments, job, counted) | {"link_gb_per_s": link_bandwidth.all_links(job.device, mebibytes)}
+    figures = known
     batches = JobBatches(job)
     wanted = [name for name in TRAINING_VARIANTS if not arguments.sides or name in arguments.sides]
     done = {*figures["sides"], *figures["failed"]}
