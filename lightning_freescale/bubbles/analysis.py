@@ -13,7 +13,7 @@ from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.summary import Summary
 
 MIN_SHARE = 0.03  # of the step: smaller parts of the bubble get no advice
-BALANCED = 1.05  # imbalance below which the ranks count as balanced
+BALANCED_BELOW = 1.05  # imbalance below which the ranks count as balanced
 SAME_RANK = 0.8  # if one rank is the slowest in more than this share of the steps, the advice names it
 
 
@@ -135,7 +135,7 @@ def _straggler(analysis: Analysis, settings: dict[str, Any], share: str, step: f
             f"checkpoints, callbacks); {text}.",
             after,
         )
-    if cost < BALANCED:
+    if cost < BALANCED_BELOW:
         return Advice(
             f"{share} straggler wait, although the batches of all ranks cost the same: the ranks wait for {who}, which "
             f"computes longer (the slowest rank takes {analysis.summary['balance/imbalance']:.2f}x the mean). Look for a "

@@ -20,8 +20,8 @@ from lightning_freescale.bubbles.spans import Kind, Span, Step
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
 
-FOLDER = "freescale"
-FORMAT = 1
+RECORDS_FOLDER = "freescale"
+RECORDS_FORMAT = 1
 _LINES_PER_FLUSH = 64
 
 
@@ -69,7 +69,7 @@ class RecordWriter:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._file = path.open("a")
-        self.write({"freescale": FORMAT, **header})
+        self.write({"freescale": RECORDS_FORMAT, **header})
         self.flush()
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class RecordedRun:
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / FOLDER / f"rank_{rank:05d}.jsonl"
+    return run_dir / RECORDS_FOLDER / f"rank_{rank:05d}.jsonl"
 
 
 def read_run(run_dir: Path) -> RecordedRun:
@@ -127,21 +127,23 @@ def read_run(run_dir: Path) -> RecordedRun:
     Raises:
         InputError: if there are no records, if the file of a rank is missing, or if no step was recorded on all ranks.
     """
-    files = sorted((run_dir / FOLDER).glob("rank_*.jsonl"))
+    files = sorted((run_dir / RECORDS_FOLDER).glob("rank_*.jsonl"))
     if not files:
         found = (
-            sorted({file.parents[1] for file in run_dir.glob(f"**/{FOLDER}/rank_*.jsonl")}) if run_dir.is_dir() else []
+            sorted({file.parents[1] for file in run_dir.glob(f"**/{RECORDS_FOLDER}/rank_*.jsonl")})
+            if run_dir.is_dir()
+            else []
         )
         hint = "The monitor records only if the Trainer has a logger and the strategy does not set monitor=False."
         if found:
             hint = f"Did you mean {', '.join(map(str, found[:3]))}?"
-        raise InputError(f"{run_dir}: the folder has no {FOLDER}/rank_*.jsonl. {hint}")
+        raise InputError(f"{run_dir}: the folder has no {RECORDS_FOLDER}/rank_*.jsonl. {hint}")
     headers, records = zip(*(_read(file) for file in files), strict=True)
     world = headers[0].get("world", len(files))
     if len(files) != world:
         raise InputError(
-            f"{run_dir}: {FOLDER}/ has the files of {len(files)} ranks, but the run had {world} ranks. "
-            f"Copy the {FOLDER}/ folders of all nodes into this one."
+            f"{run_dir}: {RECORDS_FOLDER}/ has the files of {len(files)} ranks, but the run had {world} ranks. "
+            f"Copy the {RECORDS_FOLDER}/ folders of all nodes into this one."
         )
     common = set.intersection(*(set(found) for found in records))
     if not common:
@@ -159,9 +161,9 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
             log_once(f"{file}: line {number} is damaged and is ignored.")
             continue
         if "freescale" in record:
-            if record["freescale"] != FORMAT:
+            if record["freescale"] != RECORDS_FORMAT:
                 raise InputError(
-                    f"{file}: the file has format {record['freescale']}, but this version reads only format {FORMAT}."
+                    f"{file}: the file has format {record['freescale']}, but this version reads only format {RECORDS_FORMAT}."
                 )
             header = record
         else:

@@ -23,13 +23,13 @@ from lightning_freescale.cli.demo_callbacks import DemoProgressBar, LossRecorder
 from lightning_freescale.cli.demo_output import FinishedTraining, comparison, introduction, next_commands, results
 from lightning_freescale.models import HSTU
 
-BASELINE, FREESCALE, BOTH = "freescale_sync", "freescale", "both"
+BASELINE_STRATEGY, FREESCALE_STRATEGY, BOTH_STRATEGIES = "freescale_sync", "freescale", "both"
 LENGTH_SIGMA = (
     1.5  # of the log-normal history lengths: a few histories are twenty times as long as the median, as in real logs
 )
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None, strategy: str = BOTH) -> None:
+def main(argv: Sequence[str] | None = None, prog: str | None = None, strategy: str = BOTH_STRATEGIES) -> None:
     """Run the demo.
 
     Args:
@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None, strategy: s
     """
     parser = make_parser(prog, strategy)
     options = parser.parse_args(argv)
-    if options.strategy == BOTH and options.ckpt_path:
+    if options.strategy == BOTH_STRATEGIES and options.ckpt_path:
         parser.error(
-            f"--ckpt-path: a checkpoint can resume only one training; choose --strategy {FREESCALE} or {BASELINE}"
+            "--ckpt-path: a checkpoint can resume only one training; "
+            f"choose --strategy {FREESCALE_STRATEGY} or {BASELINE_STRATEGY}"
         )
     run(options)
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     """Train, print how well the model recommends and, with both strategies, compare them."""
     accelerator, devices = choose_devices(options)
     configure_process(accelerator)
-    strategies = [BASELINE, FREESCALE] if options.strategy == BOTH else [options.strategy]
+    strategies = [BASELINE_STRATEGY, FREESCALE_STRATEGY] if options.strategy == BOTH_STRATEGIES else [options.strategy]
     trainings: list[FinishedTraining] = []
     for strategy in strategies:
         trainings.append(train(options, strategy, accelerator, devices, first=not trainings))
@@ -89,7 +90,7 @@ def workload(options: argparse.Namespace, balance: Literal["fixed", "off"]) -> t
 def train(options: argparse.Namespace, strategy: str, accelerator: str, devices: int, first: bool) -> FinishedTraining:
     """Train with ``strategy``. Every strategy gets the same data, initial weights and global batches."""
     pl.seed_everything(options.seed, verbose=False)
-    data, model = workload(options, balance="off" if strategy == BASELINE else "fixed")
+    data, model = workload(options, balance="off" if strategy == BASELINE_STRATEGY else "fixed")
     throughput, losses = ThroughputMeter(), LossRecorder()
     checkpoint = ModelCheckpoint(monitor="val/hr@10", mode="max")
     trainer = pl.Trainer(
@@ -151,7 +152,7 @@ def batch_limit(text: str) -> int | float | None:
     return float(text) if "." in text else int(text)
 
 
-def make_parser(prog: str | None = None, strategy: str = BOTH) -> argparse.ArgumentParser:
+def make_parser(prog: str | None = None, strategy: str = BOTH_STRATEGIES) -> argparse.ArgumentParser:
     """The options of the demo; ``strategy`` is the default of ``--strategy``."""
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -192,10 +193,10 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 def _add_trainer_options(group: argparse._ArgumentGroup, strategy: str) -> None:
     group.add_argument(
         "--strategy",
-        choices=[FREESCALE, BASELINE, BOTH],
+        choices=[FREESCALE_STRATEGY, BASELINE_STRATEGY, BOTH_STRATEGIES],
         default=strategy,
-        help=f"{BASELINE}: the baseline, with sharded tables but no other technique; {BOTH}: train with the baseline, then "
-        f"with {FREESCALE}, and compare the runs",
+        help=f"{BASELINE_STRATEGY}: the baseline, with sharded tables but no other technique; {BOTH_STRATEGIES}: train with "
+        f"the baseline, then with {FREESCALE_STRATEGY}, and compare the runs",
     )
     group.add_argument("--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="where to train")
     group.add_argument(

@@ -9,14 +9,14 @@ from lightning_freescale.strategy.checkpoint_export import export
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    """``freescale export``."""
+    """Run ``freescale export``."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Write the weights of a checkpoint to one file: model.load_state_dict(torch.load(OUT)) then works "
-        "on the unsharded model, without this package and without a GPU.",
+        description="Write the weights of a checkpoint to one file. The unsharded model can load it with "
+        "model.load_state_dict(torch.load(OUT)), without this package and without a GPU.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint (a file or a folder) that the Trainer wrote")
-    parser.add_argument("output", metavar="OUT", help="file to write, e.g. model.pt")
+    parser.add_argument("output", metavar="OUT", help="file to write, for example model.pt")
     parser.add_argument(
         "--lightning",
         action="store_true",

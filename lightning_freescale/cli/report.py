@@ -14,7 +14,7 @@ import numpy as np
 from lightning_freescale.bubbles.analysis import Analysis, analyse
 from lightning_freescale.bubbles.attribution import PARTS, label
 from lightning_freescale.bubbles.picture import COLORS
-from lightning_freescale.bubbles.records import FOLDER, read_run
+from lightning_freescale.bubbles.records import RECORDS_FOLDER, read_run
 from lightning_freescale.bubbles.spans import ENGINE
 from lightning_freescale.bubbles.trace import write_trace
 
@@ -166,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="OUT",
         type=Path,
-        help=f"where to write the trace of the first run, for Perfetto (default: RUN_DIR/{FOLDER}/trace.json)",
+        help=f"where to write the trace of the first run, for Perfetto (default: RUN_DIR/{RECORDS_FOLDER}/trace.json)",
     )
 
 
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n\n".join([*map(describe, analyses), *([compare(*analyses)] if len(analyses) == 2 else [])]))
     print()
     for analysis, chosen in zip(analyses, (args.trace, None), strict=False):
-        trace = chosen or analysis.run.path / FOLDER / "trace.json"
+        trace = chosen or analysis.run.path / RECORDS_FOLDER / "trace.json"
         write_trace(analysis.run, trace)
         print(f"trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)")
     if args.html is not None:
