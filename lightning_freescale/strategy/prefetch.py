@@ -142,6 +142,8 @@ class PrefetchLoader:
 
     def _batches(self) -> Iterator[Any]:
         # This is a generator. It fetches nothing before the first next(), after set_epoch() and load_state_dict().
+        if self.random_states is not None:
+            self.random_states.before_open()
         self._source, self._index = self._open(), self._first_index
         self._limit = self.limit(self)
         try:
@@ -165,6 +167,8 @@ class PrefetchLoader:
             # All ranks learn one batch early that a rank ends: Lightning may never ask for another batch.
             if self.uneven == "error":
                 self._refuse_uneven_end(self._queue[0].headers, batches=batch.index + 1)
+            if self.random_states is not None:
+                self.random_states.before_batch()
             yield self.hand_out(batch)
 
     def use(self, batch: PreparedBatch) -> None:
