@@ -32,7 +32,8 @@ While training:
 
 After training:
     records              recorded steps on disk
-    analysis             figures of a run, and advice
+    analysis             figures of a run
+    advice               what would make a run faster
     trace                a run as a trace for Perfetto
 """
 
