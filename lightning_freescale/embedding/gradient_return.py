@@ -15,6 +15,7 @@ because the next forward waits for those rows, and all transfers of a host share
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class GradientReturn:
         self._stream, self._timeline = table_stream, timeline
         self._world_size = groups.collision.size()
         self._pacer = HostPacer(tables.device)
+        self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
         self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
 
@@ -116,6 +118,8 @@ class GradientReturn:
             self._send_collisions(batch)
 
     def _send_collisions(self, batch: ComputingBatch) -> None:
+        if self._expected is None and self.on_unannounced_backward is not None:
+            self.on_unannounced_backward(batch)
         if self._expected is None or self._expected.computing is not batch:
             raise FreeScaleError(
                 "the gradient of embedding rows arrived outside of the backward of their own step. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
@@ -19,12 +20,15 @@ class LocalTables:
         optimizer: the fused optimizer of the tables.
         dims: row width ``D`` of each sharding group.
         num_rows: local rows of each sharding group, all of its tables together.
+        stored_in: the type of the weights; equal on all ranks, also on those that hold no row.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection):
         self.module = module
         self.device = torch.device(module._device or "cpu")
         self.optimizer = ModuleOptimizer(module)
+        types = {data_type_to_dtype(config.data_type) for config in module._embedding_configs}
+        self.stored_in = types.pop() if len(types) == 1 else torch.get_default_dtype()
         self.dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table

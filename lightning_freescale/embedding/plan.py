@@ -72,10 +72,26 @@ def make_sharders(
         params: dict[str, Any] = {}
     else:
         params = fused_params(options, device)
-    return [
-        EmbeddingCollectionSharder(fused_params=dict(params), use_index_dedup=dedup),
-        EmbeddingBagCollectionSharder(fused_params=dict(params)),
-    ]
+    kinds = {EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())}
+    return [_make_sharder(kind, params, dedup) for kind in kinds]
+
+
+def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool) -> ModuleSharder:
+    """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
+    base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
+    if kind.forward is not base.forward:
+        raise ConfigurationError(
+            f"{kind.__name__} overrides the forward of {base.__name__}, which sharding would replace. Put your code into a "
+            f"module that holds an {base.__name__}"
+        )
+    parent = EmbeddingCollectionSharder if base is EmbeddingCollection else EmbeddingBagCollectionSharder
+    sharder = (
+        parent
+        if kind is base
+        else type(f"{kind.__name__}Sharder", (parent,), {"module_type": property(lambda _: kind)})
+    )
+    options = {"use_index_dedup": dedup} if base is EmbeddingCollection else {}
+    return sharder(fused_params=dict(params), **options)
 
 
 def choose_sharding(

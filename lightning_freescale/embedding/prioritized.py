@@ -90,7 +90,7 @@ class PrioritizedEmbedding:
         context = self.module.create_context()
         mark_used_on(self.ids_stream, (kjt.values(), kjt.lengths_or_none(), kjt.offsets_or_none()))
         with self.ids_stream.work(self.copies):
-            return RequestedBatch(kjt, context, self.module.input_dist(context, kjt))
+            return RequestedBatch(kjt, context, self.module.input_dist(context, kjt), kjt.values()._version)
 
     def route(self, batch: RequestedBatch) -> RoutedBatch:
         """Wait for the ids, and work out which rows this rank owes to which requester."""
@@ -102,7 +102,7 @@ class PrioritizedEmbedding:
             ]
         for group_requests in requests:
             mark_used_on(self.table_stream, group_requests.tensors())
-        return RoutedBatch(batch.kjt, batch.context, requests)
+        return RoutedBatch(batch.kjt, batch.context, requests, batch.ids_version)
 
     def _requests(self, group: int, features: KeyedJaggedTensor, context: Any) -> Requests:
         num_ids = features.values().numel()

@@ -74,10 +74,10 @@ def fetch_rows(shards: list[TableShard], batch: ReferenceBatch, chosen: Pairs, i
     """Owners read the rows that ``chosen[owner][requester]`` selects, and send them. Requesters put them into their batch."""
     ranks = range(len(shards))
     sent = [[shards[o].weight[batch.rows[o][r][chosen[o][r]]] for r in ranks] for o in ranks]
-    received, told = all_to_all(sent), all_to_all(chosen)
+    received, requested = all_to_all(sent), all_to_all(chosen)
     for r in ranks:
         for o in ranks:
-            into[r][batch.positions[r][o][told[r][o]]] = received[r][o]
+            into[r][batch.positions[r][o][requested[r][o]]] = received[r][o]
 
 
 def return_gradients(
@@ -88,8 +88,8 @@ def return_gradients(
     The gradient of the global batch is the mean over ranks, so owners divide by the number of ranks.
     """
     ranks = range(len(shards))
-    told = all_to_all(chosen)
-    sent = [[gradients[r][batch.positions[r][o][told[r][o]]] for o in ranks] for r in ranks]
+    requested = all_to_all(chosen)
+    sent = [[gradients[r][batch.positions[r][o][requested[r][o]]] for o in ranks] for r in ranks]
     received = all_to_all(sent)
     for o in ranks:
         rows = torch.cat([batch.rows[o][r][chosen[o][r]] for r in ranks])

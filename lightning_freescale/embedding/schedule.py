@@ -50,6 +50,8 @@ from lightning_freescale.runtime.streams import SideStream
 MORE_THAN_ONCE = "called more than once a step"
 NOT_IN_BATCH = "called with features that are not part of the batch"
 VARIABLE_BATCH_SIZE = "called with a batch size that varies by feature"
+CHANGED_IDS = "called with ids that were changed in place after the batch was loaded"
+UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
 
 
 class ScheduledModule:
@@ -75,6 +77,9 @@ class ScheduledModule:
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
+        exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
+        if exchange.tables.stored_in != torch.float32:
+            self.stay_synchronous(f"stored in {str(exchange.tables.stored_in).removeprefix('torch.')}")
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,12 +88,14 @@ class ScheduledModule:
         if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
             if self.kjt_index is not None and self.active:
-                if isinstance(self.current, FetchingBatch) and self.current.kjt is features:
+                fetched = isinstance(self.current, FetchingBatch) and self.current.kjt is features
+                changed = fetched and features.values()._version != self.current.routed.ids_version
+                if fetched and not changed:
                     self.current, output = self.exchange.join(self.current)
                     self.exchange.gradients.begin_forward()
                     return output
                 again = self.current is not None and self.current.kjt is features
-                self.stay_synchronous(MORE_THAN_ONCE if again else NOT_IN_BATCH)
+                self.stay_synchronous(CHANGED_IDS if changed else MORE_THAN_ONCE if again else NOT_IN_BATCH)
         self.exchange.gradients.apply_late()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
         return self._synchronous_forward(self.exchange.module, *args, **kwargs)
@@ -141,6 +148,12 @@ class ScheduledModule:
 
     def _route(self, batch: RequestedBatch | RoutedBatch) -> RoutedBatch:
         return self.exchange.route(batch) if isinstance(batch, RequestedBatch) else batch
+
+    def _take_unannounced_backward(self, batch: ComputingBatch) -> None:
+        """A backward has started without ``before_backward``. All gradients return at once, and nothing is prefetched."""
+        batch.routed.with_next = None
+        self.stay_synchronous(UNANNOUNCED_BACKWARD)
+        self.current = self.exchange.gradients.expect(batch)
 
     def after_backward(self) -> None:
         current = self.current
@@ -237,6 +250,7 @@ class ExchangeSchedule:
     def _end_step(self) -> None:
         """Look at the calls of the previous step. The first step shows which features each module is called with."""
         for module in self.modules:
+            module.after_backward()  # does nothing, unless the backward was not announced
             if module.kjt_index is None and module.synchronous_reason is None and module.calls:
                 self._learn_features(module)
             if module.synchronous_reason is not None:
@@ -258,6 +272,7 @@ class ExchangeSchedule:
     def flush(self) -> None:
         """Apply every gradient that has not been applied. These gradients change no prefetched row."""
         for module in self.modules:
+            module.after_backward()  # does nothing, unless the backward was not announced
             module.exchange.gradients.apply_late()
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardedModule, ShardingEnv
 
+from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 
 # DistributedModelParallel passes these to DDP itself.
@@ -54,6 +55,7 @@ def shard(
             data_parallel_wrapper=_DataParallelOverAllRanks(**wrapper, ddp_kwargs=kwargs),
         )
     _fill_shards(module, weights)
+    keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
     return sharded
 
 

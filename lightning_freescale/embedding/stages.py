@@ -105,6 +105,7 @@ class RequestedBatch:
     kjt: KeyedJaggedTensor  # the object that the module will be called with
     context: Any  # TorchRec's context of the batch
     ids: Awaitable  # TorchRec's input_dist
+    ids_version: int  # version of the tensor of ids: it grows when user code changes the ids in place
 
 
 @dataclass
@@ -117,6 +118,7 @@ class RoutedBatch:
     kjt: KeyedJaggedTensor
     context: Any
     requests: list[Requests]
+    ids_version: int
     with_previous: list[CollisionMarks] | None = None  # decides when rows are fetched
     with_next: list[CollisionMarks] | None = None  # decides when gradients return
 
