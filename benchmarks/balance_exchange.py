@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import lightning_freescale as fs
 from benchmarks.harness import rank_setup, report
+from benchmarks.harness.labels import label
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.cli import demo
 
@@ -119,7 +120,7 @@ def main() -> None:
     outcome = "reached" if moved["exposed %"] < 100 * GOAL else "missed"
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     results = {"ranks": ranks, "goal": {"exposed %": 100 * GOAL, "outcome": outcome}, "exchange": moved}
-    rows = [{"figure": name, "value": value} for name, value in moved.items()]
+    rows = [{"figure": label(name), "value": value} for name, value in moved.items()]
     report.publish(
         arguments,
         report.head("balance_exchange", machine) | results,

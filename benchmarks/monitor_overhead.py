@@ -29,6 +29,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 import lightning_freescale as fs
 from benchmarks.harness import rank_setup, report
 from benchmarks.harness.gpu_cluster import launcher, reserved_sms
+from benchmarks.harness.labels import label
 from lightning_freescale.bubbles.monitor import BubbleMonitor
 from lightning_freescale.bubbles.overhead import sampling_period
 from lightning_freescale.models import HSTU
@@ -147,7 +148,7 @@ def main() -> int:
     if results is not None:
         machine = f"{torch.cuda.get_device_name()}, {reserved_sms.describe()}" if arguments.device == "cuda" else None
         setting = {"strategy": arguments.strategy, "ranks": arguments.ranks, "steps": arguments.steps}
-        rows = [{"figure": name, "value": value} for name, value in results.items()]
+        rows = [{"figure": label(name), "value": value} for name, value in results.items()]
         figures = report.head("monitor_overhead", machine) | setting | {"results": results}
         report.publish(arguments, figures, {f"Overhead of the monitor, {_listed(setting)}": rows})
     return 0

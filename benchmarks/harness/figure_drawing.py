@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks.harness import plots
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
-from benchmarks.harness.labels import label, machine
+from benchmarks.harness.labels import label
+from benchmarks.harness.results import short_machine
 from benchmarks.harness.tables.claims import describe_exchange_machine, exposed_results
 from benchmarks.harness.training.bubble import PARTS
 from benchmarks.harness.variant_names import DENSE_ONLY, PRIORITIZED, TORCHREC_BASE, TORCHREC_SPARSE_DIST
@@ -38,14 +39,14 @@ def draw_lines(axes: Any, rows: Sequence[Row], along: str, figure: str, lines: M
 
 
 def draw_history(rows: Sequence[Row], path: Path) -> None:
-    """Padding and stragglers over the longest history."""
+    """Padding and stragglers over the longest history, computed from costs."""
     figure = plots.figure(10, 4.2)
     padding, idle = figure.subplots(1, 2)
     lines = {"off": "-", "zigzag": ":", "fixed": "--"}
     draw_lines(padding, rows, "max history", "sparsity %", {"off": "-"})
     draw_lines(idle, rows, "max history", "straggler %", lines)
     padding.set(title="Padding, % of a local batch", ylim=(0, 100))
-    idle.set(title=f"Stragglers, % of a step (from costs), {RANKS} ranks x {BATCH} samples", ylim=(-1, None))
+    idle.set(title=f"Stragglers, % of a step, {RANKS} ranks x {BATCH} samples", ylim=(-1, None))
     for axes in (padding, idle):
         plots.doubling_axis(axes, [2**power for power in range(7, 15)], "longest history, events")
     plots.legend(figure, by_name(rows, "data"), lines)
@@ -53,15 +54,15 @@ def draw_history(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_size_and_ranks(sizes: Sequence[Row], ranks: Sequence[Row], path: Path) -> None:
-    """Stragglers over the batch size and over the number of ranks."""
+    """Stragglers over the batch size and over the number of ranks, computed from costs."""
     figure = plots.figure(10, 4.2)
     lines = {"off": "-", "zigzag": ":", "fixed": "--"}
     axes = figure.subplots(1, 2, sharey=True)
     for one, rows, along in zip(axes, (sizes, ranks), ("samples a rank", "ranks"), strict=True):
         draw_lines(one, rows, along, "straggler %", lines)
         plots.doubling_axis(one, [row[along] for row in rows], label(along))
-    axes[0].set(title=f"Stragglers, % of a step (from costs), {RANKS} ranks", ylim=(-1, None))
-    axes[1].set(title=f"Stragglers, % of a step (from costs), {BATCH} samples per rank")
+    axes[0].set(title=f"Stragglers, % of a step, {RANKS} ranks", ylim=(-1, None))
+    axes[1].set(title=f"Stragglers, % of a step, {BATCH} samples per rank")
     plots.legend(figure, by_name(sizes, "data"), lines)
     figure.savefig(path, dpi=plots.DPI)
 
@@ -140,7 +141,7 @@ def draw_sm_free(results: Mapping[str, Row], path: Path) -> None:
                 value = f"{row['slowdown']:.2f}x\n{row['gb_per_s_per_rank']:.1f} GB/s"
                 axes.text(at, row["slowdown"] + 0.03, value, ha="center", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.6)
-        setting = machine(result["machine"]).split(",")[0]
+        setting = f"{result['rows'][0]['world']} ranks, {short_machine(result)}"
         axes.set_title(f"Compute beside an all-to-all, relative to compute alone\n{setting}", fontsize=9)
         axes.set_ylim(0, 2.2)
         axes.set_xticks([0, 1], ["matrix products", "HSTU layers"])
