@@ -160,7 +160,7 @@ class Balancer:
                 )
             return math.inf
         assert self.cost_fit is not None
-        # At the begin of an epoch the prefetch depth still grows, so a rank may plan further ahead than it has so far.
+        # At the start of an epoch the prefetch depth still grows, so a rank may plan further ahead than it has so far.
         return batches + self.cost_fit.most_planned_ahead + self._prefetched
 
     @property

@@ -82,7 +82,7 @@ class ComputeTimer:
 
     # ---- a step ----------------------------------------------------------------------------------------------------
     def start(self, label: Any) -> None:
-        """Start at the begin of forward. An earlier step that has not ended is dropped.
+        """Start at the start of forward. An earlier step that has not ended is dropped.
 
         Args:
             label: any object; :meth:`finished_steps` returns it with the measured time.
@@ -119,7 +119,7 @@ class ComputeTimer:
         self._waits = 0
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Resume at the begin of the backward of ``loss``."""
+        """Resume at the start of the backward of ``loss``."""
         step, self._last_gradient = self._step, None
         if step is None:
             return

@@ -24,7 +24,7 @@ def sample_sizes(batch: Any, key: str | None = None) -> tuple[NDArray[np.int64],
 
     Args:
         batch: a batch of any type.
-        key: the key that gives the length of a sample of other batch types. By default its lengths of all keys are added.
+        key: the key that gives the length of a sample of other batch types. By default the lengths of all keys are added.
     """
     if isinstance(batch, SeqBatch):
         lengths = batch.lengths.numpy().astype(np.int64)

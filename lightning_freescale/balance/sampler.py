@@ -46,8 +46,8 @@ class GlobalBatchSampler(DistributedSampler):
     """Yields the index list of each local batch, for ``DataLoader(dataset, sampler=..., batch_size=None)``.
 
     A global batch is a slice of a permutation of all samples, which depends only on ``seed`` and ``epoch``. The planner
-    assigns its samples to ranks by cost. Without a planner, rank ``r`` gets every ``num_replicas``-th sample, starting with
-    the ``r``-th. All ranks have the same number of batches, and every batch has at least one sample. The last global batch
+    assigns its samples to ranks by cost. Without a planner, rank ``r`` gets every ``num_replicas``-th sample, starting
+    at position ``r``. All ranks have the same number of batches, and every batch has at least one sample. The last global batch
     may be short. If it has fewer samples than there are ranks, the first samples of the epoch are repeated in it.
 
     The base class is ``DistributedSampler``, because Lightning replaces any other sampler by one.

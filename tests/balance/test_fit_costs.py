@@ -236,7 +236,7 @@ def test_fitted_costs_survive_a_checkpoint_on_any_number_of_ranks(
 
 
 class Epochs(toy.Model):
-    """Records at the begin of each epoch the number of process groups, the exchange, and its planner."""
+    """Records at the start of each epoch the number of process groups, the exchange, and its planner."""
 
     def on_train_epoch_start(self) -> None:
         balancer = self.trainer.strategy._balancer  # type: ignore[attr-defined]

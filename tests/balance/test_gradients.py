@@ -99,13 +99,14 @@ def steps(
         loss.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        gradients = {}
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            gradients[name] = parameter.grad.clone()
-            with torch.no_grad():
-                parameter -= learning_rate * parameter.grad
+        parameters = dict(model.named_parameters())
+        summed = torch.cat([parameter.grad.flatten() for parameter in parameters.values()])  # type: ignore[union-attr]
+        dist.all_reduce(summed)  # one AllReduce for all gradients is faster than many
+        split = summed.split([parameter.numel() for parameter in parameters.values()])
+        gradients = {name: part.view_as(parameters[name]) for name, part in zip(parameters, split, strict=True)}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter -= learning_rate * gradients[name]
         yield float(total), gradients, batch.num_samples
 
 
