@@ -59,13 +59,7 @@ LABELS = {
     "slowest_ms": "slowest rank ms",
     "slowdown": "time relative to compute alone",
     "world": "ranks",
-    "gemm": "matrix products",
-    "hstu": "HSTU layers",
-    "alone": "no exchange",
     "nccl": "NCCL",
-    "freescale": "SM-free",
-    "freescale over TCP": "SM-free over TCP",
-    "freescale, NCCL's bytes": "SM-free, as many bytes as NCCL",
     "cores": "SMs",
     "forward_ms": "forward ms",
     "backward_ms": "backward ms",
@@ -74,6 +68,16 @@ LABELS = {
     "latency_ms": "latency ms",
     "lane": "exchange",
     "unordered": "difference with the order broken on purpose",
+}
+# Names of computations and transports, which are values in stored results.
+VALUES = {
+    "gemm": "matrix products",
+    "hstu": "HSTU layers",
+    "alone": "no exchange",
+    "nccl": "NCCL",
+    "freescale": "SM-free",
+    "freescale over TCP": "SM-free over TCP",
+    "freescale, NCCL's bytes": "SM-free, as many bytes as NCCL",
 }
 # Descriptions in results that were stored before the wording changed.
 MACHINES = (
@@ -87,6 +91,11 @@ MACHINES = (
 def label(key: str) -> str:
     """The name of a stored key in tables."""
     return LABELS.get(key, key)
+
+
+def value_label(value: str) -> str:
+    """The name of a stored computation or transport in tables."""
+    return VALUES.get(value, value)
 
 
 def machine(text: str) -> str:

@@ -168,3 +168,9 @@ def test_a_block_is_replaced_and_its_markers_are_required() -> None:
 def test_descriptions_of_machines(stored: str, shown: str, short: str) -> None:
     assert labels.machine(stored) == shown
     assert short_machine({"machine": stored}) == short
+
+
+def test_labels_of_columns_and_of_transports_are_separate() -> None:
+    assert labels.label("side") == "variant"
+    assert labels.label("freescale") == "freescale"  # a strategy
+    assert labels.value_label("freescale") == "SM-free"  # a transport

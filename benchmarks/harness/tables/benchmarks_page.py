@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.__main__ import TOOLS, scripts
-from benchmarks.harness.labels import label
+from benchmarks.harness.labels import label, value_label
 from benchmarks.harness.results import StoredResult, command, machine
 from benchmarks.harness.tables import markdown
 from benchmarks.harness.variant_names import EXCHANGE_VARIANTS, TORCHREC_BASE
@@ -18,6 +18,20 @@ One script per claim. `python -m benchmarks` lists them. Each script prints a ta
 writes it, `--quick` takes seconds instead of minutes. The scripts share the code in [`harness/`](harness/__init__.py).
 [`docs/results.md`](../docs/results.md) explains the results.
 """
+TITLES = {  # of the lists in stored results
+    "straggler": "Stragglers",
+    "solver": "Time to assign samples to ranks",
+    "kernels": "Jagged kernels",
+    "exchange": "Exchange of samples between ranks",
+    "sides": "Variants",
+    "cost model": "Cost models",
+    "errors": "Errors of the simulator",
+    "exposed": "Simulated and measured steps by collision rate",
+    "end_to_end": "Simulated and measured steps, end to end",
+    "scaling": "Simulated clusters",
+    "rows": "Measurements",
+    "results": "Checks",
+}
 VARIANT_COLUMNS = {"bubble": "bubble_ms", "samples/s": "samples_per_second", "straggler %": "straggler_percent"}
 
 
@@ -60,17 +74,23 @@ def views(found: StoredResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def _lists(found: StoredResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Every list of rows in a result."""
+    """Every list of rows in a result; a result that is a single mapping becomes a table of names and values."""
+    single = found.get("results")
+    if isinstance(single, dict) and not any(isinstance(value, dict) for value in single.values()):
+        yield "Figures", [{"figure": label(name), "value": value} for name, value in single.items()]
+    elif isinstance(single, dict):  # one mapping per strategy
+        names = next(iter(single.values()))
+        yield "Means", [{"figure": name, **{key: values[name] for key, values in single.items()}} for name in names]
     for name, value in found.items():
         rows = [value] if name == "exchange" else value
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            yield label(name).capitalize(), [_flat(row) for row in rows]
+            yield TITLES.get(name, name.capitalize()), [_flat(row) for row in rows]
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row without nested values, with readable names of compute and transport."""
     flat = {key: value for key, value in row.items() if not isinstance(value, (dict, list))}
-    return flat | {key: label(row[key]) for key in ("compute", "mode") if isinstance(row.get(key), str)}
+    return flat | {key: value_label(row[key]) for key in ("compute", "mode") if isinstance(row.get(key), str)}
 
 
 def _quality_rows(data: str, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

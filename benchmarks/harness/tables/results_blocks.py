@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
-from benchmarks.harness.labels import label
+from benchmarks.harness.labels import value_label
 from benchmarks.harness.results import StoredResult, command, short_machine
 from benchmarks.harness.tables import markdown
 from benchmarks.harness.tables.claims import (
@@ -203,7 +203,7 @@ def sm_free(results: Results) -> Iterator[Row]:
                 yield {
                     "ranks": gemm["world"],
                     "machine": short_machine(found),
-                    "transport": label(mode),
+                    "transport": value_label(mode),
                     "matrix products": f"{gemm['slowdown']:.2f}x",
                     "HSTU layers": f"{hstu['slowdown']:.2f}x",
                     "GB/s per rank": f"{gemm['gb_per_s_per_rank']:.1f}",
