@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightning_freescale.embedding import table_optimizer
@@ -71,7 +72,9 @@ class CheckpointLoading(CheckpointState):
             if is_lightnings_io(writing_io(self.checkpoint_io)):
                 path = storage.find(path)
             else:
-                readable = storage.exists(path)  # Another CheckpointIO may use addresses of its own.
+                with suppress(ValueError):  # Another CheckpointIO may use addresses of its own.
+                    readable = False
+                    readable = storage.exists(path)
             in_folder = readable and storage.is_folder(path)
         except Exception as failure:
             error = failure
@@ -161,6 +164,10 @@ class CheckpointLoading(CheckpointState):
                 fill_shards(value, in_file[name])
         table_optimizer.set_steps(self._module, entry["table_optimizer_steps"])
         self._balancer.load_state_dict(entry.get("balance"))
+
+    def forget_loaded(self) -> None:
+        """A run has ended. What it has read and not used must not reach the next one."""
+        self._pending_weights = self._resumed_random = self._plain_random = None
 
     # ---- random states ---------------------------------------------------------------------------------------------
     def random_states_of_loader(self, index: int) -> LoaderRandomStates:

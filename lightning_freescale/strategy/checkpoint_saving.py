@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,9 @@ from lightning_freescale.strategy import checkpoint_file as file
 from lightning_freescale.strategy import checkpoint_random as random_states
 from lightning_freescale.strategy import checkpoint_storage as storage
 from lightning_freescale.strategy.checkpoint import ENTRY, raise_together
-from lightning_freescale.strategy.checkpoint_format import is_asynchronous, writing_io
+from lightning_freescale.strategy.checkpoint_format import is_asynchronous, is_lightnings_io, writing_io
 from lightning_freescale.strategy.checkpoint_meeting import MEETING_SECONDS, all_ranks_came
-from lightning_freescale.strategy.checkpoint_state import CheckpointState, is_fitting
+from lightning_freescale.strategy.checkpoint_state import CheckpointState, is_fitting, is_interrupted
 from lightning_freescale.strategy.checkpoint_tensors import gather_full, is_sharded, snapshot, table_names, with_values
 
 VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
@@ -40,7 +39,7 @@ class CheckpointSaving(CheckpointState):
         if not self._is_set_up:
             return module.state_dict()
         assert control is not None
-        if sys.exc_info()[1] is None:
+        if not is_interrupted(module.trainer):
             self._flush_and_check()
         elif (reason := self._flush_after_exception()) is not None:
             self._reason_not_to_save, self._skip_barrier = reason, True
@@ -152,7 +151,7 @@ class CheckpointSaving(CheckpointState):
 
     def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""
-        self._skip_barrier = sys.exc_info()[1] is not None
+        self._skip_barrier = is_interrupted(self._module.trainer)
         state = checkpoint["state_dict"]
         if any(is_sharded(value) or getattr(value, "is_meta", False) for value in state.values()):
             message = (
@@ -178,7 +177,8 @@ class CheckpointSaving(CheckpointState):
 
         def remove() -> None:
             io.remove_checkpoint(path)
-            storage.remove(storage.previous_of(path))
+            if is_lightnings_io(io) or storage.is_local(path):
+                storage.remove(storage.previous_of(path))
 
         if self._background.busy:
             self._background.after_save(remove)  # A checkpoint is removed after the one that replaces it is complete.

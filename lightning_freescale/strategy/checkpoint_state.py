@@ -69,6 +69,11 @@ class CheckpointState(_Base):
             self._background.finish(self.control)
 
 
+def is_interrupted(trainer: Any) -> bool:
+    """Whether an exception has ended ``fit``, ``validate``, ``test`` or ``predict``, perhaps on this rank alone."""
+    return trainer.state.status == "interrupted"
+
+
 def is_fitting(trainer: Any) -> bool:
     """Whether ``fit`` is running, and no exception has ended it."""
     return trainer.state.fn == FITTING and trainer.state.status == "running"

@@ -291,7 +291,7 @@ class FreeScaleMixin(StepHooks, _Base):
 
     def teardown(self) -> None:
         # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.
-        self.close_saves()
+        self.close_checkpoints()
         self._balancer.close()
         self._exchange_mode.close()
         self._pipeline.close()
