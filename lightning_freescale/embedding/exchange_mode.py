@@ -17,7 +17,12 @@ from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
+
+# Process groups of TorchRec's own exchanges, by backend and timeout. Sharded models keep using theirs after the Trainer that
+# sharded them is gone, so these groups stay open for the life of the process, and all models share them.
+_table_groups: dict[tuple[str, timedelta], Any] = {}
 
 
 class ExchangeMode:
@@ -60,9 +65,13 @@ class ExchangeMode:
         """The process group of TorchRec's own exchanges: ids, and the rows and gradients of synchronous steps."""
         # Ids of later batches must not queue behind the AllReduce of this one. Transfers of gloo do not queue.
         prefetches = self._prioritize and self._backend != "gloo"
-        if prefetches or self._backend == transport.BACKEND_NAME:
-            return self._new_group("low")
-        return dist.group.WORLD
+        if not prefetches and self._backend != transport.BACKEND_NAME:
+            return dist.group.WORLD
+        assert self._backend is not None
+        key = (self._backend, self._timeout)
+        if not is_open(_table_groups.get(key)):
+            _table_groups[key] = self._new_group("low")
+        return _table_groups[key]
 
     def open(
         self,
@@ -100,19 +109,32 @@ class ExchangeMode:
             return
         self._trial = None
         if not self.choice.prioritized:  # synchronous steps need neither the schedule nor its process groups
-            self.close()
-            self._leave_gloo_groups()
+            self._close_schedule()
+            if self._backend == "gloo":  # A group of gloo has a thread that wakes a hundred times a second.
+                self._leave_groups()
 
-    def close(self) -> None:
-        """Apply all gradients and remove the schedule from the modules."""
+    def close(self, failed: bool = False) -> None:
+        """Apply all gradients, remove the schedule from the modules, and leave the process groups.
+
+        Args:
+            failed: whether this rank has failed. Nothing is exchanged then, because the other ranks may not answer. The
+                groups stay open, because a transfer that never completes would block their end.
+        """
+        if not failed:
+            self._close_schedule()
+            self._leave_groups()
+        elif self.schedule is not None:
+            for module in self.schedule.modules:
+                module.exchange.module.__dict__.pop("forward", None)
+        self._trial = self.schedule = self._groups = None
+
+    def _close_schedule(self) -> None:
         self._trial = None
         if self.schedule is not None:
             self.schedule.close()
             self.schedule = None
 
-    def _leave_gloo_groups(self) -> None:
-        """Destroy the groups if they are gloo's: each has a thread that wakes a hundred times a second even without transfers."""
-        if self._groups is not None and self._backend == "gloo":
-            for group in self._groups:
-                dist.destroy_process_group(group)
-            self._groups = None
+    def _leave_groups(self) -> None:
+        for group in self._groups or ():
+            leave(group)
+        self._groups = None

@@ -20,7 +20,7 @@ class LocalTables:
         optimizer: the fused optimizer of the tables.
         dims: row width ``D`` of each sharding group.
         num_rows: local rows of each sharding group, all of its tables together.
-        stored_in: the type of the weights; equal on all ranks, also on those that hold no row.
+        other_types: types of weights other than float32; equal on all ranks, also on those that hold no row.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection):
@@ -28,7 +28,7 @@ class LocalTables:
         self.device = torch.device(module._device or "cpu")
         self.optimizer = ModuleOptimizer(module)
         types = {data_type_to_dtype(config.data_type) for config in module._embedding_configs}
-        self.stored_in = types.pop() if len(types) == 1 else torch.get_default_dtype()
+        self.other_types = sorted(str(kind).removeprefix("torch.") for kind in types - {torch.float32})
         self.dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table

@@ -72,7 +72,7 @@ def make_sharders(
         params: dict[str, Any] = {}
     else:
         params = fused_params(options, device)
-    kinds = {EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())}
+    kinds = dict.fromkeys([EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())])
     return [_make_sharder(kind, params, dedup) for kind in kinds]
 
 

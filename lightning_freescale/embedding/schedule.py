@@ -78,8 +78,8 @@ class ScheduledModule:
         self.after_next: RequestedBatch | RoutedBatch | None = None
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
-        if exchange.tables.stored_in != torch.float32:
-            self.stay_synchronous(f"stored in {str(exchange.tables.stored_in).removeprefix('torch.')}")
+        if exchange.tables.other_types:
+            self.stay_synchronous(f"stored in {', '.join(exchange.tables.other_types)}")
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,17 +88,25 @@ class ScheduledModule:
         if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
             if self.kjt_index is not None and self.active:
-                fetched = isinstance(self.current, FetchingBatch) and self.current.kjt is features
-                changed = fetched and features.values()._version != self.current.routed.ids_version
-                if fetched and not changed:
+                reason = self._reason_against(features)
+                if reason is None:
+                    assert isinstance(self.current, FetchingBatch)
                     self.current, output = self.exchange.join(self.current)
                     self.exchange.gradients.begin_forward()
                     return output
-                again = self.current is not None and self.current.kjt is features
-                self.stay_synchronous(CHANGED_IDS if changed else MORE_THAN_ONCE if again else NOT_IN_BATCH)
+                self.stay_synchronous(reason)
         self.exchange.gradients.apply_late()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
         return self._synchronous_forward(self.exchange.module, *args, **kwargs)
+
+    def _reason_against(self, features: KeyedJaggedTensor | None) -> str | None:
+        """Why this call cannot use the rows that were fetched for the current batch; None if it can."""
+        if features is None or self.current is None or self.current.kjt is not features:
+            return NOT_IN_BATCH
+        if not isinstance(self.current, FetchingBatch):
+            return MORE_THAN_ONCE
+        unchanged = features.values()._version == self.current.routed.ids_version
+        return None if unchanged else CHANGED_IDS
 
     # ---- a step -----------------------------------------------------------------------------------------------------
     def begin_step(
