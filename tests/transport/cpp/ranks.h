@@ -68,8 +68,10 @@ struct Group {
     }
   }
 
-  std::unique_ptr<Queue> open(int rank) {
-    auto queue = std::make_unique<Queue>(devices[rank], rank, hosts, settings);
+  std::unique_ptr<Queue> open(int rank) { return open(rank, settings); }
+
+  std::unique_ptr<Queue> open(int rank, const Settings& of_this_rank) {
+    auto queue = std::make_unique<Queue>(devices[rank], rank, hosts, of_this_rank);
     addresses[rank] = queue->address();
     meeting.wait();
     queue->connect(addresses);
