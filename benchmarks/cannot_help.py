@@ -36,7 +36,7 @@ from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 from benchmarks.harness.training import alternation
-from benchmarks.harness.training.bubble import LAST_UNCOUNTED, POINTS, compare_losses, global_losses
+from benchmarks.harness.training.bubble import POINTS, UNCOUNTED_LAST_STEPS, compare_losses, global_losses
 from benchmarks.harness.training.bubble_report import loss_lines
 from benchmarks.harness.training.variants import JobBatches, TrainedVariant, TrainingJob, train
 from benchmarks.harness.variant_names import FREESCALE, SYNC
@@ -46,11 +46,11 @@ from lightning_freescale.embedding.mode_trial import TrialTimes
 Figures = dict[str, Any]
 
 LARGEST_RATIO = 1.01  # of the step times, freescale to freescale_sync
-WARM_UP = (
+FIRST_BLOCK_STEPS = (
     TrialTimes.steps + 5
 )  # steps of the first block; for both variants, although only freescale has settings to try
 WAIT = 60.0  # longest wait of a rank for another, seconds
-FOLDER = "VARIANTS_FOLDER"  # environment variable of the ranks: where they leave their figures
+FIGURES_FOLDER = "VARIANTS_FOLDER"  # environment variable of the ranks: where they leave their figures
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     launcher.resolve_options(arguments)
     arguments.turns = arguments.turns or (2 if arguments.quick else 24)
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)
-    uncounted = alternation.UNCOUNTED
+    uncounted = alternation.UNCOUNTED_STEPS_OF_BLOCK
     if arguments.steps <= uncounted:
         parser.error(f"--steps: the first {uncounted} steps of a block do not count; use more than {uncounted}")
     if arguments.ranks < 2:
@@ -80,7 +80,7 @@ def launch(arguments: argparse.Namespace) -> int:
         env = {
             "OMP_NUM_THREADS": launcher.threads_per_rank(arguments),
             alternation.PORT: str(launcher.free_port()),
-            FOLDER: folder,
+            FIGURES_FOLDER: folder,
         }
         argv = ["-m", "benchmarks.cannot_help", *sys.argv[1:]]
         try:
@@ -140,14 +140,14 @@ def describe(figures: Figures) -> list[str]:
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train as a rank of one of the variants; the variant's rank 0 leaves its figures for the launcher."""
     rank_setup.silence_libraries()
-    number, rank, folder = int(os.environ["CLUSTER"]), int(os.environ["RANK"]), Path(os.environ[FOLDER])
+    number, rank, folder = int(os.environ["CLUSTER"]), int(os.environ["RANK"]), Path(os.environ[FIGURES_FOLDER])
     name = (SYNC, SYNC if arguments.control else FREESCALE)[number]
-    shape = {"warm": WARM_UP, "steps": arguments.steps, "count": arguments.turns}
+    shape = {"warm": FIRST_BLOCK_STEPS, "steps": arguments.steps, "count": arguments.turns}
     device = rank_setup.use_device(arguments.device)
     workload = LongTailWorkload(arguments.batch_size, 64, 256 * arguments.batch_size, collisions=1.0, log_std=0.0)
     dim, layers, heads = (128, 4, 4) if device.type == "cuda" else (32, 2, 2)
     model = {"embedding_dim": dim, "num_layers": layers, "num_heads": heads}
-    steps = WARM_UP + arguments.steps * arguments.turns + LAST_UNCOUNTED
+    steps = FIRST_BLOCK_STEPS + arguments.steps * arguments.turns + UNCOUNTED_LAST_STEPS
     job = TrainingJob(device, rank, arguments.ranks, workload, model, steps, WAIT)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=WAIT))
     if device.type == "cuda":
@@ -183,7 +183,7 @@ def gather(trained: TrainedVariant, **shape: int) -> Figures:
 
 def main() -> int:
     arguments = parse()
-    return run_rank(arguments) if FOLDER in os.environ else launch(arguments)
+    return run_rank(arguments) if FIGURES_FOLDER in os.environ else launch(arguments)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from lightning_freescale.bubbles.overhead import sampling_period
 from lightning_freescale.models import HSTU
 
 BLOCK = 8  # steps
-UNCOUNTED = 4  # first steps of a block, in which the monitor still publishes the previous block
-WARM_UP = 16  # steps
+PUBLISHING_STEPS = 4  # first steps of a block, in which the monitor still publishes the previous block
+LAST_WARM_UP_STEP = 16  # number of the last step that does not count
 
 
 class AlternatingMonitor(BubbleMonitor):
@@ -56,7 +56,7 @@ class AlternatingMonitor(BubbleMonitor):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         now = time.perf_counter()
         # The last step of a block prepares the first step of the next block, so it does not count either.
-        if batch_idx > WARM_UP and UNCOUNTED <= batch_idx % BLOCK < BLOCK - 1:
+        if batch_idx > LAST_WARM_UP_STEP and PUBLISHING_STEPS <= batch_idx % BLOCK < BLOCK - 1:
             self.steps[self._records(batch_idx)].append(now - self._last)
         self._last = now
 

@@ -55,7 +55,7 @@ STRATEGIES = (SYNC, FREESCALE)
 WARM_UP = 6  # steps before the counted ones
 # Emulated times of a batch of average length, in seconds. They are long compared with disturbances by a busy host.
 FORWARD, BACKWARD, EXCHANGE = 0.15, 0.30, 0.10
-BATCH, MEAN_EVENTS, DIM = 8, 100.0, 64
+SAMPLES_PER_RANK, MEAN_EVENTS, DIM = 8, 100.0, 64
 
 
 # ---- emulated --------------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class EmulatedRecommender(pl.LightningModule):
 
     def training_step(self, batch: fs.SeqBatch, batch_idx: int) -> Tensor:
         rows = self.embedding(batch.features)[HISTORY].values()
-        share = len(rows) / (BATCH * MEAN_EVENTS)
+        share = len(rows) / (SAMPLES_PER_RANK * MEAN_EVENTS)
         return self.last(_TimedIdentity.apply(self.first(rows), FORWARD * share, BACKWARD * share)).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -120,7 +120,7 @@ def train(name: str, arguments: argparse.Namespace) -> None:
     """Train with one strategy; the monitor records every step."""
     pl.seed_everything(1, verbose=False)
     cuda, ranks = arguments.device == "cuda", arguments.ranks
-    mean, longest, size = (2000.0, 8192, 16) if cuda else (MEAN_EVENTS, 512, BATCH)
+    mean, longest, size = (2000.0, 8192, 16) if cuda else (MEAN_EVENTS, 512, SAMPLES_PER_RANK)
     chosen: dict[str, Any] = {"balance": "off", "prioritize": False} if name == SYNC else {"prioritize": True}
     data = fs.SeqRecDataModule(
         batch_size=size,
@@ -140,7 +140,7 @@ def train(name: str, arguments: argparse.Namespace) -> None:
     if cuda:
         model = HSTU(data.num_items, embedding_dim=256, num_layers=4, num_heads=4, max_history=longest)
     else:
-        off_rank = BATCH * MEAN_EVENTS * DIM * 4 * (ranks - 1) / ranks
+        off_rank = SAMPLES_PER_RANK * MEAN_EVENTS * DIM * 4 * (ranks - 1) / ranks
         strategy._exchange_mode = EmulatedNetworkPaths(RealtimeWire(off_rank / EXCHANGE), chosen["prioritize"])
         model = EmulatedRecommender(data.num_items)
     trainer = pl.Trainer(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.harness import variant_names as names
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
 from benchmarks.harness.results import StoredResult, load_results
-from benchmarks.harness.training.bubble import LAST_UNCOUNTED
+from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, ModelProfile, TrainingVariant, simulate
@@ -199,7 +199,7 @@ def end_to_end(found: StoredResult, seeds: int) -> list[Row]:
     from benchmarks.harness.workload import LongTailWorkload  # imported late: it imports TorchRec
 
     workload, ranks = LongTailWorkload(**found["workload"]), found["parameters"]["ranks"]
-    first = found["steps"] - found["counted"] - LAST_UNCOUNTED
+    first = found["steps"] - found["counted"] - UNCOUNTED_LAST_STEPS
     counted = range(first, first + found["counted"])
     lengths = {
         step: [workload.lengths(rank, step).numpy() for rank in range(ranks)]

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import cannot_help
-from benchmarks.harness.training.alternation import UNCOUNTED, AlternatingBlocks, block_times
+from benchmarks.harness.training.alternation import UNCOUNTED_STEPS_OF_BLOCK, AlternatingBlocks, block_times
 from benchmarks.harness.variant_names import FREESCALE, SYNC
 from tests.benchmarks.command import run_benchmark
 
@@ -85,9 +85,9 @@ def test_the_error_names_a_variant_that_does_not_arrive() -> None:
 
 def test_step_time_of_each_block() -> None:
     """The first steps of a block do not count, and the slowest rank defines the time."""
-    steps = UNCOUNTED + 2
+    steps = UNCOUNTED_STEPS_OF_BLOCK + 2
     fast = np.full(1 + 2 * steps, 1.0)
-    fast[1 : 1 + UNCOUNTED] = 50.0
+    fast[1 : 1 + UNCOUNTED_STEPS_OF_BLOCK] = 50.0
     slow = fast.copy()
     slow[-1] = 5.0
     ends = np.cumsum([fast, slow], axis=1)

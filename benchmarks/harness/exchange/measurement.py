@@ -20,8 +20,10 @@ from benchmarks.harness.gpu_cluster import link_bandwidth
 from benchmarks.harness.variant_names import COMPUTE_ONLY, DENSE_ONLY, EXCHANGE_VARIANTS, PRIORITIZED
 from benchmarks.harness.workload import EqualCostWorkload
 
-LATER_WARM_UP = 3  # steps of a collision rate that do not count, in all rounds but the first
-LAST_UNCOUNTED = 1  # the last step of a rate does not count: it already prefetches for the first batch of the next rate
+LATER_WARM_UP_STEPS = 3  # steps of a collision rate that do not count, in all rounds but the first
+UNCOUNTED_LAST_STEPS_OF_RATE = (
+    1  # the last step of a rate does not count: it already prefetches for the first batch of the next rate
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def measure(options: ExchangeOptions) -> dict[str, Any]:
     machine, workload = make_machine(options.device, options.ranks, options.clock, options.tail, options.transport)
     links = link_bandwidth.all_links(machine.device) if machine.device.type == "cuda" else {}
     blocks = _blocks(options)
-    rates = [block.rate for block in blocks for _ in range(block.warm + options.steps + LAST_UNCOUNTED)]
+    rates = [block.rate for block in blocks for _ in range(block.warm + options.steps + UNCOUNTED_LAST_STEPS_OF_RATE)]
     batches = [
         machine.pin(workload.batch(dist.get_rank(), step, options.ranks, rate)) for step, rate in enumerate(rates)
     ]
@@ -79,7 +81,7 @@ def measure(options: ExchangeOptions) -> dict[str, Any]:
         for name, steps in variants.items():
             memory[name].start()
             timestamps = [machine.timestamp()]
-            for _ in range(block.warm + options.steps + LAST_UNCOUNTED):
+            for _ in range(block.warm + options.steps + UNCOUNTED_LAST_STEPS_OF_RATE):
                 losses[name].append(next(steps))
                 timestamps.append(machine.timestamp())
             times = _largest([machine.seconds(*pair) for pair in pairwise(timestamps)], machine.device)
@@ -111,9 +113,9 @@ def _blocks(options: ExchangeOptions) -> list[_Block]:
     start = 0
     for number in range(options.rounds):
         for rate in options.rates:
-            warm = LATER_WARM_UP if number else options.warm if blocks else 2 * options.warm
+            warm = LATER_WARM_UP_STEPS if number else options.warm if blocks else 2 * options.warm
             blocks.append(_Block(rate, warm, start))
-            start += warm + options.steps + LAST_UNCOUNTED
+            start += warm + options.steps + UNCOUNTED_LAST_STEPS_OF_RATE
     return blocks
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOLERANCE = 1e-2  # relative error of bfloat16 products against float32; 2e-3 is usual
+PRODUCT_TOLERANCE = 1e-2  # relative error of bfloat16 products against float32; 2e-3 is usual
 
 
 def check_products(device: torch.device, rank: int, width: int = 128, rows: int = 100_003) -> None:
@@ -38,8 +38,8 @@ def check_products(device: torch.device, rank: int, width: int = 128, rows: int 
 def compare(name: str, product: Tensor, reference: Tensor, rank: int) -> None:
     """Raise ``RuntimeError`` if ``product`` is not close to ``reference``."""
     error = float((product.float() - reference).norm() / reference.norm())
-    if not error <= TOLERANCE:  # also true for NaN
+    if not error <= PRODUCT_TOLERANCE:  # also true for NaN
         raise RuntimeError(
             f"rank {rank}: a matrix product is wrong on this machine ({name}, {list(product.shape)}: relative error {error:.1e}, "
-            f"allowed {TOLERANCE:.0e}). cuBLAS does not support every share of SMs under MPS: try another --share"
+            f"allowed {PRODUCT_TOLERANCE:.0e}). cuBLAS does not support every share of SMs under MPS: try another --share"
         )

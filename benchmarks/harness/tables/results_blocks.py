@@ -31,7 +31,7 @@ Results = Mapping[str, StoredResult]
 Row = dict[str, Any]
 
 # Names of balancing modes in stored results, and what they mean.
-BALANCE = {
+BALANCING_MODES = {
     "off": "no balancing",
     "zigzag": "`zigzag`, as in the paper",
     "fixed, cost by FLOPs": "`fixed`, costs from the model's FLOPs (the default)",
@@ -186,7 +186,7 @@ def straggler(results: Results) -> Iterator[Row]:
                 "ranks": setting["ranks"],
                 "machine": short_machine(found),
                 "longest history": f"{int(setting['max_history']):,}",
-                "balancing": BALANCE.get(row["balance"], row["balance"]),
+                "balancing": BALANCING_MODES.get(row["balance"], row["balance"]),
                 "idle ms per step": f"{row['idle ms']:.2f}",
                 "straggler": f"{row['straggler %']:.1f}%",
                 "idle time reduced": f"{row['times less']:.1f}x",

@@ -20,12 +20,12 @@ from benchmarks.harness.gpu_cluster import link_bandwidth
 from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.rank_setup import describe_machine, silence_libraries, use_device
 from benchmarks.harness.report import versions
-from benchmarks.harness.training.bubble import LAST_UNCOUNTED, Figures, account, global_losses
+from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS, Figures, account, global_losses
 from benchmarks.harness.training.variants import JobBatches, TrainedVariant, TrainingJob, train
 from benchmarks.harness.variant_names import TRAINING_VARIANTS
 from benchmarks.harness.workload import LongTailWorkload, collision_rate
 
-WARM_UP = 6  # first steps of a variant, which do not count
+UNCOUNTED_FIRST_STEPS = 6  # first steps of a variant, which do not count
 
 
 def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None, wait: float) -> Figures:
@@ -66,7 +66,7 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
     """What to train, and which steps count."""
     cuda, quick = arguments.device == "cuda", arguments.quick
     tiny = quick and not cuda
-    warm = 2 if tiny else WARM_UP
+    warm = 2 if tiny else UNCOUNTED_FIRST_STEPS
     steps = arguments.steps or (3 if tiny else 12 if quick else 24)
     workload = LongTailWorkload(
         samples=arguments.batch_size or (128 if cuda else 4 if tiny else 16),
@@ -85,7 +85,7 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
         arguments.ranks,
         workload,
         model,
-        warm + steps + LAST_UNCOUNTED,
+        warm + steps + UNCOUNTED_LAST_STEPS,
         wait,
         arguments.traces,
         arguments.options,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 PORT = "ALTERNATION_PORT"  # environment variable of all ranks of both variants: port of the common store
-UNCOUNTED = 4  # first steps of a block, which do not count because the training has just resumed
+UNCOUNTED_STEPS_OF_BLOCK = 4  # first steps of a block, which do not count because the training has just resumed
 
 
 class AlternatingBlocks(pl.Callback):
@@ -94,5 +94,5 @@ def block_times(ends: NDArray[np.float64], warm: int, steps: int, count: int) ->
         ends: ``[ranks, steps]`` seconds, the end of each step; each rank on its own clock.
     """
     starts = warm + steps * np.arange(count)
-    took = ends[:, starts + steps - 1] - ends[:, starts + UNCOUNTED - 1]
-    return took.max(axis=0) / (steps - UNCOUNTED)
+    took = ends[:, starts + steps - 1] - ends[:, starts + UNCOUNTED_STEPS_OF_BLOCK - 1]
+    return took.max(axis=0) / (steps - UNCOUNTED_STEPS_OF_BLOCK)

@@ -39,11 +39,11 @@ POINTS = (
     "end",  # the step is over
 )
 PARTS = ("straggler", "exposed embedding", "exposed dense", "input", "slower compute", "other")
-LAST_UNCOUNTED = 4  # last steps of a variant, which do not count: there are fewer batches left to prefetch
-GOAL = 0.903  # share of TorchRec's bubble that is removed
+UNCOUNTED_LAST_STEPS = 4  # last steps of a variant, which do not count: there are fewer batches left to prefetch
+BUBBLE_GOAL = 0.903  # share of TorchRec's bubble that is removed
 # Largest relative difference of the losses. Without balancing they are equal bit for bit on the CPU. Balancing changes the order
 # of sums. So do atomic operations and bfloat16 weight gradients on CUDA, and later steps build on these differences.
-TOLERANCE = {"cpu": 1e-5, "cuda": 5e-3}
+TRAINING_LOSS_TOLERANCE = {"cpu": 1e-5, "cuda": 5e-3}
 
 Figures = dict[str, Any]
 
@@ -118,7 +118,7 @@ def summarise(figures: Figures) -> Figures:
             {name: variant["losses"] for name, variant in trained.items()}, figures["parameters"]["device"]
         )
     if removed := variants.get(ALL, {}).get("gone"):
-        figures["goal"] = {"gone": GOAL, "reached": min(removed.values())}
+        figures["goal"] = {"gone": BUBBLE_GOAL, "reached": min(removed.values())}
     return figures
 
 
@@ -141,7 +141,7 @@ def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figure
     """The largest relative difference of each variant's losses from those of the first variant."""
     reference = np.array(next(iter(curves.values())))
     apart = {name: float(np.abs(np.array(curve) / reference - 1).max()) for name, curve in curves.items()}
-    tolerance = TOLERANCE[device]
+    tolerance = TRAINING_LOSS_TOLERANCE[device]
     return {
         "first": float(reference[0]),
         "last": float(reference[-1]),
