@@ -24,6 +24,7 @@ from lightning_freescale.balance.planner import Planner, default_cost_model
 from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.balance.sampler import GlobalBatchSampler
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.process_groups import leave
 
 UNTIMED_STEPS = 3  # the first steps are slower, because they create kernels, buffers and connections
 
@@ -186,12 +187,19 @@ class Balancer:
                 _use_costs(target, self._fitted)
 
     def close(self) -> None:
-        """Stop all work in the background. :meth:`state_dict` still returns the fitted costs."""
+        """Stop all work in the background, and leave the process groups. :meth:`state_dict` still returns the fitted costs.
+
+        A thread that waits for another rank keeps its process group.
+        """
         self._state = self.state_dict()
+        idle_groups = self._free_groups
         for exchange in self.exchanges:
-            exchange.close()
-        if self.cost_fit is not None:
-            self.cost_fit.close()
+            if exchange.close():
+                idle_groups.append(exchange.group)
+        if self.cost_fit is not None and self.cost_fit.close():
+            idle_groups.append(self.cost_fit.group)
+        for group in idle_groups:
+            leave(group)
         self.compute_timer.close()
         self._balanced.clear()
         self._free_groups.clear()

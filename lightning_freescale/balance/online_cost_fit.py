@@ -68,10 +68,12 @@ class OnlineCostFit:
         self._pending = _FitRound(self, self._pack())
         return self.planner if changed else None
 
-    def close(self) -> None:
-        """Wait up to two seconds for the current round, so that the other ranks can complete it."""
-        if self._pending is not None:
-            self._pending.thread.join(2.0)
+    def close(self) -> bool:
+        """Wait up to two seconds for the current round, so that the other ranks can complete it. Return whether it ended."""
+        if self._pending is None:
+            return True
+        self._pending.thread.join(2.0)
+        return not self._pending.thread.is_alive()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

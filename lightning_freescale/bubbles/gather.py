@@ -50,7 +50,7 @@ class IntervalGather:
             self._received = [torch.empty_like(self._sent) for _ in range(group.size())]
             self._work = dist.all_gather(self._received, self._sent, group=group, async_op=True)
 
-    def ready(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         return self._work is None or self._work.is_completed()
 

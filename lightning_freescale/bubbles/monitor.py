@@ -28,7 +28,9 @@ from lightning_freescale.bubbles.probes import AllReduceProbe, ExchangeProbe, hi
 from lightning_freescale.bubbles.spans import Kind, Step
 from lightning_freescale.bubbles.summary import Summary, peak_flops
 from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.process_groups import are_complete, leave
 
 if TYPE_CHECKING:  # at run time the base is Callback of ``lightning`` or of ``pytorch_lightning``
     _Base = pl.Callback
@@ -77,6 +79,8 @@ class BubbleMonitorMixin(_Base):
         self._allreduce: AllReduceProbe | None = None
         self._optimizer_hooks: list[Any] = []
         self._folder: RunFolder | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._gathers: deque[IntervalGather] = deque()  # started and not published
 
     # ---- start and end ---------------------------------------------------------------------------------------------
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -86,8 +90,7 @@ class BubbleMonitorMixin(_Base):
         strategy, timeline, world = trainer.strategy, self.timeline, trainer.world_size
         timeline.open(strategy.root_device)
         _name_streams(strategy, timeline)
-        options = {"timeout": strategy._timeout} if getattr(strategy, "_timeout", None) else {}
-        self._group = dist.new_group(backend="gloo", **options) if world > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=compat.timeout_of(strategy)) if world > 1 else None
         self._offset = clock_offset(self._group, timeline.clock) if self._group is not None else 0.0
         self._exchange = ExchangeProbe(pl_module, timeline)
         self._allreduce = AllReduceProbe(strategy.model, timeline)
@@ -108,7 +111,7 @@ class BubbleMonitorMixin(_Base):
             False,
         )  # number of steps; whether the last step was recorded
         self._closed: deque[int] = deque()  # last step of each interval that is not gathered yet
-        self._gathers: deque[IntervalGather] = deque()  # started and not published
+        self._gathers.clear()
         self._began: dict[Kind, Moment] = {}
         self._hidden: dict[int, float] = {}  # by step: seconds of AllReduce that ran during backward
         self._next_picture = 0
@@ -150,6 +153,12 @@ class BubbleMonitorMixin(_Base):
         if self._folder is not None:
             self._folder.close()
             self._folder = None
+        if are_complete(
+            self._gathers, seconds=2.0
+        ):  # An AllGather that never completes would block the end of the group.
+            leave(self._group)
+        self._gathers.clear()
+        self._group = None
 
     # ---- the spans of a step ---------------------------------------------------------------------------------------
     def _begin(self, kind: Kind) -> None:
@@ -190,8 +199,7 @@ class BubbleMonitorMixin(_Base):
         timeline = self.timeline
         for kind in list(self._began):  # with manual optimization, backward and optimizer run inside training_step
             self._end(kind)
-        # Lightning's own callbacks log under this number too.
-        index = trainer.fit_loop.epoch_loop._batches_that_stepped
+        index = compat.logging_step(trainer)
         recorded = timeline.active
         timeline.end_step()
         began = timeline.clock()
@@ -246,7 +254,7 @@ class BubbleMonitorMixin(_Base):
         """Gather the interval whose time has come, and publish those whose gather is done."""
         gather_now = bool(self._closed) and index >= self._closed[0] + GATHER_DELAY
         # All ranks publish an interval before they gather the next one, so that all use the same sampling period.
-        while self._gathers and (gather_now or self._gathers[0].ready()):
+        while self._gathers and (gather_now or self._gathers[0].is_completed()):
             values = self._publish(trainer, self._gathers.popleft())
             pl_module.log("bubble", values["bubble/total"], prog_bar=True, logger=False, batch_size=1)
         if gather_now:

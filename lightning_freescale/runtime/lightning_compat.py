@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 FITTING = "fit"  # The value of TrainerFn.FITTING in `lightning` and in `pytorch_lightning`.
@@ -41,6 +42,11 @@ def shift_batch_progress(trainer: Any, batches: int) -> None:
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     for count in ("ready", "started", "processed", "completed"):
         setattr(progress, count, getattr(progress, count) + batches)
+
+
+def timeout_of(strategy: Any) -> timedelta | None:
+    """How long the strategy lets a collective wait; ``None`` if it does not say."""
+    return getattr(strategy, "_timeout", None)
 
 
 # ---- data loaders --------------------------------------------------------------------------------------------------

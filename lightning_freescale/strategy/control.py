@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_freescale.runtime import errors
 from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.process_groups import are_complete, leave
 from lightning_freescale.runtime.streams import Readback
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
@@ -62,6 +63,7 @@ class PendingHeaders:
         self._own = own  # The tensor must live until the transfer is complete.
         self._headers: list[Header] | None = None
         self._work = dist.all_gather(self._received, own, group=control.header_group, async_op=True)
+        control.in_transit(self._work)
 
     def wait(self) -> list[Header]:
         """The headers in rank order."""
@@ -83,18 +85,60 @@ class Control:
 
     Headers and agreements have one group each, because a rank that fails never sends the headers that the other ranks
     wait for, but it still takes part in the agreement on the error.
+
+    :meth:`close` leaves the groups. The next collective opens them again.
     """
 
     def __init__(self, timeout: timedelta):
         self.timeout = timeout
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.header_group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any = None
+        self._header_group: Any = None
+        self._in_transit: deque[Any] = deque()  # AllGathers of headers that may not be complete.
         self._sent = 0
         self.request = Request.NONE  # A signal handler sets it.
         self._losses: deque[tuple[int, Readback]] = deque()
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
+
+    # ---- process groups --------------------------------------------------------------------------------------------
+    @property
+    def group(self) -> Any:
+        """The group of agreements. Opening it is a collective."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._group
+
+    @group.setter
+    def group(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def header_group(self) -> Any:
+        """The group of headers. Opening it is a collective."""
+        if self._header_group is None:
+            self._header_group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._header_group
+
+    def open(self) -> None:
+        """Open both groups. A collective."""
+        assert self.group is not None
+        assert self.header_group is not None
+
+    def in_transit(self, transfer: Any) -> None:
+        """Note a transfer of headers that was just started."""
+        while self._in_transit and self._in_transit[0].is_completed():
+            self._in_transit.popleft()
+        self._in_transit.append(transfer)
+
+    def close(self) -> None:
+        """Leave the groups. Another rank may never have sent the headers that this one waits for; then they stay open."""
+        if are_complete(self._in_transit, REPORT_SECONDS):
+            leave(self._group)
+            leave(self._header_group)
+        self._in_transit.clear()
+        self._group = self._header_group = None
+        self.request = Request.NONE
 
     # ---- headers ---------------------------------------------------------------------------------------------------
     def send_header(self, status: Status, weight: int = 0) -> PendingHeaders:

@@ -6,7 +6,7 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class ShardedModel:
 
 def shard_once(
     module: nn.Module,
-    group: dist.ProcessGroup,
+    group: Callable[[], dist.ProcessGroup],
     device: torch.device,
     *,
     local_size: int,
@@ -62,7 +62,7 @@ def shard_once(
     """Shard the tables of ``module``, unless an earlier run has done it. A collective.
 
     Args:
-        group: the ranks that share the tables. TorchRec's own exchanges use it.
+        group: returns the group of the ranks that share the tables. TorchRec's own exchanges use it.
         local_size: ranks on this host.
         options: ``sharding``, ``optimizer`` and ``dedup`` of :func:`~lightning_freescale.embedding.shard.shard`.
         ddp_kwargs: options of the data-parallel wrapper of the dense part.
@@ -76,7 +76,7 @@ def shard_once(
         log_once("the model has no EmbeddingCollection and no EmbeddingBagCollection, so it trains as plain DDP")
     _refuse_tied_tables(module)
     rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
-    sharded = shard(module, group, device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
+    sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
     record = ShardedModel(
         sharded=sharded,
         rows=rows,
@@ -87,6 +87,12 @@ def shard_once(
     )
     object.__setattr__(module, _ATTRIBUTE, record)  # nn.Module must not register it as a submodule.
     return record
+
+
+def was_sharded_with_tables(module: nn.Module) -> bool:
+    """Whether an earlier run has sharded tables of ``module``."""
+    done: ShardedModel | None = getattr(module, _ATTRIBUTE, None)
+    return done is not None and done.has_tables
 
 
 def _refuse_other_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
 from lightning_freescale.strategy.refusals import name_coupled_samples, refuse_inexact
-from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once
+from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, is_table
@@ -152,6 +152,8 @@ class FreeScaleMixin(StepHooks, _Base):
         self._rates: TableLearningRates | None = None
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
         self._in_training_step = False
+        self._failed = False  # Whether the current run has ended with an exception on this rank.
+        self._in_run = False  # Whether a run of the Trainer has been set up and not torn down.
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -182,8 +184,10 @@ class FreeScaleMixin(StepHooks, _Base):
         super().setup_environment()
         if self.control is None:
             self.control = Control(self._wait)
-        if self._copies is None:
-            self._copies = SideStream(self.root_device)
+        self._failed, self._in_run = False, True
+        if self._declares_tables():
+            self.control.open()
+        self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
         if self._monitor and trainer.state.fn == compat.FITTING:
@@ -198,7 +202,8 @@ class FreeScaleMixin(StepHooks, _Base):
         fitting = trainer.state.fn == compat.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        if embedding_modules(self._module) or self._has_tables:
+        if self._declares_tables():
+            self.control.open()
             refuse_inexact(trainer, str(self.precision_plugin.precision))
         self.precision_plugin.convert_module(self.model)
         self._shard()
@@ -216,10 +221,14 @@ class FreeScaleMixin(StepHooks, _Base):
             self._pipeline.balances = self._balances_samples()
         self.setup_precision_plugin()
 
+    def _declares_tables(self) -> bool:
+        """Whether the model has tables, before or after they are sharded."""
+        return bool(embedding_modules(self._module)) or was_sharded_with_tables(self._module)
+
     def _shard(self) -> None:
         self._sharded_model = shard_once(
             self._module,
-            self._exchange_mode.table_group(),
+            self._exchange_mode.table_group,
             self.root_device,
             local_size=self.num_processes,
             options={"sharding": self._sharding, "optimizer": self._embedding_optimizer, "dedup": self._dedup},
@@ -278,6 +287,7 @@ class FreeScaleMixin(StepHooks, _Base):
     # ---- the end ---------------------------------------------------------------------------------------------------
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._failed = True
         if (
             self.control is None
             or self.control.world_size == 1
@@ -289,12 +299,15 @@ class FreeScaleMixin(StepHooks, _Base):
             f"rank {self.global_rank} of {self.world_size}, step {step}: {self.control.exchange_reports(exception)}"
         )
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not self._in_run and self.control is not None:
+            self.control.close()  # trainer.save_checkpoint() after fit() has opened it again.
+
     def teardown(self) -> None:
         # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.
-        self.close_checkpoints()
-        self._balancer.close()
-        self._exchange_mode.close()
-        self._pipeline.close()
+        self.close_saves()
+        self._close()
         if isinstance(self.model, DistributedDataParallel):
             self.model = self._module
         if self._layer_sync and self.model is not None:
@@ -305,3 +318,17 @@ class FreeScaleMixin(StepHooks, _Base):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _close(self) -> None:
+        """End threads and leave process groups that this run has opened. The next run opens its own.
+
+        The group on which the sharded tables exchange stays open, because the model can be used again.
+        """
+        if self.root_device.type == "cuda" and not self._failed:
+            torch.cuda.synchronize(self.root_device)  # No kernel of a group that is about to end is in the queue.
+        self._balancer.close()
+        self._exchange_mode.close(self._failed)
+        self._pipeline.close()
+        if self.control is not None:
+            self.control.close()
+        self._copies, self._in_run = None, False

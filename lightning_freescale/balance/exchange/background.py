@@ -103,13 +103,14 @@ class ExchangeThread:
             self._skipping_ended.put(None if succeeded else loaded)
         return ReadyBatch(loaded.batch, loaded.state) if succeeded else loaded.error
 
-    def close(self) -> None:
-        """Stop the iteration. The thread ends as soon as the other ranks know."""
+    def close(self) -> bool:
+        """Stop the iteration. Return whether the thread has ended, which it does as soon as the other ranks know."""
         if self._thread.is_alive():
             self._batches.close()
             self._skipping_ended.put(LoadedBatch(BatchStatus.CLOSED))
             self._free_slots.release()
             self._thread.join(CLOSE_SECONDS)
+        return not self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait until the other ranks have closed this iteration, too. The next one uses the same process group."""

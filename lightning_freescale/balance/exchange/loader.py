@@ -140,10 +140,9 @@ class ExchangeLoader:
             pin_memory=self.pin_memory,
         )
 
-    def close(self) -> None:
-        """Stop the current iteration. Its thread ends as soon as the other ranks know."""
-        if self._thread is not None:
-            self._thread.close()
+    def close(self) -> bool:
+        """Stop the current iteration. Return whether its thread has ended, which it does as soon as the other ranks know."""
+        return self._thread is None or self._thread.close()
 
     def leave(self) -> dist.ProcessGroup:
         """Close on all ranks, and return the process group, which another loader may use then. All ranks must call this."""

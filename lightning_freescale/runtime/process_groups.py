@@ -1,0 +1,38 @@
+"""Process groups beside the default one: whether they are open, and how a rank leaves them.
+
+A gloo group has threads and sockets. They end when the last reference to the group is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+
+def is_open(group: dist.ProcessGroup | None) -> bool:
+    """Whether ``group`` exists and was not destroyed."""
+    return group is not None and group in dist.distributed_c10d._world.pg_map
+
+
+def leave(group: dist.ProcessGroup | None) -> None:
+    """Destroy ``group`` on this rank, unless it is the default group. It does not wait for ranks that come later.
+
+    Its transfers must be complete: torch waits for pending ones when it releases the group. The caller must drop its own
+    references to the group.
+    """
+    if group is not dist.group.WORLD and is_open(group):
+        dist.destroy_process_group(group)
+
+
+def are_complete(transfers: Iterable[Any], seconds: float) -> bool:
+    """Whether all ``transfers`` (c10d works) complete within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    for transfer in transfers:
+        while not transfer.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+    return True
