@@ -289,6 +289,7 @@ def runs_in_a_row(rank: int, path: str) -> tuple[bool, bool]:
     with pytest.raises(ConfigurationError):
         trainer.fit(Model(6), toy.loader(), ckpt_path=path)
     trainer.accumulate_grad_batches = 1
+    trainer._checkpoint_connector._loaded_checkpoint = {}  # Lightning itself would load the weights again.
     pl.seed_everything(5, verbose=False)  # Each rank creates the same model.
     model, weights = Model(6), {}
     model.on_fit_start = lambda: weights.update(toy.weights(model))  # type: ignore[method-assign]
