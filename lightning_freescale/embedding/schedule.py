@@ -51,6 +51,7 @@ MORE_THAN_ONCE = "called more than once a step"
 NOT_IN_BATCH = "called with features that are not part of the batch"
 VARIABLE_BATCH_SIZE = "called with a batch size that varies by feature"
 CHANGED_IDS = "called with ids that were changed in place after the batch was loaded"
+OTHER_KEYS = "called with its features in another order than in the first step"
 UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
 
 
@@ -72,6 +73,7 @@ class ScheduledModule:
         self.kjt_index: int | None = None
         self.synchronous_reason: str | None = None
         self.active = True
+        self.keys: list[str] = []  # the features of that KeyedJaggedTensor, in their order
         self.calls: list[KeyedJaggedTensor] = []  # arguments of this step's calls that need gradients
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
@@ -159,6 +161,8 @@ class ScheduledModule:
 
     def _take_unannounced_backward(self, batch: ComputingBatch) -> None:
         """A backward has started without ``before_backward``. All gradients return at once, and nothing is prefetched."""
+        if self.current is not batch:
+            return  # The backward belongs to an earlier step, which is an error.
         batch.routed.with_next = None
         self.stay_synchronous(UNANNOUNCED_BACKWARD)
         self.current = self.exchange.gradients.expect(batch)
@@ -245,7 +249,12 @@ class ExchangeSchedule:
         for module in self.modules:
             index = module.kjt_index
             if index is not None and module.active:
-                module.begin_step(batch[index], _at(next_batch, index), _at(after_next, index))
+                kjts = batch[index], _at(next_batch, index), _at(after_next, index)
+                if any(kjt is not None and kjt.keys() != module.keys for kjt in kjts):
+                    module.stay_synchronous(OTHER_KEYS)
+                    module.drop()
+                else:
+                    module.begin_step(*kjts)
 
     def before_backward(self) -> None:
         for module in self.modules:
@@ -274,7 +283,7 @@ class ExchangeSchedule:
         elif self._batch[found[0]].variable_stride_per_key():
             module.stay_synchronous(VARIABLE_BATCH_SIZE)
         else:
-            module.kjt_index = found[0]
+            module.kjt_index, module.keys = found[0], list(module.calls[0].keys())
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 
-# DistributedModelParallel passes these to DDP itself.
-_WRAPPER_ARGUMENTS = ("static_graph", "find_unused_parameters", "bucket_cap_mb")
 
 
 def shard(
@@ -42,8 +42,6 @@ def shard(
     """
     sharders = make_sharders(module, optimizer, device, dedup)
     plan = make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
-    kwargs = dict(ddp_kwargs or {})
-    wrapper = {"static_graph": False} | {name: kwargs.pop(name) for name in _WRAPPER_ARGUMENTS if name in kwargs}
     weights = _table_weights(module)
     with _own_random_numbers(group.rank(), device):
         sharded = DistributedModelParallel(
@@ -52,7 +50,7 @@ def shard(
             device=device,
             plan=plan,
             sharders=sharders,
-            data_parallel_wrapper=_DataParallelOverAllRanks(**wrapper, ddp_kwargs=kwargs),
+            data_parallel_wrapper=_DataParallelOverAllRanks(ddp_kwargs or {}),
         )
     _fill_shards(module, weights)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
@@ -60,11 +58,39 @@ def shard(
 
 
 class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
-    """Keeps the AllReduce of the dense parameters on the default process group, whichever group the tables use."""
+    """Wraps the dense parameters in DDP with the user's options, on the default process group.
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        assert dist.group.WORLD is not None
-        super().wrap(dmp, ShardingEnv.from_process_group(dist.group.WORLD), device)
+    The AllReduce of the dense parameters does not depend on the group of the tables. As with plain DDP, buffers such as the
+    statistics of a BatchNorm layer are those of rank 0 on all ranks. Buffers of the tables are not, and neither are buffers
+    that are not part of the state dict.
+    """
+
+    def __init__(self, options: Mapping[str, Any]):
+        super().__init__()
+        defaults = inspect.signature(DistributedDataParallel.__init__).parameters
+        # A command line hands over every option of DDP, even if the user has set none.
+        changed = {name: value for name, value in options.items() if value != defaults[name].default}
+        self._options = {"process_group": dist.group.WORLD, "gradient_as_bucket_view": True} | changed
+
+    def _ddp_wrap(
+        self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device, ddp_ignore_param_names: set[str]
+    ) -> None:
+        module = dmp._dmp_wrapped_module
+        assert isinstance(module, nn.Module)
+        if {name for name, _ in dmp.named_parameters()} <= ddp_ignore_param_names:
+            return
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, ddp_ignore_param_names | _unsynchronized_buffers(module)
+        )
+        device_ids = None if device.type == "cpu" else [device]
+        dmp._dmp_wrapped_module = DistributedDataParallel(module.to(device), device_ids=device_ids, **self._options)
+
+
+def _unsynchronized_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that each rank keeps for itself: those of sharded tables, and those not in the state dict."""
+    tables = [f"{name}." for name, child in module.named_modules() if isinstance(child, ShardedModule)]
+    saved = {name for name in module.state_dict() if not name.startswith(tuple(tables))}
+    return {name for name, _ in module.named_buffers() if name not in saved}
 
 
 @contextmanager

@@ -79,11 +79,16 @@ def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
 
 
 # ---- state, for checkpoints ----------------------------------------------------------------------------------------
-def optimizer_tensors(sharded: DistributedModelParallel) -> dict[str, Any]:
+def optimizer_tensors(sharded: DistributedModelParallel | None) -> dict[str, Any]:
     """Optimizer state of each row, by name, as sharded tensors that share memory with the kernels.
 
     It has entries only for tables of which this rank holds a part. With table-wise sharding there may be none.
+
+    Args:
+        sharded: the sharded model; ``None`` if it has no tables.
     """
+    if sharded is None:
+        return {}
     return {
         f"{table}.{name}": value
         for table, entry in sharded.fused_optimizer.state_dict()["state"].items()

@@ -113,12 +113,23 @@ class Subclass(SgdModel):
         self.embeddings.load_state_dict(old.state_dict())
 
 
+class Reorders(SgdModel):
+    """Its data module changes the order of the features after some batches."""
+
+    def on_after_batch_transfer(self, batch: toy.Batch, dataloader_idx: int) -> toy.Batch:
+        self.batches = getattr(self, "batches", 0) + 1
+        if self.batches > 4:
+            batch.features = batch.features.permute([2, 0, 1])
+        return batch
+
+
 CASES = {
     SgdModel: PRIORITIZED,
     Masks: {"embeddings": "called with ids that were changed in place after the batch was loaded"},
     HalfTables: {"embeddings": "stored in float16"},
     OwnBackward: {"embeddings": "trained with loss.backward(); call self.manual_backward(loss) instead"},
     Subclass: PRIORITIZED,
+    Reorders: {"embeddings": "called with its features in another order than in the first step"},
 }
 
 

@@ -36,6 +36,7 @@ from tests.ranks import run_ranks
 # Private names of TorchRec and PyTorch that the package uses, and the classes that have them. check_names() checks each.
 PINNED = {
     "_device": ShardedEmbeddingCollection,
+    "_embedding_configs": ShardedEmbeddingCollection,
     "_embedding_dim": ShardedEmbeddingCollection,
     "_embedding_dim_for_sharding_type": ShardedEmbeddingCollection,
     "_embedding_names_per_sharding": ShardedEmbeddingCollection,
@@ -47,6 +48,7 @@ PINNED = {
     "_dmp_wrapped_module": DistributedModelParallel,
     "_in_backward_optimizers": nn.Parameter,
     "_optimizer_classes": nn.Parameter,
+    "_version": torch.Tensor,
 }
 # Options of the output that the module holds as ``_<name>``. Each release has some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
