@@ -23,7 +23,7 @@ from lightning_freescale.models.attention import triton_kernels
 from lightning_freescale.models.tiles import cut_tiles, unit_stride
 from lightning_freescale.runtime.errors import InputError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LaunchConfig(NamedTuple):
@@ -195,9 +195,9 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: TritonPlan
 ) -> Tensor:
     """:func:`~lightning_freescale.models.attention.hstu_attention` on CUDA tensors."""
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in TRITON_DTYPES or not q.dtype == k.dtype == v.dtype:
         raise InputError(
-            f"q, k, v have the types {q.dtype}, {k.dtype}, {v.dtype}; all three must have one type of {DTYPES}"
+            f"q, k, v have the types {q.dtype}, {k.dtype}, {v.dtype}; all three must have one type of {TRITON_DTYPES}"
         )
     q, k, v = (unit_stride(x) for x in (q, k, v))
     return _TritonAttention.apply(q, k, v, position_bias, time_bias, alpha, plan)
