@@ -1,4 +1,16 @@
-"""The strategy for ``import lightning``."""
+"""Lightning's side: the strategy class, and what it needs between the Trainer and the layers below.
+
+* ``strategy.py``: options, set-up and end of the strategy; ``step_hooks.py``: the hooks of a step;
+  ``checkpoint_hooks.py``: the hooks of checkpoints.
+* ``pipeline.py``: takes batches from the user's loaders to the step. ``prefetch.py`` fetches them in advance, and
+  ``prepared_batch.py`` holds a batch together with everything that belongs to it.
+* ``control.py``: headers of batches and agreement between ranks. ``signals.py``: SIGTERM and SLURM's requeue signal.
+* ``sharded_model.py``: a model is sharded once. ``table_learning_rate.py``: its tables follow the user's schedulers.
+* ``loss_weighting.py``: ranks with different numbers of samples. ``refusals.py``: settings that cannot be exact.
+* ``progress_bar.py``: values for the progress bar without a wait for the device.
+
+This module defines the strategy for ``import lightning``. ``lightning_freescale.pytorch_lightning`` has its twin.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Means over the global batch of values that ranks have taken over different numbers of samples or tokens.
+"""Weights of losses and logged means when ranks hold different numbers of samples or tokens.
 
-Lightning, like DDP, averages over ranks as if all held equally many. Weighted by its rank's share beforehand, a value's plain
-mean over ranks is the mean over the global batch:
+Lightning and DDP average over the ranks as if all ranks held equally many samples. If each rank first multiplies its
+value by its share, the plain mean over the ranks is the mean over the global batch:
 
     >>> losses, weights = [0.5, 2.0], [3, 1]
     >>> sum(loss * share(weights, rank) for rank, loss in enumerate(losses)) / 2  # (3 * 0.5 + 1 * 2.0) / 4
@@ -22,18 +22,23 @@ from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.batch.seq_batch import SeqBatch
 
 REDUCTIONS = ("sample", "token")
-MEANS = ("mean", "avg", dist.ReduceOp.AVG)  # what Lightning calls them
+MEANS = ("mean", "avg", dist.ReduceOp.AVG)  # The names that Lightning uses for a mean.
 
 
 def share(weights: Sequence[int], rank: int) -> float:
-    """What the mean of ``rank`` counts for, 1 if all ranks' ``weights`` (samples or tokens, ``[ranks]``) are equal."""
+    """The factor of the value of ``rank``: its weight over the mean weight. It is 1 if all weights are equal.
+
+    Args:
+        weights: ``[ranks]``, samples or tokens of each rank; empty if they are not known.
+        rank: this rank.
+    """
     if len(set(weights)) <= 1:
         return 1.0
     return weights[rank] * len(weights) / sum(weights)
 
 
 def weigh(value: Tensor, weights: Sequence[int], rank: int) -> Tensor:
-    """``value`` by its :func:`share`. The mean over no samples, which is often no number, counts for nothing."""
+    """``value`` multiplied by its :func:`share`. A mean over no samples, which is often NaN, becomes 0."""
     portion = share(weights, rank)
     if portion == 1.0:
         return value
@@ -41,19 +46,22 @@ def weigh(value: Tensor, weights: Sequence[int], rank: int) -> Tensor:
 
 
 def mean_of_counts(total: Tensor, ranks: int) -> Tensor:
-    """``total / ranks``, integer only if that is exact.
+    """``total / ranks``: an integer if the division is exact, a floating-point number otherwise.
 
-    Lightning cuts the mean of the ranks' batch sizes to an integer and divides by it: 3 and 4 samples would count as 3.
+    Lightning truncates the mean of the batch sizes to an integer: 3 and 4 samples would count as 3.
     """
     mean = total.div(ranks, rounding_mode="floor")
     return mean if torch.equal(mean * ranks, total) else (total.double() / ranks).to(torch.get_default_dtype())
 
 
 def loss_weight(batch: Any, reduction: str) -> int:
-    """What a mean loss over this rank's batch counts for in the mean over all ranks.
+    """The weight of a mean loss over this rank's batch in the mean over all ranks.
 
-    ``"sample"``: the stride of the first KeyedJaggedTensor, else the first dimension of the first tensor. ``"token"``: the
-    predicted positions of the histories, one less than their events each; for batches of other types, all ids.
+    Args:
+        batch: any batch in host memory.
+        reduction: ``"sample"`` counts the stride of the first KeyedJaggedTensor, or the first dimension of the first
+            tensor. ``"token"`` counts the predicted positions of the histories, which is one less than the events of
+            each history; for batches of other types it counts all ids.
     """
     if isinstance(batch, SeqBatch) and reduction == "token":
         return int((batch.lengths - 1).sum())
