@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-import torch.distributed as dist
 
 from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
 from lightning_freescale.strategy.control import Control
@@ -30,8 +27,8 @@ class BackgroundSaves:
     def control(self, control: Control) -> Control:
         """The control plane for collectives in the thread: a process group of its own. A collective."""
         if self._control is None:
-            self._control = copy.copy(control)
-            self._control.group = dist.new_group(backend="gloo", timeout=control.timeout)
+            self._control = Control(control.timeout)
+            _ = self._control.group  # Opens the group here, and not in the thread.
         return self._control
 
     def start(self, save: Callable[[], None], path: str) -> None:
@@ -67,6 +64,9 @@ class BackgroundSaves:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
             self._executor = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         return error
 
     def _wait(self) -> BaseException | None:

@@ -13,7 +13,7 @@ from lightning_freescale.strategy.checkpoint_saving import CheckpointSaving
 class CheckpointHooks(CheckpointSaving, CheckpointLoading):
     """Lightning's checkpoint hooks, as a part of the strategy class."""
 
-    def close_checkpoints(self) -> None:
+    def close_saves(self) -> None:
         """Wait for an asynchronous save, and forget what this run has loaded. Nothing in here waits for other ranks."""
-        self.close_saves()
+        super().close_saves()
         self.forget_loaded()
