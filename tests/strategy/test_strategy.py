@@ -1,4 +1,4 @@
-"""The strategy under the settings of Lightning's Trainer: look-ahead changes no batch and no loss."""
+"""The strategy under the settings of Lightning's Trainer: prefetching changes no batch and no loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import RankFailed, run_ranks
 
 
 class Plain(FreeScaleStrategy):
-    """The same strategy without the look-ahead loader and without its exchange: the slow path to compare with."""
+    """The same strategy without prefetching and without the prioritized exchange. It is the slow path of the comparison."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "prioritize": False, "balance": "off"})
@@ -76,7 +76,7 @@ def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: t
     ],
     ids=str,
 )
-def test_lookahead_and_prioritized_exchange_change_nothing(options: dict[str, Any]) -> None:
+def test_prefetching_and_the_prioritized_exchange_change_nothing(options: dict[str, Any]) -> None:
     for plain, ahead in zip(
         run_ranks(fit, args=(Plain, 2, options)), run_ranks(fit, args=(Prioritized, 2, options)), strict=True
     ):
