@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.hopper.loading import errors, expected, hopper, make, run, select
+from tests.models.hopper.loading import Inputs, errors, expected, hopper, make, run, select
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,21 +20,21 @@ TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)
 MIXED = [0, 5, 127, 128, 129, 0, 300, 1000, 1, 0]
 
 
-def assert_close(inputs, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def assert_close(inputs: Inputs, dtype: torch.dtype) -> None:
     assert max(errors(run(inputs), expected(inputs))) < TOLERANCE[dtype]
 
 
 @TYPES
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
 def test_one_history(length: int, width: int, heads: int, dtype: torch.dtype) -> None:
     assert_close(make([length], heads, width, width, dtype), dtype)
 
 
 @TYPES
-@pytest.mark.parametrize("v", [32, 64, 128])
-@pytest.mark.parametrize("qk", [32, 64, 128])
+@pytest.mark.parametrize("v", [32, 64, 128, 256])
+@pytest.mark.parametrize("qk", [32, 64, 128, 256])
 def test_mixed_lengths_with_empty_histories(qk: int, v: int, dtype: torch.dtype) -> None:
     assert_close(make(MIXED, 4, qk, v, dtype), dtype)
 
@@ -82,7 +82,7 @@ def test_other_scales(alpha: float) -> None:
         assert (x.double() - y).norm() <= 1e-2 * y.norm()
 
 
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
 def test_later_events_change_nothing(width: int) -> None:
     """Outputs of earlier events have the same bits whatever follows."""
     inputs = make([1000], 2, width, width)
@@ -92,7 +92,7 @@ def test_later_events_change_nothing(width: int) -> None:
     assert torch.equal(run(inputs)[0][:500], run(changed)[0][:500])
 
 
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
 def test_same_bits_every_time(width: int) -> None:
     inputs = make([5000, 3, 2500, 700, 1300], 4, width, width)
     first = run(inputs)
@@ -100,7 +100,7 @@ def test_same_bits_every_time(width: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run(inputs), strict=True))
 
 
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
 def test_same_bits_alone_and_in_a_batch(width: int) -> None:
     inputs = make([700, 0, 2500, 3, 129, 4000, 128, 1300], 4, width, width)
     together = run(inputs)

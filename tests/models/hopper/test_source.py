@@ -14,9 +14,9 @@ from tests.models.hopper.loading import FOLDER, hopper, make
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("qk", "v"), [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("qk", "v"), [(32, 32), (64, 64), (128, 128)])
 def test_kernels_compile_without_spills(qk: int, v: int, tmp_path: Path) -> None:
-    options = hopper.function.config(qk, v, False).options()
+    options = hopper.config.config(qk, v, False).options()
     target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
     command = ["nvcc", *target, "-cubin", "-o", str(tmp_path / "kernels.cubin"), *options, str(FOLDER / "kernels.cu")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -13,7 +13,18 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("kernels.cu", "ptx.cuh", "wgmma.cuh", "tile.cuh", "forward.cuh", "backward.cuh", "rows.cuh")
+SOURCES = (
+    "kernels.cu",
+    "ptx.cuh",
+    "wgmma.cuh",
+    "tile.cuh",
+    "forward.cuh",
+    "backward.cuh",
+    "backward_tiles.cuh",
+    "backward_keys.cuh",
+    "backward_queries.cuh",
+    "rows.cuh",
+)
 ARCHITECTURE = "sm_90a"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WIDTHS = (32, 64, 128)
-KEYS = 128  # keys of a block of the backward kernel
+WIDTHS = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class Config:
     backward_stages: int = 3  # tiles of queries and output gradients in shared memory
     backward_buffers: int = 2  # tiles of score gradients in shared memory
     backward_double: bool = False  # two sets of scores in registers
+    backward_split: bool = False  # 64 keys a block, each warpgroup half of the columns
     backward_part: int = 1  # sixteenths of a tile that are activated before their products start
     backward_registers: int = 56  # of a thread of the warpgroup that sums dq
     backward_width: int = 32  # columns of one product of that warpgroup
@@ -43,11 +43,16 @@ class Config:
         return 1024 + 2 * (self.forward_rows * self.qk + keys)
 
     @property
+    def backward_keys(self) -> int:
+        """Keys of a block."""
+        return 64 if self.backward_split else 128
+
+    @property
     def backward_shared(self) -> int:
         """Bytes of shared memory."""
         rows = self.backward_stages * self.backward_rows * (self.qk + self.v)
-        grads = self.backward_buffers * KEYS * self.backward_rows
-        return 2048 + 2 * (KEYS * (self.qk + self.v) + rows + grads)
+        grads = self.backward_buffers * self.backward_keys * self.backward_rows
+        return 2048 + 2 * (self.backward_keys * (self.qk + self.v) + rows + grads)
 
     def options(self) -> list[str]:
         """Definitions for the compiler."""
@@ -63,6 +68,7 @@ class Config:
             "BACKWARD_STAGES": self.backward_stages,
             "BACKWARD_BUFFERS": self.backward_buffers,
             "BACKWARD_DOUBLE": int(self.backward_double),
+            "BACKWARD_SPLIT": int(self.backward_split),
             "BACKWARD_PART": self.backward_part,
             "BACKWARD_REGISTERS": self.backward_registers,
             "BACKWARD_WIDTH": self.backward_width,
@@ -89,4 +95,6 @@ def config(qk: int, v: int, half: bool) -> Config:
             backward_buffers=3,
             backward_turn=4,
         )
+    if max(qk, v) > 128:
+        return Config(qk, v, half, forward_keys=64, backward_stages=2, backward_split=True)
     return Config(qk, v, half)

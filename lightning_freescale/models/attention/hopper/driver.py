@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .compiler import compiled
-from .config import Config
+from .config import Config, config
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -43,19 +43,19 @@ def use_device(device: int) -> None:
 class TensorMap:
     """Description of a ``[rows, heads, width]`` tensor for the copy engine; it copies boxes of 64 rows of one head."""
 
-    def __init__(self, x: Tensor) -> None:
-        rows, heads, width = x.shape
+    def __init__(self, pointer: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> None:
+        rows, heads, width = shape
         box = min(width, 64)
+        head_stride = strides[1] if heads > 1 else width
         self._memory = ctypes.create_string_buffer(192)
         self.address = (ctypes.addressof(self._memory) + 63) // 64 * 64
-        head_stride = x.stride(1) if heads > 1 else width
         status = _cuda().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
-            _TYPES[x.dtype],
+            _TYPES[dtype],
             3,
-            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_void_p(pointer),
             (ctypes.c_uint64 * 3)(width, heads, rows),
-            (ctypes.c_uint64 * 2)(2 * head_stride, 2 * x.stride(0)),
+            (ctypes.c_uint64 * 2)(2 * head_stride, 2 * strides[0]),
             (ctypes.c_uint32 * 3)(box, 1, _BOX_ROWS),
             (ctypes.c_uint32 * 3)(1, 1, 1),
             0,
@@ -64,6 +64,16 @@ class TensorMap:
             0,
         )
         _check(status)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(pointer: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> TensorMap:
+    return TensorMap(pointer, dtype, shape, strides)
+
+
+def tensor_map(x: Tensor) -> TensorMap:
+    """The map of ``x``. It describes addresses, not values, so it is kept for other tensors at the same place."""
+    return _tensor_map(x.data_ptr(), x.dtype, x.shape, x.stride())
 
 
 class Kernels:
@@ -95,7 +105,12 @@ class Kernels:
         _check(_cuda().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None))
 
 
-@functools.cache
-def kernels(config: Config, device: int) -> Kernels:
-    """The kernels of ``config`` for device number ``device``, which must be the current one."""
-    return Kernels(config)
+_loaded: dict[tuple[int, int, bool, int], Kernels] = {}
+
+
+def kernels(qk: int, v: int, half: bool, device: int) -> Kernels:
+    """The kernels of these head widths for device number ``device``, which must be the current one."""
+    key = (qk, v, half, device)
+    if key not in _loaded:
+        _loaded[key] = Kernels(config(qk, v, half))
+    return _loaded[key]

@@ -72,7 +72,7 @@ DEVICE void round_weights(u32 (&weights)[KEYS / 4], const float (&scores)[KEYS /
 }
 
 DEVICE void consume(const Shared& s, u16* out, Work work, int head, int heads, int blocks, float half_alpha) {
-  const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+  const int group = uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32;
   const int own = work.row + 64 * group;  // the warpgroup's first query
   const int first = own + threadIdx.x / 32 % 4 * 16 + lane / 4 - 2 * (lane % 4);
   const bool leader = threadIdx.x % 128 == 0;
@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(forward::THREADS, 1)
                  const __grid_constant__ TensorMap v, u16* out, const Work* schedule, int heads, float half_alpha) {
   using namespace forward;
   const int head = blockIdx.x % heads;
-  const Work work = schedule[blockIdx.x / heads];
+  Work work = schedule[blockIdx.x / heads];
+  work = {uniform(work.start), uniform(work.length), uniform(work.row), uniform(work.tile)};
   if (work.length == 0) return;
   extern __shared__ char memory[];
   __shared__ alignas(8) u64 barriers[1 + 4 * STAGES];

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import KEYS, WIDTHS, config
-from .driver import Kernels, TensorMap, kernels, use_device
+from .config import WIDTHS
+from .driver import Kernels, TensorMap, kernels, tensor_map, use_device
 from .plan import Plan
 from .plan import plan as make_plan
 
@@ -39,7 +39,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _kernels(q: Tensor, v: Tensor) -> Kernels:
-    return kernels(config(q.shape[-1], v.shape[-1], q.dtype == torch.float16), q.device.index)
+    return kernels(q.shape[-1], v.shape[-1], q.dtype == torch.float16, q.device.index)
 
 
 def _forward(maps: list[TensorMap], q: Tensor, v: Tensor, half_alpha: float, plan: Plan) -> Tensor:
@@ -70,9 +70,9 @@ def _backward(
     tiles = plan.tiles(c.backward_rows)
     sums = torch.empty(tiles * heads * c.backward_rows * q.shape[-1], device=device)
     counters = torch.zeros(1 + tiles * heads * (c.backward_rows // 16), dtype=torch.int32, device=device)
-    schedule = plan.schedule(KEYS, c.backward_rows, True)
+    schedule = plan.schedule(c.backward_keys, c.backward_rows, True)
     rest = [ctypes.c_int(heads), ctypes.c_float(half_alpha)]
-    arguments = [*maps, TensorMap(scaled), sums, dk, dv, counters, schedule, *rest]
+    arguments = [*maps, tensor_map(scaled), sums, dk, dv, counters, schedule, *rest]
     use.launch("hstu_backward", len(schedule) * heads, 384, arguments, c.backward_shared)
     schedule = plan.schedule(c.backward_rows, c.backward_rows, False)
     use.launch("hstu_finish", len(schedule) * heads, 256, [sums, dq, schedule, *rest])
@@ -87,7 +87,7 @@ class _Attention(torch.autograd.Function):
         if not len(q):
             return torch.empty_like(v)
         with torch.cuda.device(q.device):
-            return _forward([TensorMap(x) for x in (q, k, v)], q, v, half_alpha, plan)
+            return _forward([tensor_map(x) for x in (q, k, v)], q, v, half_alpha, plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
         with torch.cuda.device(q.device):
             use_device(q.device.index)
-            maps = [TensorMap(x) for x in (q, k, v)]
+            maps = [tensor_map(x) for x in (q, k, v)]
             return *_backward(maps, q, v, grads[0], ctx.half_alpha, ctx.plan), None, None
 
 
@@ -104,7 +104,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, alpha: float, pl
     """Causal pointwise SiLU attention over jagged histories, without bias.
 
     Event ``i`` of a history gets ``1 / (i + 1) * sum_j silu(alpha * q_i . k_j) * v_j`` over its events ``j <= i``.
-    Outputs and gradients of a history have the same bits in whatever batch it lies.
+    Outputs and gradients of a history have the same bits in whatever batch it lies. All values must be finite: a tile
+    may run over the end of a history, and what follows there is multiplied by zero.
 
     Args:
         q: ``[sum(L), H, Dqk]`` queries, bf16 or fp16; see :func:`supports`.

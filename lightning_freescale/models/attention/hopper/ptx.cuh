@@ -14,6 +14,9 @@ struct alignas(64) TensorMap {  // same size and alignment as CUtensorMap
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// A value that is the same in all lanes, told to the compiler: it can then use uniform registers.
+DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // mbarrier ----------------------------------------------------------------------------------------------------------
 
 DEVICE void barrier_init(u32 barrier, u32 count) {
@@ -46,21 +49,16 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 
 // Named barrier of `threads` threads.
 DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Copies ------------------------------------------------------------------------------------------------------------
 
 // Copy one box of a three-dimensional tensor (column, head, row) to shared memory.
 DEVICE void tma_load(u32 target, const TensorMap* map, u32 barrier, int column, int head, int row) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          target),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
       "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(row)
       : "memory");
-}
-
-DEVICE void tma_prefetch(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Make ordinary writes to shared memory visible to the tensor cores and to the copy engine.
@@ -103,7 +101,8 @@ DEVICE void store_release(int* pointer, int value) {
 }
 
 DEVICE void reduce_add(float* pointer, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d)
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c),
+               "f"(d)
                : "memory");
 }
 

@@ -1,7 +1,7 @@
 // Tiles of q, k, v and the output gradient in shared memory, and what the kernels share.
 //
-// A tile of R rows and D columns lies as D / W panels of W = min(D, 64) columns, one below the other; a panel has R rows
-// of 2 W bytes, swizzled by the copy engine.
+// A tile of R rows and D columns lies as D / W panels of W = min(D, 64) columns, one below the other; a panel has R
+// rows of 2 W bytes, swizzled by the copy engine.
 #pragma once
 #include "wgmma.cuh"
 
@@ -33,7 +33,7 @@ struct Tile {
     return descriptor<ROW_BYTES>(place + (((step * 16 / WIDTH) * ROWS * ROW_BYTES + step * 16 % WIDTH * 2) >> 4));
   }
   // The same of a sum over rows.
-  DEVICE static u64 row_step(u32 place, int step) { return descriptor<ROW_BYTES>(place + (step * 16 * ROW_BYTES >> 4)); }
+  DEVICE static u64 row_step(u32 place, int step) { return descriptor<ROW_BYTES>(place + step * ROW_BYTES); }
 
   // Load ROWS rows, a multiple of 64. The tensor map's box has 64 rows and WIDTH columns.
   template <int ROWS>

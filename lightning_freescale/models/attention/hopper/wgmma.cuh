@@ -27,9 +27,6 @@ DEVICE void pin(u32 (&d)[COUNT]) {
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Keep the compiler from holding what follows from `x` in registers for later.
-DEVICE void opaque(u32& x) { asm volatile("" : "+r"(x)); }
-
 // Descriptor of an operand in shared memory, whose lower half is `place`. An address advances by adding bytes / 16.
 // ROW_BYTES: bytes of a row, 128 or 64, which is also the width of the swizzle.
 template <int ROW_BYTES>
@@ -42,9 +39,14 @@ template <int N>
 struct Product;
 
 #define NEW4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define NEW8(i) NEW4(i), NEW4(i + 4)
 #define NEW16(i) NEW4(i), NEW4(i + 4), NEW4(i + 8), NEW4(i + 12)
+#define NEW64(i) NEW16(i), NEW16(i + 16), NEW16(i + 32), NEW16(i + 48)
 #define SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS8(i) SUMS4(i), SUMS4(i + 4)
 #define SUMS16(i) SUMS4(i), SUMS4(i + 4), SUMS4(i + 8), SUMS4(i + 12)
+#define SUMS64(i) SUMS16(i), SUMS16(i + 16), SUMS16(i + 32), SUMS16(i + 48)
+#define NAMES_HALF "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES16 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES32 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -53,6 +55,36 @@ struct Product;
 #define NAMES80 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES96 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES112 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_FOUR NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48
+#define NAMES_FOUR_MORE NAMES64 ", " NAMES80 ", " NAMES96 ", " NAMES112
+
+template <>
+struct Product<16> {
+  template <int TRANS_A, int TRANS_B>
+  DEVICE static void shared(float (&d)[8], u64 a, u64 b, bool add) {
+    if (add)
+      asm volatile(
+          "wgmma.mma_async.sync.aligned.m64n16k16.f32." ELEMENT "." ELEMENT " {" NAMES_HALF
+          "}, %8, %9, 1, 1, 1, %10, %11;\n"
+          : SUMS8(0)
+          : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B));
+    else
+      asm volatile(
+          "wgmma.mma_async.sync.aligned.m64n16k16.f32." ELEMENT "." ELEMENT " {" NAMES_HALF
+          "}, %8, %9, 0, 1, 1, %10, %11;\n"
+          : NEW8(0)
+          : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B));
+  }
+  template <int TRANS_B>
+  DEVICE static void registers(float (&d)[8], const u32* a, u64 b, int add) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32." ELEMENT "." ELEMENT " {" NAMES_HALF
+        "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;}\n"
+        : SUMS8(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS_B));
+  }
+};
 
 template <>
 struct Product<32> {
@@ -116,24 +148,24 @@ struct Product<128> {
   DEVICE static void shared(float (&d)[64], u64 a, u64 b, bool add) {
     if (add)
       asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" NAMES_FOUR
           "}, %64, %65, 1, 1, 1, %66, %67;\n"
-          : SUMS16(0), SUMS16(16), SUMS16(32), SUMS16(48)
+          : SUMS64(0)
           : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B));
     else
       asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" NAMES_FOUR
           "}, %64, %65, 0, 1, 1, %66, %67;\n"
-          : NEW16(0), NEW16(16), NEW16(32), NEW16(48)
+          : NEW64(0)
           : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B));
   }
   template <int TRANS_B>
   DEVICE static void registers(float (&d)[64], const u32* a, u64 b, int add) {
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" NAMES_FOUR
         "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}\n"
-        : SUMS16(0), SUMS16(16), SUMS16(32), SUMS16(48)
+        : SUMS64(0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS_B));
   }
 };
@@ -144,24 +176,24 @@ struct Product<256> {
   DEVICE static void shared(float (&d)[128], u64 a, u64 b, bool add) {
     if (add)
       asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " {" NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48 ", " NAMES64 ", " NAMES80 ", " NAMES96 ", " NAMES112
+          "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " {" NAMES_FOUR ", " NAMES_FOUR_MORE
           "}, %128, %129, 1, 1, 1, %130, %131;\n"
-          : SUMS16(0), SUMS16(16), SUMS16(32), SUMS16(48), SUMS16(64), SUMS16(80), SUMS16(96), SUMS16(112)
+          : SUMS64(0), SUMS64(64)
           : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B));
     else
       asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " {" NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48 ", " NAMES64 ", " NAMES80 ", " NAMES96 ", " NAMES112
+          "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " {" NAMES_FOUR ", " NAMES_FOUR_MORE
           "}, %128, %129, 0, 1, 1, %130, %131;\n"
-          : NEW16(0), NEW16(16), NEW16(32), NEW16(48), NEW16(64), NEW16(80), NEW16(96), NEW16(112)
+          : NEW64(0), NEW64(64)
           : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B));
   }
   template <int TRANS_B>
   DEVICE static void registers(float (&d)[128], const u32* a, u64 b, int add) {
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %133, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " {" NAMES0 ", " NAMES16 ", " NAMES32 ", " NAMES48 ", " NAMES64 ", " NAMES80 ", " NAMES96 ", " NAMES112
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " {" NAMES_FOUR ", " NAMES_FOUR_MORE
         "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}\n"
-        : SUMS16(0), SUMS16(16), SUMS16(32), SUMS16(48), SUMS16(64), SUMS16(80), SUMS16(96), SUMS16(112)
+        : SUMS64(0), SUMS64(64)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS_B));
   }
 };
