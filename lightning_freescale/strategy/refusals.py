@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,19 @@ def refuse_weight_averaging(trainer: Any) -> None:
                 f"{type(callback).__name__} averages all parameters, and the tables are sharded over the ranks. Average "
                 "the dense parameters with a callback of your own, or train without weight averaging"
             )
+
+
+def refuse_repeated_batches(uneven: str, embedding_optimizer: Mapping[str, Any] | None) -> None:
+    """Refuse ``uneven="continue"`` with optimizers that change a row whose gradient is zero.
+
+    A rank without data repeats its last batch with weight 0. Adam and weight decay would still move the rows of it.
+    """
+    options = embedding_optimizer or {}
+    if uneven == "continue" and (options.get("optimizer") == "adam" or options.get("weight_decay")):
+        raise ConfigurationError(
+            "uneven='continue': a rank without data repeats its last batch with weight 0, and Adam or weight decay of the "
+            "tables would change its rows all the same. Use uneven='stop', or another embedding_optimizer"
+        )
 
 
 def name_coupled_samples(module: nn.Module) -> None:

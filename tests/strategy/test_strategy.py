@@ -375,6 +375,11 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="fit_costs: True, False or a number of steps, not -1"):
         FreeScaleStrategy(fit_costs=-1)
+    with pytest.raises(ConfigurationError, match="uneven='sometimes' is unknown"):
+        FreeScaleStrategy(uneven="sometimes")
+    for optimizer in ({"optimizer": "adam"}, {"optimizer": "sgd", "weight_decay": 0.1}):
+        with pytest.raises(ConfigurationError, match="uneven='continue'"):
+            FreeScaleStrategy(uneven="continue", embedding_optimizer=optimizer)
     with pytest.raises(ConfigurationError, match=r"precision='16-mixed'.*loss scaling"):
         refuse_inexact(None, "16-mixed")
 
