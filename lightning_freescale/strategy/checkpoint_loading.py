@@ -181,14 +181,15 @@ class CheckpointLoading(CheckpointState):
 
     def restore_random_states(self) -> None:
         """Continue the random numbers of the checkpoint, or prepare the loaders for it. The training is about to start."""
-        loaders = self._loader_random_states
-        self._plain_random = None
-        if not loaders and self._resumed_random is not None:
-            loaders = [self.random_states_of_loader(0)]
-            self._plain_random = loaders[0]
-        for states in loaders:
+        for states in self._loader_random_states:
             states.before_training()
         self._resumed_random = None
+
+    def before_plain_loader_opens(self) -> None:
+        """Lightning is about to open a train loader that the pipeline does not wrap."""
+        if self._resumed_random is not None and self._plain_random is None and self._module.trainer.training:
+            self._plain_random = self.random_states_of_loader(0)
+            self._plain_random.before_open()
 
     def before_training_batch(self) -> None:
         """A batch of a loader that the pipeline does not wrap is about to be trained."""

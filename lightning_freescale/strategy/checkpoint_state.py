@@ -59,8 +59,8 @@ class CheckpointState(_Base):
 
     def _optimizer_tensors(self) -> dict[str, Any]:
         """The sharded state of the tables' optimizer, by name."""
-        assert self._sharded_model is not None
-        return table_optimizer.optimizer_tensors(self._sharded_model.sharded)
+        sharded = None if self._sharded_model is None else self._sharded_model.sharded
+        return {} if sharded is None else table_optimizer.optimizer_tensors(sharded)
 
     def finish_saves(self) -> None:
         """Wait for an asynchronous save, and raise on all ranks if it failed. A collective."""

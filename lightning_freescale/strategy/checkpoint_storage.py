@@ -68,10 +68,11 @@ def previous_of(path: str) -> str:
 
 def find(path: str) -> str:
     """The path at which the checkpoint ``path`` lies. A crash while two checkpoints are exchanged leaves the old one."""
-    if exists(path):
+    previous = previous_of(path)
+    if exists(path) and not (is_folder(path) and _read_json(join(path, CHECKSUMS)) is None and exists(previous)):
         return path
-    if exists(previous_of(path)):
-        return previous_of(path)
+    if exists(previous):
+        return previous
     raise CheckpointNotFoundError(f"{path} does not exist")
 
 

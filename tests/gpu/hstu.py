@@ -77,7 +77,7 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
         "losses": [float(loss) for loss in recorder.losses],
         "ms": seconds * 1e3,
         "val": hr,
-        "checkpoint": os.path.isdir(path),
+        "checkpoint": os.path.exists(path),
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
 

@@ -16,6 +16,7 @@ import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
 from lightning_freescale.strategy import checkpoint, checkpoint_file, checkpoint_saving
 from lightning_freescale.strategy.checkpoint_background import BackgroundSaves
+from lightning_freescale.strategy.checkpoint_format import is_asynchronous, is_lightnings_io, writing_io
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
@@ -194,6 +195,16 @@ def asynchronous_user_io(rank: int, folder: str) -> list[str]:
 def test_a_users_own_io_writes_in_the_background(tmp_path: Path) -> None:
     assert run_ranks(asynchronous_user_io, args=(str(tmp_path),)) == [["own.ckpt"], []]
     assert (tmp_path / "own.ckpt").is_file()
+
+
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_plugins_of_both_namespaces_are_recognised(namespace: str) -> None:
+    plugins = pytest.importorskip(f"{namespace}.plugins.io")
+    background = plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
+    assert is_asynchronous(background)
+    assert is_lightnings_io(writing_io(background))
+    assert not is_asynchronous(plugins.TorchCheckpointIO())
+    assert not is_lightnings_io(Counting())
 
 
 def test_an_action_after_a_failed_save_does_not_run() -> None:

@@ -79,6 +79,7 @@ def train(world: int, kind: type[Noisy], data: str, folder: str | None, resume: 
     if folder is not None:
         save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
         options = {"enable_checkpointing": True, "callbacks": [save]}
+    options["use_distributed_sampler"] = data != "drawn"  # PyTorch's own sampler draws the order of the samples.
     trainer = toy.trainer(FreeScaleStrategy(embedding_optimizer={"optimizer": "adagrad", "lr": 0.1}), world, **options)
     trainer.fit(model, loader(data), ckpt_path=resume)
     return {"seen": model.seen, "losses": model.losses, "drawn": model.drawn, "weights": toy.weights(model)}
@@ -101,7 +102,7 @@ def compare(rank: int, world: int, kind: type[Noisy], data: str, folder: str, di
     return equal
 
 
-@pytest.mark.parametrize(("world", "data"), [(1, "shuffled"), (2, "shuffled"), (2, "stream"), (2, "workers")])
+@pytest.mark.parametrize(("world", "data"), [(1, "drawn"), (2, "shuffled"), (2, "stream"), (2, "workers")])
 def test_a_resumed_run_with_dropout_equals_the_uninterrupted_one(tmp_path: Path, world: int, data: str) -> None:
     for equal in run_ranks(compare, world, args=(world, Noisy, data, str(tmp_path))):
         assert equal == [True, True, True]
@@ -112,6 +113,43 @@ def test_hooks_that_draw_numbers(tmp_path: Path) -> None:
     for equal in run_ranks(compare, 2, args=(2, NoisyHooks, "shuffled", str(tmp_path))):
         assert equal[0] is True
         assert equal[2] is True
+
+
+class WithoutTables(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layers(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def compare_without_tables(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for resumed in (None, f"{folder}/epoch=0.ckpt"):
+        pl.seed_everything(1, verbose=False)  # Lightning's distributed sampler shuffles by this seed.
+        torch.rand(0 if resumed is None else 17)
+        model = WithoutTables()
+        save = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+        options = {"callbacks": [save], "enable_checkpointing": True} if resumed is None else {}
+        trainer = toy.trainer(FreeScaleStrategy(), 1, max_epochs=2, **options)
+        trainer.fit(model, DataLoader(data, 4, shuffle=True), ckpt_path=resumed)
+        losses.append(model.losses)
+    return losses[0], losses[1]
+
+
+def test_a_model_without_tables_continues_its_random_numbers_after_an_epoch(tmp_path: Path) -> None:
+    """Its loader is Lightning's own, which draws a number from the same generator as dropout when it is opened."""
+    ((full, rest),) = run_ranks(compare_without_tables, 1, args=(str(tmp_path),))
+    assert len(full) == 16
+    assert rest == full[8:]
 
 
 def test_without_the_random_states_the_runs_differ(tmp_path: Path) -> None:
