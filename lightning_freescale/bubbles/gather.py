@@ -25,7 +25,7 @@ class IntervalGather:
     Every rank gathers the same steps in the same order, so all ranks send messages of the same size.
 
     Args:
-        step: index of the step under which the figures are logged.
+        step: index of the last step of the interval.
         steps: recorded steps of this rank, at least one.
         offset: seconds to add to this rank's clock to get rank 0's time.
         group: a gloo group; ``None`` if there is only one rank.

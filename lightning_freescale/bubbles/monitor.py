@@ -83,11 +83,9 @@ class BubbleMonitorMixin(_Base):
         self._gathers: deque[IntervalGather] = deque()  # started and not published
 
     # ---- start and end ---------------------------------------------------------------------------------------------
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.timeline = getattr(trainer.strategy, "timeline", None) or self.timeline
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        strategy, timeline, world = trainer.strategy, self.timeline, trainer.world_size
+        strategy, world = trainer.strategy, trainer.world_size
+        timeline = self.timeline = getattr(strategy, "timeline", None) or self.timeline
         timeline.open(strategy.root_device)
         _name_streams(strategy, timeline)
         self._group = dist.new_group(backend="gloo", timeout=compat.timeout_of(strategy)) if world > 1 else None
@@ -111,6 +109,8 @@ class BubbleMonitorMixin(_Base):
             False,
         )  # number of steps; whether the last step was recorded
         self._closed: deque[int] = deque()  # last step of each interval that is not gathered yet
+        self._logging_step = 0
+        self._logged_under: dict[int, int] = {}  # by the last step of an interval that is not published yet
         self._gathers.clear()
         self._began: dict[Kind, Moment] = {}
         self._hidden: dict[int, float] = {}  # by step: seconds of AllReduce that ran during backward
@@ -199,13 +199,15 @@ class BubbleMonitorMixin(_Base):
         timeline = self.timeline
         for kind in list(self._began):  # with manual optimization, backward and optimizer run inside training_step
             self._end(kind)
-        index = compat.logging_step(trainer)
+        logging_step = compat.logging_step(trainer)
+        # With gradient accumulation, several batches have the same logging step.
+        index = logging_step if self._next < 0 else self._next
         recorded = timeline.active
         timeline.end_step()
         began = timeline.clock()
         self._begin_step(index + 1)
         with timeline.span(Kind.METRICS):
-            self._note_end(index, recorded)
+            self._note_end(index, recorded, logging_step)
             if recorded:
                 self._overhead.add_step(timeline.clock() - began)
             self._advance_intervals(trainer, pl_module, index)
@@ -240,13 +242,14 @@ class BubbleMonitorMixin(_Base):
             self.timeline.begin_step(self._next)
 
     # ---- intervals: closed at their last step, gathered a little later, published when the gather is done ------------
-    def _note_end(self, index: int, recorded: bool) -> None:
-        """Store what is known now that step ``index`` has ended."""
+    def _note_end(self, index: int, recorded: bool, logging_step: int) -> None:
+        """Store what is known now that step ``index`` has ended. Lightning's own callbacks log under ``logging_step``."""
         assert self._allreduce is not None
         if self._recorded_last:  # DDP gives the figure one step later
             self._hidden[index - 1] = self._allreduce.hidden_before()
         self._recorded_last = recorded
         self._recorded_in_interval += recorded
+        self._logging_step = logging_step
         if (index + 1) % self._interval == 0:
             self._close_interval(index)
 
@@ -264,6 +267,7 @@ class BubbleMonitorMixin(_Base):
     def _close_interval(self, index: int) -> None:
         if self._recorded_in_interval:
             self._closed.append(index)
+            self._logged_under[index] = self._logging_step
         self._recorded_in_interval = 0
 
     def _take(self, upto: int | None = None) -> list[Step]:
@@ -295,10 +299,11 @@ class BubbleMonitorMixin(_Base):
         values = self._summary(bubbles)
         schedule = getattr(trainer.strategy, "schedule", None)
         values["embedding/prioritized"] = float(schedule is not None and bool(schedule.prioritized))
+        logging_step = self._logged_under.pop(gather.step)
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=gather.step)
+            logger.log_metrics(values, step=logging_step)
         if drawn:
-            log_picture(self._image_loggers, drawn, gather.steps[-1].index, gather.step)
+            log_picture(self._image_loggers, drawn, gather.steps[-1].index, logging_step)
         self._folder.write_interval(gather.steps, bubbles.wall)
         if self._adapt:
             share = bubbles.counts["overhead"].mean(axis=1).max() / bubbles.wall.mean()

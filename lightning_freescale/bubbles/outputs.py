@@ -21,6 +21,8 @@ ALL_STEPS_KEPT = 1000  # recorded steps. After that, the run folder gets the slo
 class RunFolder:
     """The records of this rank in ``<log_dir>/freescale``. A run with ``fast_dev_run`` writes nothing.
 
+    If the logger has no folder, the records lie beside the checkpoints, under the Trainer's ``default_root_dir``.
+
     Args:
         trainer: that trains. All ranks must call this together, because ``trainer.log_dir`` is a collective.
         offset: seconds to add to this rank's clock to get rank 0's time.
@@ -30,7 +32,7 @@ class RunFolder:
         self._offset, self._written = offset, 0
         self._writer: RecordWriter | None = None
         if not trainer.fast_dev_run:
-            path = rank_file(Path(trainer.log_dir or "."), trainer.global_rank)
+            path = rank_file(_run_directory(trainer), trainer.global_rank)
             self._writer = RecordWriter(path, run_header(trainer))
 
     def write_interval(self, steps: Sequence[Step], wall: NDArray[np.float64]) -> None:
@@ -58,6 +60,19 @@ class RunFolder:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _run_directory(trainer: Any) -> Path:
+    """The folder of this run, the same on all ranks. A collective."""
+    directory = trainer.log_dir
+    if directory is None:
+        logger = trainer.loggers[0] if trainer.loggers else None
+        version = getattr(logger, "version", None)
+        names = [getattr(logger, "name", None), f"version_{version}" if isinstance(version, int) else version]
+        directory = str(Path(trainer.default_root_dir, *(str(name) for name in names if name is not None)))
+        directory = trainer.strategy.broadcast(directory)  # Some loggers have a name on rank 0 only.
+        log_once(f"the logger has no folder, so the records for `freescale report` are in {directory}")
+    return Path(directory)
 
 
 def run_header(trainer: Any) -> dict[str, Any]:

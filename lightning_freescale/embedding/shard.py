@@ -18,7 +18,6 @@ from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 
 
-
 def shard(
     module: nn.Module,
     group: dist.ProcessGroup,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
 
 from lightning_freescale.embedding import plan
 from lightning_freescale.embedding.shard import shard
@@ -28,7 +29,7 @@ class ShardedModel:
     """What is known about a sharded model.
 
     Attributes:
-        sharded: TorchRec's wrapper of the model.
+        sharded: TorchRec's wrapper of the model; ``None`` if the model has no tables. Such a model is left as it is.
         rows: number of rows of the table of each feature.
         rates: learning rate of each FBGEMM kernel before any scheduler changed it.
         frozen: names of the tables that had ``requires_grad=False``.
@@ -36,7 +37,7 @@ class ShardedModel:
         options: the options that the model was sharded with.
     """
 
-    sharded: DistributedModelParallel
+    sharded: DistributedModelParallel | None
     rows: dict[str, int]
     rates: list[float]
     frozen: list[str]
@@ -44,7 +45,7 @@ class ShardedModel:
     options: dict[str, Any]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model is not sharded: process groups and DDP wrappers cannot be copied."""
+        """A copy of a model without tables has not been set up. A model with tables refuses to be copied."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -68,23 +69,21 @@ def shard_once(
         ddp_kwargs: options of the data-parallel wrapper of the dense part.
     """
     done: ShardedModel | None = getattr(module, _ATTRIBUTE, None)
-    if done is not None:
+    if done is not None and done.has_tables:
         _refuse_other_options(done.options, options)
         return done
-    tables = plan.embedding_modules(module)
-    if not tables:
+    record = ShardedModel(sharded=None, rows={}, rates=[], frozen=[], has_tables=False, options={})
+    if plan.embedding_modules(module):
+        _refuse_tied_tables(module)
+        rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
+        sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
+        _refuse_copies(module)
+        rates = [parameters["lr"] for parameters in sharded.fused_optimizer.param_groups]
+        record = ShardedModel(
+            sharded=sharded, rows=rows, rates=rates, frozen=frozen, has_tables=True, options=dict(options)
+        )
+    else:
         log_once("the model has no EmbeddingCollection and no EmbeddingBagCollection, so it trains as plain DDP")
-    _refuse_tied_tables(module)
-    rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
-    sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
-    record = ShardedModel(
-        sharded=sharded,
-        rows=rows,
-        rates=[parameters["lr"] for parameters in sharded.fused_optimizer.param_groups],
-        frozen=frozen,
-        has_tables=bool(tables),
-        options=dict(options),
-    )
     object.__setattr__(module, _ATTRIBUTE, record)  # nn.Module must not register it as a submodule.
     return record
 
@@ -103,6 +102,21 @@ def _refuse_other_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> Non
                 f"{option}={value!r}: this model was sharded with {option}={old[name]!r} by an earlier Trainer, and a "
                 "model is sharded once. Use the same option, or create the model anew and load its weights"
             )
+
+
+def _refuse_copies(module: nn.Module) -> None:
+    """Let ``copy.deepcopy``, ``pickle`` and ``torch.save`` of a model with sharded tables say what to do instead."""
+
+    def refuse(*_: Any) -> None:
+        raise ConfigurationError(
+            "a model with sharded tables can be neither copied nor pickled, because each rank holds a part of the tables. "
+            "Call trainer.save_checkpoint() on all ranks and load the file with load_from_checkpoint(); if the checkpoint "
+            "is a folder, turn it into a file with `freescale export`"
+        )
+
+    for child in module.modules():
+        if isinstance(child, ShardedModule):  # Both modules look these methods up on the object.
+            vars(child).update(__deepcopy__=refuse, __reduce_ex__=refuse)
 
 
 def _table_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -29,7 +29,7 @@ from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
-from lightning_freescale.strategy.refusals import name_coupled_samples, refuse_inexact
+from lightning_freescale.strategy.refusals import name_coupled_samples, refuse_inexact, refuse_repeated_batches
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
@@ -84,7 +84,8 @@ class FreeScaleMixin(StepHooks, _Base):
             folder to which every rank adds its shards. ``"auto"`` writes a file if there is one rank or if all tables
             together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
-        monitor: measure the bubbles and log them, if the Trainer has a logger.
+        monitor: measure the bubbles and log them, if the Trainer has a logger. Plain DDP is not measured, unless you add a
+            ``BubbleMonitor`` to the callbacks.
         ddp_kwargs: options of :class:`lightning.pytorch.strategies.DDPStrategy`.
     """
 
@@ -120,6 +121,7 @@ class FreeScaleMixin(StepHooks, _Base):
             raise ConfigurationError(f"fit_costs: True, False or a number of steps, not {fit_costs}")
         if uneven not in ("error", "stop", "continue"):
             raise ConfigurationError(f"uneven={uneven!r} is unknown; choose one of error, stop, continue")
+        refuse_repeated_batches(uneven, embedding_optimizer)
         self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer, self._dedup = sharding, embedding_optimizer, dedup
@@ -190,36 +192,48 @@ class FreeScaleMixin(StepHooks, _Base):
         self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
-        if self._monitor and trainer.state.fn == compat.FITTING:
-            add_monitor(trainer, self._monitor_type)
 
     def setup(self, trainer: Any) -> None:
+        assert self.control is not None
+        fitting = trainer.state.fn == compat.FITTING
+        if self._declares_tables():
+            self._setup_with_tables(trainer, fitting)
+        else:
+            self._shard()
+            self.after_sharding()
+            super().setup(trainer)
+        if fitting and not self._is_plain_ddp:
+            if self._monitor:
+                add_monitor(trainer, self._monitor_type)
+            self._balancer.watch(self._module, self.root_device)
+            self._pipeline.balances = self._balances_samples()
+
+    def _setup_with_tables(self, trainer: Any, fitting: bool) -> None:
+        """What :meth:`DDPStrategy.setup` does, for a model that is sharded and not only wrapped in DDP."""
         assert self.accelerator is not None
         assert self.control is not None
         assert self.model is not None
+        self.control.open()
         self.accelerator.setup(trainer)
         self._exchange_mode.choose_transport(self.root_device, one_host=self.num_nodes == 1)
-        fitting = trainer.state.fn == compat.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        if self._declares_tables():
-            self.control.open()
-            refuse_inexact(trainer, str(self.precision_plugin.precision))
+        refuse_inexact(trainer, str(self.precision_plugin.precision))
         self.precision_plugin.convert_module(self.model)
         self._shard()
         self.after_sharding()
         if fitting:
             self._register_ddp_hooks()
             self.setup_optimizers(trainer)
-            if self._has_tables:
-                self._signals = SignalRequests(trainer, self.control, self.launcher, self._sigterm_exception)
-                show_late_values(trainer)
-                self._exchange_mode.open(
-                    self._module, self.root_device, self.control.gather, self._copies, self.timeline
-                )
-            self._balancer.watch(self._module, self.root_device)
-            self._pipeline.balances = self._balances_samples()
+            self._signals = SignalRequests(trainer, self.control, self.launcher, self._sigterm_exception)
+            show_late_values(trainer)
+            self._exchange_mode.open(self._module, self.root_device, self.control.gather, self._copies, self.timeline)
         self.setup_precision_plugin()
+
+    @property
+    def _is_plain_ddp(self) -> bool:
+        """Whether the model has no tables and no option asks for more than DDP. Then this strategy adds nothing to a step."""
+        return not self._has_tables and self._balance in ("auto", "off") and self._uneven == "error"
 
     def _declares_tables(self) -> bool:
         """Whether the model has tables, before or after they are sharded."""
@@ -235,7 +249,8 @@ class FreeScaleMixin(StepHooks, _Base):
             ddp_kwargs=self._ddp_kwargs,
         )
         self._sharded, self._pipeline.rows = self._sharded_model.sharded, self._sharded_model.rows
-        self.model = self._sharded_model.sharded._dmp_wrapped_module
+        if self._sharded is not None:
+            self.model = self._sharded._dmp_wrapped_module
 
     def _balances_samples(self) -> bool:
         """Whether samples may move between ranks. A model can declare that its samples influence each other."""
@@ -247,20 +262,23 @@ class FreeScaleMixin(StepHooks, _Base):
         return True
 
     def model_to_device(self) -> None:
-        """Does nothing: sharding has placed the tables and moved the dense part."""
+        if not self._has_tables:  # Sharding has placed the tables and moved the dense part.
+            super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
+        self._table_positions, self._rates = [], None
+        if self._sharded is None:
+            return
         assert self._sharded_model is not None
         self._rates = TableLearningRates(
-            self._sharded_model.sharded,
+            self._sharded,
             self._sharded_model.rates,
             explicit="lr" in (self._embedding_optimizer or {}),
             frozen=self._sharded_model.frozen,
         )
         self._rates.follow(self._module, self.optimizers)
-        fused = {id(parameter) for parameter in self._sharded_model.sharded.fused_optimizer.params.values()}
-        self._table_positions = []
+        fused = {id(parameter) for parameter in self._sharded.fused_optimizer.params.values()}
         for optimizer in self.optimizers:  # Users write Adam(self.parameters()). FBGEMM updates the tables itself.
             self._table_positions.append([])
             for group in optimizer.param_groups:
@@ -274,13 +292,16 @@ class FreeScaleMixin(StepHooks, _Base):
 
     # ---- batches ---------------------------------------------------------------------------------------------------
     def process_dataloader(self, dataloader: object) -> Any:
-        if not self._has_tables and self._balance == "auto" and self._uneven == "error":
-            return dataloader  # A model without tables trains as with plain DDP.
-        return self._pipeline.wrap(dataloader)
+        if not self._is_plain_ddp:
+            return self._pipeline.wrap(dataloader)
+        self.before_plain_loader_opens()
+        return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._module.trainer.training:
             self.before_training_batch()
+        if self._is_plain_ddp:
+            return super().batch_to_device(batch, device, dataloader_idx)
         transfer = super().batch_to_device
         return self._pipeline.receive(batch, dataloader_idx, lambda plain: transfer(plain, device, dataloader_idx))
 
@@ -305,9 +326,12 @@ class FreeScaleMixin(StepHooks, _Base):
             self.control.close()  # trainer.save_checkpoint() after fit() has opened it again.
 
     def teardown(self) -> None:
-        # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.
         self.close_saves()
         self._close()
+        if not self._has_tables:
+            super().teardown()
+            return
+        # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self._module
         if self._layer_sync and self.model is not None:
