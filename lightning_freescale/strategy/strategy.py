@@ -233,7 +233,7 @@ class FreeScaleMixin(StepHooks, _Base):
     @property
     def _is_plain_ddp(self) -> bool:
         """Whether the model has no tables and no option asks for more than DDP. Then this strategy adds nothing to a step."""
-        return not self._has_tables and self._balance in ("auto", "off") and self._uneven == "error"
+        return not self._has_tables and self._balance == "auto" and self._uneven == "error"
 
     def _declares_tables(self) -> bool:
         """Whether the model has tables, before or after they are sharded."""
