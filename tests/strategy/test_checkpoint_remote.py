@@ -170,6 +170,19 @@ def test_an_incomplete_first_save_is_recognised(tmp_path: Path) -> None:
         fs.export(f"testfs://{tmp_path}/new.ckpt", tmp_path / "out.pt")
 
 
+def test_an_unfinished_folder_does_not_hide_the_file_that_it_replaces(tmp_path: Path) -> None:
+    path = f"testfs://{tmp_path}/last.ckpt"
+    (tmp_path / "last.ckpt").write_text("a file")
+    target = storage.target_of(path)
+    folder = target.prepare()
+    assert storage.find(path) == f"testfs://{tmp_path}/.last.ckpt.previous"
+    with storage.open_file(f"{folder}/data", "wb") as stream:
+        stream.write(b"shards")
+    target.commit({"data": storage.checksum(f"{folder}/data")})
+    assert storage.find(path) == path
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
 def test_a_format_replaces_the_other_at_the_same_place(tmp_path: Path) -> None:
     for address in (f"testfs://{tmp_path}/remote.ckpt", str(tmp_path / "local.ckpt")):
         weights = run_ranks(alternate, args=(address,))[0]
