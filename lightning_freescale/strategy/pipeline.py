@@ -82,6 +82,8 @@ class BatchPipeline:
     def open(self, trainer: Any, control: Control, copies: SideStream, device: torch.device) -> None:
         """Set what is known only after the processes have met."""
         self._trainer, self._control, self._copies, self._device = trainer, control, copies, device
+        self._known_hooks: dict[str, bool] = {}  # The answers of _has_hook, which every batch asks for.
+        self._known_steps: dict[str, bool] = {}  # The answers of _step_fetches_batches.
 
     # ---- loaders ---------------------------------------------------------------------------------------------------
     def wrap(self, loader: Any) -> PrefetchLoader:
@@ -159,10 +161,17 @@ class BatchPipeline:
 
     def _hands_out_plain_batches(self) -> bool:
         """Whether user code sees the batch before the strategy does, so that it must not be wrapped."""
-        return self._has_hook("on_before_batch_transfer") or compat.takes_dataloader_iter(self._trainer)
+        return self._has_hook("on_before_batch_transfer") or self._step_fetches_batches()
+
+    def _step_fetches_batches(self) -> bool:
+        """Whether the step method of the current stage takes ``dataloader_iter`` in place of a batch."""
+        stage = str(self._trainer.state.stage)
+        if stage not in self._known_steps:
+            self._known_steps[stage] = compat.takes_dataloader_iter(self._trainer)
+        return self._known_steps[stage]
 
     def _unwrapped(self, batch: PreparedBatch) -> Any:
-        if compat.takes_dataloader_iter(self._trainer):
+        if self._step_fetches_batches():
             self._use([batch])
         elif self._trainer.training:
             self._handed_out[id(batch.loader)].append(batch)
@@ -170,7 +179,9 @@ class BatchPipeline:
 
     def _has_hook(self, name: str) -> bool:
         """Whether the user's module or data module overrides the transfer hook ``name``."""
-        return self._is_overridden(name, compat.transfer_hook_owner(self._trainer, name))
+        if name not in self._known_hooks:
+            self._known_hooks[name] = self._is_overridden(name, compat.transfer_hook_owner(self._trainer, name))
+        return self._known_hooks[name]
 
     # ---- the batch in training -------------------------------------------------------------------------------------
     def receive(self, batch: Any, dataloader_idx: int, transfer: Callable[[Any], Any]) -> Any:
