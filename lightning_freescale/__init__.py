@@ -17,7 +17,7 @@ from lightning_freescale.bubbles.monitor import BubbleMonitor
 from lightning_freescale.data import SeqBatch, SeqRecDataModule
 from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
 from lightning_freescale.strategy import FreeScaleStrategy
-from lightning_freescale.strategy.checkpoint_export import export
+from lightning_freescale.strategy.checkpoints.export import export
 
 _messages = _rank_zero.log
 with contextlib.suppress(ModuleNotFoundError):  # pytorch_lightning comes with lightning, but users may have removed it

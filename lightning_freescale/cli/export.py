@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_freescale.strategy.checkpoint_export import export
+from lightning_freescale.strategy.checkpoints.export import export
 
 
 def main(argv: Sequence[str], prog: str) -> None:

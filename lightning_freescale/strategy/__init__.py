@@ -1,7 +1,7 @@
 """Lightning's side: the strategy class, and what it needs between the Trainer and the layers below.
 
-* ``strategy.py``: options, set-up and end of the strategy; ``step_hooks.py``: the hooks of a step;
-  ``checkpoint_hooks.py``: the hooks of checkpoints.
+* ``strategy.py``: options, set-up and end of the strategy; ``step_hooks.py``: the hooks of a step; ``checkpoints/``: the
+  hooks of checkpoints and their formats.
 * ``pipeline.py``: takes batches from the user's loaders to the step. ``prefetch.py`` fetches them in advance, and
   ``prepared_batch.py`` holds a batch together with everything that belongs to it.
 * ``control.py``: headers of batches and agreement between ranks. ``signals.py``: SIGTERM and SLURM's requeue signal.

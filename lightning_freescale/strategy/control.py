@@ -37,7 +37,7 @@ class Status(IntEnum):
 
 
 class Request(IntEnum):
-    """What one rank asks all ranks to do at the next batch. A larger value takes precedence."""
+    """What one rank asks all ranks to do at the next batch."""
 
     NONE = 0
     REQUEUE = 1  # SLURM's requeue signal: save a checkpoint and requeue the job.
@@ -49,7 +49,8 @@ class Header(NamedTuple):
 
     status: Status
     weight: int = 0  # Number of samples or tokens that the mean loss of this rank is taken over.
-    request: Request = Request.NONE
+    stop: bool = False  # Whether this rank has received SIGTERM.
+    requeues: int = 0  # How many requeue signals this rank has received.
     bad_step: int = -1  # The first step with a loss that was not finite; -1 if there is none.
 
 
@@ -74,8 +75,8 @@ class PendingHeaders:
         except RuntimeError as error:
             raise self._control.missing_ranks(f"the header of batch {self._sequence}", error) from error
         self._headers = [
-            Header(Status(status), weight, Request(request), bad_step)
-            for status, weight, request, bad_step in (row.tolist() for row in self._received)
+            Header(Status(status), weight, bool(stop), requeues, bad_step)
+            for status, weight, stop, requeues, bad_step in (row.tolist() for row in self._received)
         ]
         return self._headers
 
@@ -96,7 +97,8 @@ class Control:
         self._header_group: Any = None
         self._in_transit: deque[Any] = deque()  # AllGathers of headers that may not be complete.
         self._sent = 0
-        self.request = Request.NONE  # A signal handler sets it.
+        self.stop, self.requeues = False, 0  # What this rank has received. Signal handlers set them.
+        self._requeues_done = 0
         self._losses: deque[tuple[int, Readback]] = deque()
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
@@ -138,7 +140,7 @@ class Control:
             leave(self._header_group)
         self._in_transit.clear()
         self._group = self._header_group = None
-        self.request = Request.NONE
+        self.stop, self.requeues, self._requeues_done = False, 0, 0
 
     # ---- headers ---------------------------------------------------------------------------------------------------
     def send_header(self, status: Status, weight: int = 0) -> PendingHeaders:
@@ -146,7 +148,7 @@ class Control:
         self._read_losses(keep=MAX_STEPS_AHEAD)
         self._sent += 1
         bad_step = self._bad_loss[0] if self._bad_loss else -1
-        return PendingHeaders(self, Header(status, weight, self.request, bad_step), self._sent)
+        return PendingHeaders(self, Header(status, weight, self.stop, self.requeues, bad_step), self._sent)
 
     # ---- losses ----------------------------------------------------------------------------------------------------
     def watch_loss(self, step: int, loss: Tensor) -> None:
@@ -198,8 +200,25 @@ class Control:
         ) from error
 
     def agree_on_request(self) -> Request:
-        """The request of any rank with the highest precedence. A collective."""
-        return max(Request(request) for request in self.gather(int(self.request)))
+        """What the signals that any rank has received ask for. A collective."""
+        stops, requeues = zip(*self.gather((self.stop, self.requeues)), strict=True)
+        return self.requested(any(stops), max(requeues))
+
+    def requested(self, stop: bool, requeues: int) -> Request:
+        """What all ranks must do now. All ranks call it with the same arguments, in the same order.
+
+        SLURM sends its signal to every rank, and a rank repeats it in the headers of several batches. The count tells a
+        repetition from another signal.
+
+        Args:
+            stop: whether any rank has received SIGTERM.
+            requeues: the largest number of requeue signals that any rank has received.
+        """
+        if stop:
+            return Request.STOP
+        new = requeues > self._requeues_done
+        self._requeues_done = max(self._requeues_done, requeues)
+        return Request.REQUEUE if new else Request.NONE
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order. A collective."""

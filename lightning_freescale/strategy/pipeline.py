@@ -29,7 +29,7 @@ from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.checkpoint_random import LoaderRandomStates
+from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.loss_weighting import REDUCTIONS, loss_weight, share
 from lightning_freescale.strategy.prefetch import PrefetchLoader, Prepared

@@ -14,7 +14,7 @@ import torch
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.strategy.checkpoint_random import LoaderRandomStates
+from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
 from lightning_freescale.strategy.control import Control, Header, Request, Status
 from lightning_freescale.strategy.prepared_batch import PreparedBatch
 
@@ -223,7 +223,9 @@ class PrefetchLoader:
             self.control.agree(batch.error, where=f"batch {batch.index}")
         if batch.index == 0:
             self._refuse_uneven_end(headers, batches=0)
-        request = max(header.request for header in headers)
+        request = self.control.requested(
+            any(header.stop for header in headers), max(header.requeues for header in headers)
+        )
         if request != Request.NONE:
             self.on_request(request)
 

@@ -31,18 +31,18 @@ class SignalRequests:
         self._requeue_signal = 0
 
     def _note_sigterm(self, signum: int, frame: Any) -> None:
-        if self._control.request != Request.STOP:
+        if not self._control.stop:
             compat.forward_signal(self._launcher, signum)
-        self._control.request = Request.STOP
+        self._control.stop = True
 
     def _note_requeue(self, signum: int, frame: Any) -> None:
         self._requeue_signal = signum
-        self._control.request = max(self._control.request, Request.REQUEUE)
+        self._control.requeues += 1
 
     def act_on(self, request: Request) -> None:
         """Do what some rank has asked for. All ranks call it between the same two steps."""
-        self._control.request = Request.NONE
         if request == Request.STOP:
+            self._control.stop = False
             compat.mark_sigterm_received(self._trainer)
             raise self._stop
         if request == Request.REQUEUE:

@@ -15,7 +15,7 @@ from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.strategy import loss_weighting
-from lightning_freescale.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_freescale.strategy.checkpoints.hooks import CheckpointHooks
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.progress_bar import show_last_values

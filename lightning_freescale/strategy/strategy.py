@@ -1,6 +1,6 @@
 """``FreeScaleStrategy``: its options, its set-up and its end. Each hook calls the modules that do the work.
 
-The hooks of a training step are in ``step_hooks.py``, those of checkpoints in ``checkpoint_hooks.py``.
+The hooks of a training step are in ``step_hooks.py``, those of checkpoints in ``checkpoints/``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.checkpoint_format import check_option as check_format
+from lightning_freescale.strategy.checkpoints.format import check_option as check_format
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH

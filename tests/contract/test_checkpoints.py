@@ -19,7 +19,7 @@ import lightning_freescale as fs
 from lightning_freescale import CheckpointError, ConfigurationError, FreeScaleStrategy
 from lightning_freescale.cli import main as cli
 from lightning_freescale.strategy import checkpoint_format, checkpoint_meeting
-from lightning_freescale.strategy import checkpoint_storage as storage
+from lightning_freescale.strategy.checkpoints import storage
 from tests import toy
 from tests.contract.checkpoints import FORMATS, Model, resume
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleError, FreeScaleStrategy
-from lightning_freescale.strategy import checkpoint
+from lightning_freescale.strategy.checkpoints import folder as checkpoint
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 

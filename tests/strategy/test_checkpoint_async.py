@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
 from lightning_freescale.strategy import checkpoint, checkpoint_file, checkpoint_saving
-from lightning_freescale.strategy.checkpoint_background import BackgroundSaves
-from lightning_freescale.strategy.checkpoint_format import is_asynchronous, is_lightnings_io, writing_io
+from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
+from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 

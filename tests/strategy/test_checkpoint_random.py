@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.strategy import checkpoint_random
+from lightning_freescale.strategy.checkpoints import random_states as checkpoint_random
 from tests import toy
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
-from lightning_freescale.strategy import checkpoint_storage as storage
+from lightning_freescale.strategy.checkpoints import storage
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lightning_freescale.runtime.errors import CheckpointError
-from lightning_freescale.strategy import checkpoint_storage as storage
-from lightning_freescale.strategy.checkpoint import EXPORT_HINT, UNPICKLE_HINT, raise_together
-from lightning_freescale.strategy.checkpoint_format import is_lightnings_io
+from lightning_freescale.strategy.checkpoints import storage
+from lightning_freescale.strategy.checkpoints.folder import EXPORT_HINT, UNPICKLE_HINT, raise_together
+from lightning_freescale.strategy.checkpoints.format import is_lightnings_io
 from lightning_freescale.strategy.control import Control
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
-from lightning_freescale.strategy import checkpoint as folder
-from lightning_freescale.strategy import checkpoint_file as file
-from lightning_freescale.strategy import checkpoint_storage as storage
+from lightning_freescale.strategy.checkpoints import file, folder, storage
 
 
 def export(

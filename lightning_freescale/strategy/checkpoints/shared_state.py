@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.runtime.lightning_compat import FITTING
-from lightning_freescale.strategy.checkpoint_background import BackgroundSaves
-from lightning_freescale.strategy.checkpoint_format import is_asynchronous
-from lightning_freescale.strategy.checkpoint_random import LoaderRandomStates
+from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
+from lightning_freescale.strategy.checkpoints.format import is_asynchronous
+from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.sharded_model import ShardedModel

@@ -11,15 +11,12 @@ from torch import Tensor
 from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import logger
-from lightning_freescale.strategy import checkpoint as folder
-from lightning_freescale.strategy import checkpoint_file as file
-from lightning_freescale.strategy import checkpoint_random as random_states
-from lightning_freescale.strategy import checkpoint_storage as storage
-from lightning_freescale.strategy.checkpoint import ENTRY, raise_together
-from lightning_freescale.strategy.checkpoint_format import is_asynchronous, is_lightnings_io, writing_io
-from lightning_freescale.strategy.checkpoint_meeting import MEETING_SECONDS, all_ranks_came
-from lightning_freescale.strategy.checkpoint_state import CheckpointState, is_fitting, is_interrupted
-from lightning_freescale.strategy.checkpoint_tensors import gather_full, is_sharded, snapshot, table_names, with_values
+from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
+from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
+from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
+from lightning_freescale.strategy.checkpoints.meeting import MEETING_SECONDS, all_ranks_came
+from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
+from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, table_names, with_values
 
 VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
 _LIGHTNINGS_HOOKS = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")

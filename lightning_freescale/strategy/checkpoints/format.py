@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.strategy.checkpoint_tensors import total_bytes
+from lightning_freescale.strategy.checkpoints.tensors import total_bytes
 
 FORMATS = ("auto", "file", "sharded")
 FILE_LIMIT_BYTES = 256 << 20  # Tables up to this size are gathered into one file, with checkpoint="auto".

@@ -11,16 +11,13 @@ from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.lightning_compat import FITTING
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.strategy import checkpoint as folder
-from lightning_freescale.strategy import checkpoint_file as file
-from lightning_freescale.strategy import checkpoint_random as random_states
-from lightning_freescale.strategy import checkpoint_storage as storage
-from lightning_freescale.strategy.checkpoint import ENTRY, raise_together
-from lightning_freescale.strategy.checkpoint_format import choose_format, is_lightnings_io, writing_io
-from lightning_freescale.strategy.checkpoint_random import LoaderRandomStates
-from lightning_freescale.strategy.checkpoint_state import CheckpointState
-from lightning_freescale.strategy.checkpoint_tensors import fill_shards, shape_of, table_names, with_values
-from lightning_freescale.strategy.checkpoint_weights import PendingWeights, optimizer_states_without_tables
+from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
+from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
+from lightning_freescale.strategy.checkpoints.format import choose_format, is_lightnings_io, writing_io
+from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
+from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState
+from lightning_freescale.strategy.checkpoints.tensors import fill_shards, shape_of, table_names, with_values
+from lightning_freescale.strategy.checkpoints.weights import PendingWeights, optimizer_states_without_tables
 
 LOADING = "loading a checkpoint"
 

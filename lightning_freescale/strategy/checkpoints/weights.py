@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_freescale.runtime.errors import CheckpointError
-from lightning_freescale.strategy import checkpoint as folder
-from lightning_freescale.strategy.checkpoint_tensors import fill_shards, is_sharded, shape_of, with_values
+from lightning_freescale.strategy.checkpoints import folder
+from lightning_freescale.strategy.checkpoints.tensors import fill_shards, is_sharded, shape_of, with_values
 from lightning_freescale.strategy.control import Control
 
 

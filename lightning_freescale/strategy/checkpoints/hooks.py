@@ -1,13 +1,13 @@
 """The strategy's checkpoint hooks.
 
-A checkpoint is one plain Lightning file (``checkpoint_file``) or a folder of shards (``checkpoint``). The two mixins below
+A checkpoint is one plain Lightning file (``file.py``) or a folder of shards (``folder.py``). The two mixins below
 decide what is saved and loaded, and in which order.
 """
 
 from __future__ import annotations
 
-from lightning_freescale.strategy.checkpoint_loading import CheckpointLoading
-from lightning_freescale.strategy.checkpoint_saving import CheckpointSaving
+from lightning_freescale.strategy.checkpoints.loading import CheckpointLoading
+from lightning_freescale.strategy.checkpoints.saving import CheckpointSaving
 
 
 class CheckpointHooks(CheckpointSaving, CheckpointLoading):

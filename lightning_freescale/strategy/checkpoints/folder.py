@@ -5,7 +5,7 @@
       meta.pt                    Lightning's entries: loops, callbacks, dense optimizers, schedulers, hyperparameters
       checksums.json             size and CRC-32 of every other file
 
-In a remote store, the first two lie in a subfolder (see :mod:`~lightning_freescale.strategy.checkpoint_storage`).
+In a remote store, the first two lie in a subfolder (see :mod:`~lightning_freescale.strategy.checkpoints.storage`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
-from lightning_freescale.strategy import checkpoint_storage as storage
-from lightning_freescale.strategy.checkpoint_storage import META
+from lightning_freescale.strategy.checkpoints import storage
+from lightning_freescale.strategy.checkpoints.storage import META
 from lightning_freescale.strategy.control import Control
 
 ENTRY = "freescale"  # The key of this package's entries in a checkpoint.

@@ -1,0 +1,10 @@
+"""Checkpoints: one plain Lightning file, or a folder to which every rank writes its shards.
+
+* ``hooks.py`` joins the hooks of the strategy: ``saving.py``, ``loading.py`` and what both share, ``shared_state.py``.
+* ``format.py`` chooses between ``file.py`` (full tensors, every strategy can read it) and ``folder.py`` (shards).
+* ``storage.py``: local folders and remote addresses, atomic replacement, checksums.
+* ``tensors.py`` and ``weights.py``: between sharded tables and full tensors, and into the model.
+* ``random_states.py``: a resumed run draws the numbers of the uninterrupted one.
+* ``background.py``: asynchronous saves. ``meeting.py``: saves while an exception is handled.
+* ``export.py``: turns a checkpoint into one plain file, without process groups.
+"""
