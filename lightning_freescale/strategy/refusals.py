@@ -55,11 +55,12 @@ def refuse_weight_averaging(trainer: Any) -> None:
             )
 
 
-def refuse_repeated_batches(uneven: str, embedding_optimizer: Mapping[str, Any] | None) -> None:
-    """Refuse ``uneven="continue"`` with optimizers that change a row whose gradient is zero.
-
-    A rank without data repeats its last batch with weight 0. Adam and weight decay would still move the rows of it.
-    """
+def check_options(fit_costs: float, uneven: str, embedding_optimizer: Mapping[str, Any] | None) -> None:
+    """Refuse unknown options of the strategy, and options that do not go together."""
+    if fit_costs < 0:
+        raise ConfigurationError(f"fit_costs: True, False or a number of steps, not {fit_costs}")
+    if uneven not in ("error", "stop", "continue"):
+        raise ConfigurationError(f"uneven={uneven!r} is unknown; choose one of error, stop, continue")
     options = embedding_optimizer or {}
     if uneven == "continue" and (options.get("optimizer") == "adam" or options.get("weight_decay")):
         raise ConfigurationError(

@@ -29,7 +29,7 @@ from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
-from lightning_freescale.strategy.refusals import name_coupled_samples, refuse_inexact, refuse_repeated_batches
+from lightning_freescale.strategy.refusals import check_options, name_coupled_samples, refuse_inexact
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
@@ -117,11 +117,7 @@ class FreeScaleMixin(StepHooks, _Base):
                 f"start_method={ddp_kwargs['start_method']!r}: spawned or forked processes cannot return sharded tables; "
                 "use the default launcher or torchrun"
             )
-        if fit_costs < 0:
-            raise ConfigurationError(f"fit_costs: True, False or a number of steps, not {fit_costs}")
-        if uneven not in ("error", "stop", "continue"):
-            raise ConfigurationError(f"uneven={uneven!r} is unknown; choose one of error, stop, continue")
-        refuse_repeated_batches(uneven, embedding_optimizer)
+        check_options(fit_costs, uneven, embedding_optimizer)
         self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(timeout=self._wait, **ddp_kwargs)
         self._sharding, self._embedding_optimizer, self._dedup = sharding, embedding_optimizer, dedup
