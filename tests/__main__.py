@@ -1,6 +1,6 @@
-"""Run all tests, in two processes side by side: ``python -m tests [pytest options]``.
+"""Run all tests in two processes at the same time: ``python -m tests [pytest options]``.
 
-Those of one list start programs and compilers and mostly wait for them; the others run meanwhile.
+The tests need two processes because most of them wait for other processes. The second list takes about half of the time.
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ASIDE = ["tests/examples", "tests/test_packaging.py", "tests/cli", "tests/transport"]
+SECOND_PROCESS = [
+    "tests/test_packaging.py",
+    "tests/examples",
+    "tests/cli",
+    "tests/transport",
+    "tests/benchmarks",
+    "tests/models",
+    "tests/data",
+]
 
 
 def main() -> int:
     pytest = [sys.executable, "-m", "pytest", "-q", *sys.argv[1:]]
     with tempfile.TemporaryFile("w+") as log:
-        aside = subprocess.Popen(
-            [*pytest, "-p", "no:cacheprovider", *ASIDE], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        second = subprocess.Popen(
+            [*pytest, "-p", "no:cacheprovider", *SECOND_PROCESS], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            here = subprocess.run([*pytest, *(f"--ignore={path}" for path in ASIDE)], cwd=ROOT, check=False).returncode
-            there = aside.wait()
+            ignored = [f"--ignore={path}" for path in SECOND_PROCESS]
+            first_status = subprocess.run([*pytest, *ignored], cwd=ROOT, check=False).returncode
+            second_status = second.wait()
         finally:
-            aside.kill()
+            second.kill()
         log.seek(0)
-        print(f"\n{' '.join(ASIDE)}:\n{log.read()}", flush=True)
-    statuses = {here, there} - {0, 5}  # 5: the options select no test of this list
+        print(f"\n{' '.join(SECOND_PROCESS)}:\n{log.read()}", flush=True)
+    statuses = {first_status, second_status} - {0, 5}  # 5: the options select no test of this process
     return max(statuses, default=0)
 
 
