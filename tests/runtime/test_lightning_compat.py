@@ -1,0 +1,252 @@
+"""The private names of Lightning that the package uses exist and behave as described, in both namespaces."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_freescale
+from lightning_freescale.runtime import lightning_compat as compat
+
+BATCHES = 6
+# An attribute of a Trainer, a loop or a connector that starts with one underscore.
+PRIVATE = re.compile(r"\b(?:trainer|fit_loop|epoch_loop|loop|connector|logger_connector)\._(?!_)\w+")
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def pl(request: pytest.FixtureRequest) -> Any:
+    return importlib.import_module(request.param)
+
+
+class Loader:
+    """Yields single numbers, and has a state."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.loaded: list[Any] = []
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.opened += 1
+        return iter(torch.arange(BATCHES, dtype=torch.float32).view(-1, 1))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"opened": self.opened}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded.append(state)
+
+
+def make_model(pl: Any) -> Any:
+    class Model(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            compat.set_logged_batch_size(self.trainer, 1 if batch_idx else 10)
+            self.log("seen", batch.sum(), on_step=True, on_epoch=True, prog_bar=True)
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    return Model()
+
+
+def make_trainer(pl: Any, callback: Any, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 2,
+        "callbacks": [callback],
+    }
+    return pl.Trainer(**(defaults | options))
+
+
+def test_all_private_names_exist(pl: Any) -> None:
+    class Look(pl.Callback):  # type: ignore[misc]
+        found: list[str] = []  # noqa: RUF012 - one use
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            self.found += [
+                name for name in compat.private_names() if operator.attrgetter(name)(trainer) is not NotImplemented
+            ]
+
+    look = Look()
+    make_trainer(pl, look, limit_train_batches=1).fit(make_model(pl), Loader())
+    assert look.found == list(compat.private_names())
+    assert len(look.found) > 10
+
+
+def test_progress_loaders_and_logged_values(pl: Any) -> None:
+    loader, seen = Loader(), []
+
+    class Follow(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            opened = loader.opened
+            trainer.fit_loop._combined_loader_states_to_load = [{"opened": 7}]
+            trainer.fit_loop._restarting = True  # As after a checkpoint was loaded.
+            compat.restore_train_loaders(trainer, opened=lambda: False)
+            trainer.fit_loop._restarting = False
+            assert loader.opened == opened
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            assert not compat.current_batch_is_processed(trainer)
+            assert compat.batch_limit(trainer, loader) == 4
+            assert compat.batch_limit(trainer, Loader()) == float("inf")
+            assert not compat.takes_dataloader_iter(trainer)
+            assert compat.transfer_hook_owner(trainer, "transfer_batch_to_device") is module
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert compat.current_batch_is_processed(trainer)
+            assert compat.logging_step(trainer) == batch_idx
+            assert compat.should_update_logs(trainer) == bool(batch_idx % 2)
+            seen.append(batch.item())
+            results = compat.train_results(trainer)
+            (metric,) = results.values()
+            assert compat.logged_name(results, metric, on_step=True) == "seen_step"
+            assert compat.logged_value(results, metric, on_step=True) == batch.item()
+            compat.update_progress_bar_metrics(trainer, {"more": 5.0})
+            assert trainer.progress_bar_metrics["more"] == 5.0
+
+    trainer = make_trainer(pl, Follow(), limit_train_batches=4)
+    trainer.fit(make_model(pl), loader)
+    assert seen == [0, 1, 2, 3]
+    assert loader.loaded == [{"opened": 7}]
+    # The first batch has the weight 10 and the others 1, as set_logged_batch_size says.
+    assert trainer.callback_metrics["seen_epoch"].item() == pytest.approx((1 + 2 + 3) / 13)
+    assert compat.timeout_of(trainer.strategy) is None
+    assert compat.timeout_of(pl.strategies.DDPStrategy()).total_seconds() > 0
+
+
+def test_loaders_that_were_opened_start_again(pl: Any) -> None:
+    loader = Loader()
+    counts = []
+
+    class Restart(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            counts.append(loader.opened)
+            compat.restore_train_loaders(trainer, opened=lambda: True)  # There is no state, so nothing happens.
+            counts.append(loader.opened)
+            trainer.fit_loop._combined_loader_states_to_load = [{"opened": 7}]
+            compat.restore_train_loaders(trainer, opened=lambda: True)
+            counts.append(loader.opened)
+
+    make_trainer(pl, Restart()).fit(make_model(pl), loader)
+    assert counts[0] == counts[1] < counts[2]
+
+
+def test_batches_that_count_as_done_are_not_trained(pl: Any) -> None:
+    trained = []
+
+    class Shift(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            trained.append(batch_idx)
+            if batch_idx == 0:
+                compat.shift_batch_progress(trainer, 3)
+
+    make_trainer(pl, Shift()).fit(make_model(pl), Loader())
+    assert trained == [0, 4, 5]
+
+
+def test_steps_that_fetch_their_batches(pl: Any) -> None:
+    found = []
+
+    class Look(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            found.append(compat.takes_dataloader_iter(trainer))
+
+    model = make_model(pl)
+
+    class Fetching(type(model)):  # type: ignore[misc]
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+            return self.layer(next(dataloader_iter)[0]).sum()
+
+    make_trainer(pl, Look(), limit_train_batches=2).fit(Fetching(), Loader())
+    assert found == [True]
+
+
+def test_the_owner_of_a_transfer_hook_can_be_the_data_module(pl: Any) -> None:
+    class Data(pl.LightningDataModule):  # type: ignore[misc]
+        def train_dataloader(self) -> Loader:
+            return Loader()
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    owners = []
+
+    class Look(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            owners.append(compat.transfer_hook_owner(trainer, "on_after_batch_transfer"))
+
+    data = Data()
+    make_trainer(pl, Look(), limit_train_batches=1).fit(make_model(pl), datamodule=data)
+    assert owners == [data]
+
+
+def test_signals_are_handled_by_the_replacement(pl: Any) -> None:
+    received: list[int] = []
+    trained = []
+    requeue = []
+
+    class Signal(pl.Callback):  # type: ignore[misc]
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            requeue.append(
+                compat.replace_signal_handlers(trainer, lambda number, _: received.append(number), lambda *_: None)
+            )
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trained.append(batch_idx)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not trainer.received_sigterm
+            if batch_idx == BATCHES - 1:
+                compat.mark_sigterm_received(trainer)
+                assert trainer.received_sigterm
+                trainer._signal_connector.received_sigterm = False
+
+    trainer = make_trainer(pl, Signal())
+    trainer.fit(make_model(pl), Loader())
+    assert trained == list(range(BATCHES))
+    assert received == [signal.SIGTERM] * BATCHES
+    own = type(trainer._signal_connector)._slurm_sigusr_handler_fn
+    assert requeue[0].__func__ is own  # Lightning's own handler, and not the replacement.
+
+
+def test_signals_are_forwarded_to_the_processes_of_a_launcher() -> None:
+    class Launcher:
+        sent: list[signal.Signals] = []  # noqa: RUF012 - one use
+
+        def kill(self, signum: signal.Signals) -> None:
+            self.sent.append(signum)
+
+    compat.forward_signal(None, signal.SIGTERM)
+    compat.forward_signal(Launcher(), int(signal.SIGTERM))
+    assert Launcher.sent == [signal.SIGTERM]
+
+
+def test_no_other_file_uses_a_private_attribute_of_a_trainer() -> None:
+    package = Path(lightning_freescale.__file__).parent
+    uses = [
+        f"{path.relative_to(package)}: {match.group()}"
+        for path in sorted(package.rglob("*.py"))
+        for match in PRIVATE.finditer(path.read_text())
+    ]
+    assert {use.split(":")[0] for use in uses} == {"runtime/lightning_compat.py"}, uses
