@@ -5,6 +5,8 @@ Event ``i`` of a history attends to the events ``j <= i`` of the same history, w
     s_ij  = alpha * q_i . k_j + position_bias[bucket(i - j)] + time_bias[bucket(t_i - t_j)]
     out_i = 1 / (i + 1) * sum_j silu(s_ij) * v_j
 
+Both biases may be absent. Then position and time must be part of the input (:mod:`lightning_freescale.models.event_encoding`).
+
 The sum is divided by the number of events attended to. An output therefore depends on its own history alone and not on the
 other samples of the batch: balancing may move a sample to another rank. HSTU normalizes the output again, so its scale matters
 little. But with the usual divisor, the length of the longest history, the outputs of short histories would be so small that the
@@ -16,7 +18,8 @@ Modules:
 * :mod:`.cpu`: for CPU tensors. Groups of histories of similar length; the work is about ``sum(L^2)``.
 * :mod:`.triton_attention` and :mod:`.triton_kernels`: for CUDA tensors. The work is about ``sum(L^2) / 2``, and no array of
   size ``L^2`` is stored.
-* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs, without the two biases. :func:`hstu_attention` does not use them.
+* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs, for attention without bias.
+* :mod:`.cuda_without_bias`: attention without bias on CUDA: selects the Hopper kernels or the Triton kernels.
 * :func:`dense_attention` in this file: the reference, padded to the longest history. Tests and benchmarks compare with it.
 """
 
@@ -28,22 +31,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.models.attention import cpu
+from lightning_freescale.models.attention import cpu, cuda_without_bias
 from lightning_freescale.models.attention.buckets import log_bucket, relative_times
+from lightning_freescale.runtime.errors import InputError
 
 
-def plan_attention(offsets: Tensor, timestamps: Tensor) -> Any:
+def plan_attention(offsets: Tensor, timestamps: Tensor, bias: bool = True) -> Any:
     """What :func:`hstu_attention` derives from lengths and times. Compute it once per batch; all layers share it.
 
     Args:
         offsets: ``[B + 1]`` integer, from 0 to ``sum(L)``.
         timestamps: ``[sum(L)]`` int64, seconds, in any order.
+        bias: whether the attention has the two biases. Without them the times are not used.
     """
     if offsets.device.type == "cuda":
+        if not bias:
+            return cuda_without_bias.BiasFreePlan(offsets, len(timestamps))
         from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
 
         return triton_attention.plan(offsets, relative_times(timestamps, offsets))
-    return cpu.CpuPlan(offsets, relative_times(timestamps, offsets))
+    return cpu.CpuPlan(offsets, relative_times(timestamps, offsets) if bias else None)
 
 
 def hstu_attention(
@@ -52,8 +59,8 @@ def hstu_attention(
     v: Tensor,
     offsets: Tensor,
     timestamps: Tensor,
-    position_bias: Tensor,
-    time_bias: Tensor,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
     *,
     alpha: float | None = None,
     plan: Any = None,
@@ -69,20 +76,25 @@ def hstu_attention(
         offsets: ``[B + 1]`` integer; history ``b`` has the rows ``offsets[b]`` to ``offsets[b + 1]`` and may be empty.
         timestamps: ``[sum(L)]`` int64, seconds, in any order.
         position_bias: ``[P]``, one bias per bucket of the distance in events; shared by the heads.
-        time_bias: ``[T]``, one bias per bucket of the elapsed seconds; shared by the heads.
+        time_bias: ``[T]``, one bias per bucket of the elapsed seconds; shared by the heads. Give both biases, or ``None`` for
+            both: then the scores are ``alpha * q_i . k_j`` alone.
         alpha: scale of the scores; ``Dqk ** -0.5`` by default.
         plan: result of :func:`plan_attention` for these offsets and timestamps; computed here if absent.
 
     Returns:
         ``[sum(L), H, Dv]``, of the type of ``v``.
     """
+    if (position_bias is None) != (time_bias is None):
+        raise InputError("position_bias, time_bias: one of them is None; give both or neither")
     alpha = q.shape[-1] ** -0.5 if alpha is None else alpha
-    plan = plan_attention(offsets, timestamps) if plan is None else plan
-    if q.device.type == "cuda":
-        from lightning_freescale.models.attention import triton_attention
+    plan = plan_attention(offsets, timestamps, bias=position_bias is not None) if plan is None else plan
+    if q.device.type != "cuda":
+        return cpu.attention(q, k, v, position_bias, time_bias, alpha, plan)
+    if position_bias is None or time_bias is None:
+        return cuda_without_bias.attention(q, k, v, alpha, plan)
+    from lightning_freescale.models.attention import triton_attention
 
-        return triton_attention.attention(q, k, v, position_bias, time_bias, alpha, plan)
-    return cpu.attention(q, k, v, position_bias, time_bias, alpha, plan)
+    return triton_attention.attention(q, k, v, position_bias, time_bias, alpha, plan)
 
 
 def dense_attention(
@@ -91,8 +103,8 @@ def dense_attention(
     v: Tensor,
     offsets: Tensor,
     timestamps: Tensor,
-    position_bias: Tensor,
-    time_bias: Tensor,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
     *,
     alpha: float | None = None,
 ) -> Tensor:
@@ -105,9 +117,11 @@ def dense_attention(
     times = pad(relative_times(timestamps, offsets).split(lengths), batch_first=True)
 
     position = torch.arange(longest, device=q.device, dtype=torch.int32)
-    by_position = log_bucket(position[:, None] - position, len(position_bias)).long()  # [L, L]
-    by_time = log_bucket(times[:, :, None] - times[:, None], len(time_bias)).long()  # [B, L, L]
-    scores = alpha * q @ k.mT + (position_bias[by_position] + time_bias[by_time])[:, None]
+    scores = alpha * q @ k.mT
+    if position_bias is not None and time_bias is not None:
+        by_position = log_bucket(position[:, None] - position, len(position_bias)).long()  # [L, L]
+        by_time = log_bucket(times[:, :, None] - times[:, None], len(time_bias)).long()  # [B, L, L]
+        scores = scores + (position_bias[by_position] + time_bias[by_time])[:, None]
     weights = torch.nn.functional.silu(scores).tril() / (position + 1)[:, None]
     out = (weights.to(v.dtype) @ v_).transpose(1, 2)  # [B, L, H, Dv]
     return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)])

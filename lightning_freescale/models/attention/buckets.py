@@ -52,3 +52,25 @@ def relative_times(timestamps: Tensor, offsets: Tensor) -> Tensor:
     sample = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
     first = timestamps.index_select(0, offsets.index_select(0, sample).long())
     return (timestamps - first).clamp_(-_TIME_LIMIT, _TIME_LIMIT - 1).to(torch.int32)
+
+
+def event_positions(offsets: Tensor, total: int) -> Tensor:
+    """Position of each event in its history, from 0; ``[total]`` int64.
+
+    Args:
+        offsets: ``[B + 1]`` integer, from 0 to ``total``.
+        total: events of all histories.
+    """
+    event = torch.arange(total, device=offsets.device)
+    sample = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
+    return event - offsets.index_select(0, sample).long()
+
+
+def time_gaps(times: Tensor, positions: Tensor) -> Tensor:
+    """Seconds from the event before to each event, and 0 for the first event of a history; ``[sum(L)]`` int32.
+
+    Args:
+        times: ``[sum(L)]`` int32, the result of :func:`relative_times`.
+        positions: ``[sum(L)]``, the result of :func:`event_positions`.
+    """
+    return (times - times.roll(1)).masked_fill(positions == 0, 0)

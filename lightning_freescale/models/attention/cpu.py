@@ -31,7 +31,7 @@ class HistoryGroup(NamedTuple):
 
     rows: Tensor  # [G, L] flat row of each slot; for padding, some row of the same history
     valid: Tensor  # [G, L] bool, False for padding
-    times: Tensor  # [G, L] int32, seconds since the first event of the history
+    times: Tensor | None  # [G, L] int32, seconds since the first event of the history; None if there is no bias
 
 
 class QueryChunk(NamedTuple):
@@ -39,7 +39,9 @@ class QueryChunk(NamedTuple):
 
     start: int
     stop: int
-    buckets: Tensor  # [G * (stop - start) * stop] int32, index of each score into the joint bias table
+    buckets: (
+        Tensor | None
+    )  # [G * (stop - start) * stop] int32, index of each score into the joint table; None without bias
     mean: Tensor  # [stop - start, stop]: 1 / (i + 1) where query i may see key j <= i, else 0
 
 
@@ -76,19 +78,20 @@ class CpuPlan:
 
     Args:
         offsets: ``[B + 1]``, from 0 to ``sum(L)``.
-        times: ``[sum(L)]`` int32, seconds since the first event of the same history.
+        times: ``[sum(L)]`` int32, seconds since the first event of the same history. ``None`` is enough for attention
+            without bias.
     """
 
-    def __init__(self, offsets: Tensor, times: Tensor) -> None:
+    def __init__(self, offsets: Tensor, times: Tensor | None) -> None:
         lengths = offsets.diff()
-        self.total = len(times)
+        self.total = int(offsets[-1])
         self.groups = []
         for samples in group_lengths(lengths.tolist()):
             length, start = lengths[samples][:, None], offsets[samples].long()[:, None]
             slot = torch.arange(int(length[0]))
             valid = slot < length
             rows = start + slot * valid
-            self.groups.append(HistoryGroup(rows, valid, times[rows]))
+            self.groups.append(HistoryGroup(rows, valid, None if times is None else times[rows]))
         self._keeps_chunks = sum(group.rows.shape[1] * group.rows.numel() for group in self.groups) <= KEPT_SCORES
         self._chunks: dict[tuple[int, int, int, torch.dtype], list[QueryChunk]] = {}
         self._slots: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -112,7 +115,7 @@ class CpuPlan:
         return self._slots[heads]
 
     def chunks(self, number: int, positions: int, times: int, dtype: torch.dtype) -> Iterator[QueryChunk]:
-        """Chunks of group ``number`` for bias tables of ``positions`` and ``times`` entries.
+        """Chunks of group ``number`` for bias tables of ``positions`` and ``times`` entries; 0 and 0 mean no bias.
 
         A small batch keeps them (``KEPT_SCORES``). A large batch makes them again at each call.
         """
@@ -129,16 +132,26 @@ def _make_chunks(group: HistoryGroup, positions: int, times: int, dtype: torch.d
     size, length = group.rows.shape
     position = torch.arange(length, dtype=torch.int32)
     for start, stop in chunk_ranges(size, length):
-        by_position = log_bucket(position[start:stop, None] - position[:stop], positions)
-        by_time = log_bucket(group.times[:, start:stop, None] - group.times[:, None, :stop], times)
         mean = (position[start:stop, None] + 1).to(dtype).reciprocal().expand(-1, stop).tril(start)
-        yield QueryChunk(start, stop, by_time.add_(by_position * times).flatten(), mean)
+        buckets = None
+        if group.times is not None and positions:
+            by_position = log_bucket(position[start:stop, None] - position[:stop], positions)
+            by_time = log_bucket(group.times[:, start:stop, None] - group.times[:, None, :stop], times)
+            buckets = by_time.add_(by_position * times).flatten()
+        yield QueryChunk(start, stop, buckets, mean)
 
 
 class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: CpuPlan
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_bias: Tensor | None,
+        time_bias: Tensor | None,
+        alpha: float,
+        plan: CpuPlan,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
         ctx.alpha, ctx.plan = alpha, plan
@@ -150,7 +163,7 @@ class _CpuAttention(torch.autograd.Function):
             kt = k_.mT.contiguous()  # BLAS multiplies small matrices several times faster with contiguous factors
             q_ *= alpha
             out = torch.empty_like(v_)
-            for start, stop, buckets, mean in plan.chunks(number, len(position_bias), len(time_bias), wide):
+            for start, stop, buckets, mean in plan.chunks(number, *_sizes(position_bias, time_bias), wide):
                 weights = _scores(q_[:, start:stop], kt[..., :stop], table, buckets)
                 torch.nn.functional.silu(weights, inplace=True)
                 out[:, start:stop] = weights.mul_(mean) @ v_[:, :stop]
@@ -163,14 +176,14 @@ class _CpuAttention(torch.autograd.Function):
         q, k, v, position_bias, time_bias = ctx.saved_tensors
         plan, wide = ctx.plan, torch.promote_types(q.dtype, torch.float32)
         table = _joint_table(position_bias, time_bias, wide)
-        dtable = torch.zeros_like(table)
+        dtable = None if table is None else torch.zeros_like(table)
         groups = zip(*(_gather(x, plan, wide) for x in (q, k, v)), _gather(grad, plan, wide, pad=0), strict=True)
         grads: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
         for number, (q_, k_, v_, dout) in enumerate(groups):
             kt, vt = k_.mT.contiguous(), v_.mT.contiguous()
             q_ *= ctx.alpha
             dq, dk, dv = torch.empty_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
-            for start, stop, buckets, mean in plan.chunks(number, len(position_bias), len(time_bias), wide):
+            for start, stop, buckets, mean in plan.chunks(number, *_sizes(position_bias, time_bias), wide):
                 scores = _scores(q_[:, start:stop], kt[..., :stop], table, buckets)
                 gate = scores.sigmoid()
                 weights = scores.mul_(gate)
@@ -179,24 +192,36 @@ class _CpuAttention(torch.autograd.Function):
                 dv[:, :stop] += weights.mul_(mean).mT @ dout[:, start:stop]
                 dq[:, start:stop] = dscores @ k_[:, :stop]
                 dk[:, :stop] += dscores.mT @ q_[:, start:stop]
-                dbias = dscores.unflatten(0, (-1, q.shape[1])).sum(1)  # [G, chunk, stop]
-                dtable += torch.bincount(buckets, dbias.flatten(), len(table))
+                if dtable is not None:
+                    dbias = dscores.unflatten(0, (-1, q.shape[1])).sum(1)  # [G, chunk, stop]
+                    dtable += torch.bincount(buckets, dbias.flatten(), len(dtable))
             for parts, part in zip(grads, (dq.mul_(ctx.alpha), dk, dv), strict=True):
                 parts.append(part)
         dq, dk, dv = (_scatter(parts, x, plan) for parts, x in zip(grads, (q, k, v), strict=True))
+        if dtable is None:
+            return dq, dk, dv, None, None, None, None
         by_pair = dtable.view(len(position_bias), -1)
         dposition, dtime = by_pair.sum(1).to(position_bias.dtype), by_pair.sum(0).to(time_bias.dtype)
         return dq, dk, dv, dposition, dtime, None, None
 
 
-def _joint_table(position_bias: Tensor, time_bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of both biases, ``[P * T]``, so that a score needs one lookup instead of two."""
+def _sizes(position_bias: Tensor | None, time_bias: Tensor | None) -> tuple[int, int]:
+    """Entries of the two bias tables, 0 and 0 without bias."""
+    return (0, 0) if position_bias is None or time_bias is None else (len(position_bias), len(time_bias))
+
+
+def _joint_table(position_bias: Tensor | None, time_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Sum of both biases, ``[P * T]``, so that a score needs one lookup instead of two. ``None`` without bias."""
+    if position_bias is None or time_bias is None:
+        return None
     return (position_bias.to(dtype)[:, None] + time_bias.to(dtype)).flatten()
 
 
-def _scores(q: Tensor, kt: Tensor, table: Tensor, buckets: Tensor) -> Tensor:
-    """Scores with both biases, ``[G * H, chunk, stop]``."""
+def _scores(q: Tensor, kt: Tensor, table: Tensor | None, buckets: Tensor | None) -> Tensor:
+    """Scores, with both biases unless ``table`` is ``None``, ``[G * H, chunk, stop]``."""
     scores = q @ kt
+    if table is None or buckets is None:
+        return scores
     bias = table.index_select(0, buckets).view(-1, 1, *scores.shape[1:])  # [G, 1, chunk, stop]
     scores.view(len(bias), -1, *scores.shape[1:]).add_(bias)
     return scores
@@ -222,7 +247,13 @@ def _scatter(parts: list[Tensor], like: Tensor, plan: CpuPlan) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: CpuPlan
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
+    alpha: float,
+    plan: CpuPlan,
 ) -> Tensor:
     """:func:`~lightning_freescale.models.attention.hstu_attention` on CPU tensors."""
     return _CpuAttention.apply(q, k, v, position_bias, time_bias, alpha, plan)
