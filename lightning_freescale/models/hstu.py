@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec import EmbeddingCollection
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.attention.buckets import num_buckets
+from lightning_freescale.models.evaluation import RankingEvaluation
+from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
+from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
-from lightning_freescale.models.metrics import NDCG, HitRate, target_ranks
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
-from lightning_freescale.runtime.errors import ConfigurationError, InputError
-from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.errors import ConfigurationError
 
 ITEM_TABLE = "item"
-TIME_BUCKETS = num_buckets(2**31 - 1)
-
-# HSTUMixin is combined with the LightningModule of `lightning` or of `pytorch_lightning`.
-if TYPE_CHECKING:
-    _Base = pl.LightningModule
-else:
-    _Base = object
+Bias = Literal["relative", "input"]
+LinearInit = Literal["hstu", "torch"]
 
 
 class HSTULayer(nn.Module):
@@ -42,23 +35,36 @@ class HSTULayer(nn.Module):
         heads: attention heads.
         qk_dim: width of a head's queries and keys.
         v_dim: width of a head's values.
-        position_buckets: size of the position bias.
+        position_buckets: size of the position bias; 0 for attention without bias.
         dropout: dropout rate of the gated attention output.
+        linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
     """
 
+    position_bias: Tensor | None
+    time_bias: Tensor | None
+
     def __init__(
-        self, dim: int, heads: int, qk_dim: int, v_dim: int, position_buckets: int, dropout: float = 0.0
+        self,
+        dim: int,
+        heads: int,
+        qk_dim: int,
+        v_dim: int,
+        position_buckets: int,
+        dropout: float = 0.0,
+        linear_init: LinearInit = "hstu",
     ) -> None:
         super().__init__()
         self.heads = heads
         self.split = [heads * v_dim, heads * v_dim, heads * qk_dim, heads * qk_dim]
         self.norm = nn.LayerNorm(dim)
         self.f1 = nn.Linear(dim, sum(self.split))
-        self.position_bias = nn.Parameter(torch.zeros(position_buckets))
-        self.time_bias = nn.Parameter(torch.zeros(TIME_BUCKETS))
+        for name, buckets in (("position_bias", position_buckets), ("time_bias", TIME_BUCKETS)):
+            self.register_parameter(name, nn.Parameter(torch.zeros(buckets)) if position_buckets else None)
         self.attention_norm = nn.LayerNorm(heads * v_dim)
         self.dropout = nn.Dropout(dropout)
         self.f2 = nn.Linear(heads * v_dim, dim)
+        if linear_init == "hstu":
+            draw_linear_maps(self.f1, self.f2)
 
     def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any) -> Tensor:
         """``x`` and the result are flat, ``[sum(L), D]``; the other arguments are those of ``hstu_attention``."""
@@ -68,7 +74,7 @@ class HSTULayer(nn.Module):
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u)))
 
 
-class HSTUMixin(_Base):
+class HSTUMixin(RankingEvaluation):
     """HSTU as a LightningModule. :class:`HSTU` combines it with ``lightning``, and another class with ``pytorch_lightning``.
 
     Args:
@@ -78,18 +84,28 @@ class HSTUMixin(_Base):
         num_heads: number of attention heads.
         qk_dim: width of a head's queries and keys; ``D / num_heads`` by default.
         v_dim: width of a head's values; ``D / num_heads`` by default.
-        max_history: longest history you expect, in events. It sets the size of the position bias. Longer histories work; their
-            longest distances share one bias.
+        max_history: longest history you expect, in events. It sets the size of the position bias or of the position
+            embedding. Longer histories work; their longest distances share one bias, or their last positions one embedding.
         feature_sizes: number of rows of the table of each categorical feature of the events. The embeddings of the features
             are added to the embedding of the item.
         temperature: temperature of the softmax over cosines.
-        dropout: dropout rate of the gated attention output; 0 by default.
+        bias: where position and time enter. ``"relative"``: as biases of the attention, by the distance of two events.
+            ``"input"``: as embeddings that are added to the input of the layers; the attention has no bias, which is faster.
+        position_embedding: add an embedding of the position to the input. By default only with ``bias="input"``.
+        table_std: standard deviation of the initial values of the tables. ``None`` draws rows of length about 1.
+        scale_input: multiply the rows of the tables by ``sqrt(D)`` where they enter the layers.
+        linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
+        dropout: dropout rate of the gated attention output. It is 0 by default, because a dropout mask depends on the rank:
+            balanced and unbalanced training would differ. The published value is 0.2.
+        input_dropout: dropout rate of the input of the layers; 0 by default. The published value is 0.2.
         lr: learning rate of AdamW. Tables that the strategy shards have their own optimizer, an argument of the strategy.
+        betas: the two decay rates of AdamW.
         weight_decay: weight decay of AdamW.
         warmup_steps: number of steps in which the learning rate rises linearly.
         max_steps: step at which a cosine has lowered the learning rate to 0; without it the learning rate stays constant.
-        max_eval_items: validation ranks all items of a catalogue up to this size. Of a larger catalogue it ranks the target and
-            a random sample of this size.
+        max_eval_items: validation and test rank all items of a catalogue up to this size. Of a larger catalogue they rank the
+            target and a random sample of this size.
+        filter_seen: validation and test do not rank the items of the user's own history, except the target.
         meta_tables: put the tables on the meta device, for tables that do not fit one rank. The strategy allocates and
             initializes the shards; without such a strategy the model cannot run.
     """
@@ -109,36 +125,46 @@ class HSTUMixin(_Base):
         max_history: int = 2048,
         feature_sizes: Mapping[str, int] | None = None,
         temperature: float = 0.05,
+        bias: Bias = "relative",
+        position_embedding: bool | None = None,
+        table_std: float | None = 0.02,
+        scale_input: bool = True,
+        linear_init: LinearInit = "hstu",
         dropout: float = 0.0,
+        input_dropout: float = 0.0,
         lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         max_steps: int | None = None,
         max_eval_items: int = 50_000,
+        filter_seen: bool = False,
         meta_tables: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        if embedding_dim % num_heads and (qk_dim is None or v_dim is None):
-            raise ConfigurationError(
-                f"num_heads: {num_heads} does not divide embedding_dim {embedding_dim}; "
-                "choose another num_heads, or set qk_dim and v_dim"
-            )
+        _check_options(self.hparams)
         self.num_items = num_items
         self.feature_names = [HISTORY, NEGATIVES, *(feature_sizes or {})]
-        tables = [_table(ITEM_TABLE, num_items, embedding_dim, [HISTORY, NEGATIVES])]
-        tables += [_table(name, rows, embedding_dim, [name]) for name, rows in (feature_sizes or {}).items()]
+        tables = [table_config(ITEM_TABLE, num_items, embedding_dim, [HISTORY, NEGATIVES], table_std)]
+        for name, rows in (feature_sizes or {}).items():
+            tables.append(table_config(name, rows, embedding_dim, [name], table_std))
         self.embedding = EmbeddingCollection(tables=tables, device=torch.device("meta" if meta_tables else "cpu"))
         self.qk_dim = qk_dim or embedding_dim // num_heads
         self.v_dim = v_dim or embedding_dim // num_heads
-        position_buckets = num_buckets(max_history)
+        self.input_scale = math.sqrt(embedding_dim) if scale_input else 1.0
+        embeds_positions = bias == "input" if position_embedding is None else position_embedding
+        self.event_encoding = None
+        if embeds_positions or bias == "input":
+            self.event_encoding = EventEncoding(embedding_dim, max_history * embeds_positions, times=bias == "input")
+        self.input_dropout = nn.Dropout(input_dropout)
+        position_buckets = num_buckets(max_history) if bias == "relative" else 0
         self.layers = nn.ModuleList(
-            HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout)
+            HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init)
             for _ in range(num_layers)
         )
         self.register_buffer("log_q", None, persistent=False)
-        self.hit_rate, self.ndcg = HitRate(10), NDCG(10)
-        self._catalogue: tuple[Tensor, Tensor] | None = None
+        self._make_metrics()
 
     # Forward
 
@@ -152,7 +178,11 @@ class HSTUMixin(_Base):
         for name in self.feature_names[2:]:
             x = x + embedded[name].values()
         offsets = _offsets(batch.lengths)
-        plan = plan_attention(offsets, batch.timestamps)
+        x = x * self.input_scale
+        if self.event_encoding is not None:
+            x = self.event_encoding(x, offsets, batch.timestamps)
+        x = self.input_dropout(x)
+        plan = plan_attention(offsets, batch.timestamps, bias=self.hparams["bias"] == "relative")
         for layer in self.layers:
             x = layer(x, offsets, batch.timestamps, plan)
         return unit_rows(x)
@@ -193,75 +223,19 @@ class HSTUMixin(_Base):
         """Number of positions that predict an item, which is the weight of this rank's mean loss. Scalar int64, on the device."""
         return (batch.lengths - 1).clamp(min=0).sum()
 
-    # Validation ranks the held-out item among the catalogue.
-
-    def on_validation_epoch_start(self) -> None:
-        """Look up the embeddings of the catalogue. If the tables are sharded this is a collective, so every rank does it."""
-        count, limit = self.num_items, self.hparams["max_eval_items"]
-        if count <= limit:
-            ids = torch.arange(count)
-        else:
-            # The same items on every rank and in every epoch.
-            ids = torch.tensor(random.Random(0).sample(range(count), limit))
-            log_once(f"validation ranks the target among {limit:,} random items of {count:,} (max_eval_items)")
-        lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
-        lengths[0] = len(ids)
-        features = KeyedJaggedTensor(keys=self.feature_names, values=ids, lengths=lengths).to(self.device)
-        items = self.embedding(features)[HISTORY].values()
-        self._catalogue = ids.to(self.device), unit_rows(items)
-
-    def on_validation_epoch_end(self) -> None:
-        """Free the embeddings of the catalogue."""
-        self._catalogue = None
-
-    def validation_step(self, batch: SeqBatch, batch_idx: int) -> None:
-        """Rank ``batch.targets`` by the output at the last event of each history, and log loss, HR@10 and NDCG@10."""
-        if batch.targets is None or self._catalogue is None:
-            raise InputError(
-                "targets: None; validation needs the held-out item of every sample, [B]: set SeqBatch.targets"
-            )
-        embedded = self.embedding(self._with_targets(batch, batch.targets))
-        outputs = self.encode(embedded, batch)[batch.lengths.cumsum(0) - 1]
-        ids, items = self._catalogue
-        with torch.autocast(outputs.device.type, enabled=False):
-            scores = outputs @ items.mT
-            target_scores = (outputs * unit_rows(embedded[NEGATIVES].values())).sum(-1)
-            is_target = batch.targets[:, None] == ids
-            others = (scores / self.hparams["temperature"]).masked_fill(is_target, -torch.inf).logsumexp(-1)
-            loss = F.softplus(others - target_scores / self.hparams["temperature"]).mean()
-            ranks = target_ranks(scores, target_scores, is_target)
-        self.hit_rate.update(ranks)
-        self.ndcg.update(ranks)
-        size = batch.num_samples
-        self.log("val/loss", loss, batch_size=size, sync_dist=True)
-        self.log("val/hr@10", self.hit_rate, on_step=False, on_epoch=True, batch_size=size, prog_bar=True)
-        self.log("val/ndcg@10", self.ndcg, on_step=False, on_epoch=True, batch_size=size, prog_bar=True)
-
-    def _with_targets(self, batch: SeqBatch, targets: Tensor) -> KeyedJaggedTensor:
-        """The features of the batch with the targets in place of the negatives, so that one lookup serves both."""
-        self._check_features(batch, self.feature_names, optional=NEGATIVES)
-        parts = {name: batch.features[name] for name in self.feature_names if name != NEGATIVES}
-        ones = torch.ones_like(batch.lengths)
-        values = [targets if name == NEGATIVES else parts[name].values() for name in self.feature_names]
-        lengths = [ones if name == NEGATIVES else parts[name].lengths() for name in self.feature_names]
-        return KeyedJaggedTensor(keys=self.feature_names, values=torch.cat(values), lengths=torch.cat(lengths))
-
-    @staticmethod
-    def _check_features(batch: SeqBatch, expected: list[str], optional: str | None = None) -> None:
-        """Check the order of the features: sharded tables assume the order of the first batch and would look up wrong rows."""
-        keys = batch.features.keys()
-        if [key for key in keys if key != optional] != [key for key in expected if key != optional]:
-            raise InputError(
-                f"features: the batch has the keys {keys}, the model expects {expected}; name the features of the events in "
-                "feature_sizes, in the order of the batch"
-            )
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Do not scale the input of a model that was saved before ``scale_input`` existed: it was trained without."""
+        saved = checkpoint.get("hyper_parameters")
+        if saved and "scale_input" not in saved:
+            self.hparams["scale_input"] = False
+            self.input_scale = 1.0
 
     # Optimizer and cost.
 
     def configure_optimizers(self) -> Any:
         """AdamW; with ``warmup_steps`` or ``max_steps`` also a scheduler that changes the learning rate every step."""
         h = self.hparams
-        optimizer = torch.optim.AdamW(self.parameters(), lr=h["lr"], weight_decay=h["weight_decay"])
+        optimizer = torch.optim.AdamW(self.parameters(), lr=h["lr"], betas=h["betas"], weight_decay=h["weight_decay"])
         warmup, steps = h["warmup_steps"], h["max_steps"]
         if not warmup and not steps:
             return optimizer
@@ -281,7 +255,7 @@ class HSTUMixin(_Base):
 
         ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward.
         ``b``: causal attention has ``L^2 / 2`` pairs of events. A pair takes ``2 H`` times ``4 Dqk`` (the scores, the scores
-        again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer.
+        again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer. Biases add no products.
         ``c``: ``6 D`` per candidate. A sample of ``L`` events and ``K`` negatives has ``(L - 1) * K`` candidates.
         """
         dim, heads, layers = self.hparams["embedding_dim"], self.hparams["num_heads"], len(self.layers)
@@ -294,20 +268,19 @@ class HSTU(HSTUMixin, pl.LightningModule):
     __doc__ = HSTUMixin.__doc__
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigurationError` if arguments of :class:`HSTU` do not fit together or are unknown."""
+    dim, heads = options["embedding_dim"], options["num_heads"]
+    if dim % heads and (options["qk_dim"] is None or options["v_dim"] is None):
+        raise ConfigurationError(
+            f"num_heads: {heads} does not divide embedding_dim {dim}; choose another num_heads, or set qk_dim and v_dim"
+        )
+    for name, kind in (("bias", Bias), ("linear_init", LinearInit)):
+        known = get_args(kind)
+        if options[name] not in known:
+            raise ConfigurationError(f"{name}: {options[name]!r} is unknown; choose one of {', '.join(known)}")
+
+
 def _offsets(lengths: Tensor) -> Tensor:
     """Offsets ``[B + 1]`` int64 of histories with ``lengths [B]``."""
     return F.pad(lengths.long().cumsum(0), (1, 0))
-
-
-def _draw_rows(weight: Tensor, dim: int) -> None:
-    """Fill ``weight``, a table of width ``dim`` or a shard of one, with uniform rows of length about 1. Does nothing on meta."""
-    if not weight.is_meta:
-        bound = math.sqrt(3 / dim)
-        with torch.no_grad():
-            weight.uniform_(-bound, bound)
-
-
-def _table(name: str, rows: int, dim: int, features: list[str]) -> EmbeddingConfig:
-    """A table of ``rows`` rows of width ``dim`` that serves ``features``."""
-    draw = partial(_draw_rows, dim=dim)
-    return EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, init_fn=draw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class _RankMetric(Metric):
     total: Tensor
     count: Tensor
 
-    def __init__(self, k: int = 10, **kwargs: Any) -> None:
+    def __init__(self, k: float = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.k = k
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -49,6 +50,16 @@ class NDCG(_RankMetric):
 
     def gain(self, ranks: Tensor) -> Tensor:
         return (ranks.double() + 2).log2().reciprocal()
+
+
+class MRR(_RankMetric):
+    """Mean reciprocal rank: mean over queries of ``1 / (rank + 1)``, of the whole list by default."""
+
+    def __init__(self, k: float = math.inf, **kwargs: Any) -> None:
+        super().__init__(k, **kwargs)
+
+    def gain(self, ranks: Tensor) -> Tensor:
+        return (ranks.double() + 1).reciprocal()
 
 
 def target_ranks(scores: Tensor, target_scores: Tensor, is_target: Tensor) -> Tensor:

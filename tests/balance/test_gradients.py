@@ -44,7 +44,7 @@ def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
     ids = {key: batch.features[key].values() for key in (HISTORY, NEGATIVES)}
     embedded = {key: F.embedding(values, table.weight) for key, values in ids.items()}
     offsets = F.pad(batch.lengths.cumsum(0), (1, 0))
-    x = embedded[HISTORY]
+    x = embedded[HISTORY] * model.input_scale
     for layer in model.layers:
         x = layer(x, offsets, batch.timestamps, None)
     total = sampled_softmax(

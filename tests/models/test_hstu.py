@@ -1,8 +1,7 @@
-"""HSTU in one process: what it learns, what its outputs depend on, validation, checkpoints, learning rate, costs."""
+"""HSTU in one process: what it learns, what its outputs depend on, checkpoints, learning rate, costs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from tests.models.cases import make_batch
 
 ITEMS = 30
+BIASES = pytest.mark.parametrize("bias", ["relative", "input"])
 
 
 def tiny(**options: Any) -> HSTU:
@@ -67,12 +67,13 @@ def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HSTU, "log", lambda *args, **kwargs: None)
 
 
-def test_learns_a_planted_sequence(tmp_path: Path) -> None:
+@BIASES
+def test_learns_a_planted_sequence(tmp_path: Path, bias: str) -> None:
     histories, _ = planted()
     batches = [training_batch(histories[i : i + 16], seed=i) for i in range(0, 64, 16)]
     held_out, targets = planted(40, seed=1)
-    model = tiny(lr=1e-2)
-    fit = trainer(tmp_path, max_epochs=15)
+    model = tiny(lr=1e-2, bias=bias)
+    fit = trainer(tmp_path, max_epochs=15 if bias == "relative" else 25)
     fit.fit(model, loader(batches), loader([make_batch(held_out, targets=targets)]))
     counts = torch.bincount(torch.tensor([i for row in histories for i in row]), minlength=ITEMS)
     popular = popularity_hit_rate(counts, torch.tensor(targets))
@@ -92,9 +93,10 @@ def test_bfloat16_learns_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unlogged")
-def test_loss_is_the_mean_over_positions() -> None:
+@BIASES
+def test_loss_is_the_mean_over_positions(bias: str) -> None:
     """The loss of a batch is the mean of the losses of its samples, weighted by the number of positions they predict."""
-    model = tiny()
+    model = tiny(bias=bias)
     histories = planted(6)[0] + [[3]]
     whole = training_batch(histories)
     drawn = whole.features["negatives"].values().view(7, 8).tolist()
@@ -109,9 +111,10 @@ def test_loss_is_the_mean_over_positions() -> None:
 
 
 @pytest.mark.usefixtures("unlogged")
+@BIASES
 @pytest.mark.parametrize("histories", [[[3], [5]], []])
-def test_nothing_to_predict_gives_zero_loss_with_gradients(histories: list[list[int]]) -> None:
-    model = tiny()
+def test_nothing_to_predict_gives_zero_loss_with_gradients(histories: list[list[int]], bias: str) -> None:
+    model = tiny(bias=bias)
     batch = training_batch(histories) if histories else make_batch([])
     loss = model.training_step(batch, 0)
     assert loss == 0
@@ -122,8 +125,9 @@ def test_nothing_to_predict_gives_zero_loss_with_gradients(histories: list[list[
 
 
 @pytest.mark.usefixtures("unlogged")
-def test_outputs_depend_on_the_past_alone() -> None:
-    model = tiny().eval()
+@BIASES
+def test_outputs_depend_on_the_past_alone(bias: str) -> None:
+    model = tiny(bias=bias).eval()
     first = model(make_batch([[1, 2, 3, 4, 5], [9, 8]]))
     second = model(make_batch([[1, 2, 3, 4, 25], [9, 8]]))
     assert torch.equal(first[:4], second[:4])
@@ -131,11 +135,13 @@ def test_outputs_depend_on_the_past_alone() -> None:
     torch.testing.assert_close(model(make_batch([[9, 8]])), first[5:])  # the other samples do not matter either
 
 
-def test_time_and_order_matter() -> None:
-    model = tiny().eval()
-    for layer in model.layers:
-        torch.nn.init.normal_(layer.time_bias)
-        torch.nn.init.normal_(layer.position_bias)
+@BIASES
+def test_time_and_order_matter(bias: str) -> None:
+    model = tiny(bias=bias).eval()
+    if bias == "relative":  # the biases start at 0
+        for layer in model.layers:
+            torch.nn.init.normal_(layer.time_bias)
+            torch.nn.init.normal_(layer.position_bias)
     base = model(make_batch([[1, 2, 3]]))[-1]
     assert not torch.allclose(model(make_batch([[1, 2, 3]], gap=86_400))[-1], base)
     assert not torch.allclose(model(make_batch([[2, 1, 3]]))[-1], base)
@@ -159,46 +165,8 @@ def test_features_of_the_events() -> None:
         model.training_step(training_batch(histories), 0)
 
 
-def test_validation_among_a_part_of_the_catalogue(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held_out, targets = planted(20, seed=1)
-    batch = make_batch(held_out, targets=targets)
-    model = tiny()
-    whole = trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0]
-    model.hparams["max_eval_items"] = ITEMS
-    assert trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0] == whole
-    model.hparams["max_eval_items"] = 9
-    monkeypatch.setattr(logging.getLogger("lightning_freescale"), "propagate", True)
-    with caplog.at_level(logging.INFO):
-        part = trainer(tmp_path).validate(model, loader([batch]), verbose=False)[0]
-    assert part["val/hr@10"] == 1.0  # at most nine items rank before the target
-    assert part["val/ndcg@10"] > whole["val/ndcg@10"]
-    assert "9 random items of 30" in caplog.text
-
-
-def test_validation_needs_targets(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="targets: None"):
-        trainer(tmp_path).validate(tiny(), loader([make_batch([[1, 2]])]), verbose=False)
-
-
-def test_validation_ranks_by_brute_force(tmp_path: Path) -> None:
-    held_out, targets = planted(20, seed=1)
-    model = tiny()
-    logged = trainer(tmp_path).validate(model, loader([make_batch(held_out, targets=targets)]), verbose=False)[0]
-    items = torch.nn.functional.normalize(model.embedding.embeddings["item"].weight, dim=-1)
-    hits, gains = [], []
-    for history, target in zip(held_out, targets, strict=True):
-        order = (items @ model(make_batch([history]))[-1]).argsort(descending=True).tolist()
-        rank = order.index(target)
-        hits.append(rank < 10)
-        gains.append(1 / torch.log2(torch.tensor(rank + 2.0)).item() if rank < 10 else 0.0)
-    assert logged["val/hr@10"] == pytest.approx(sum(hits) / 20)
-    assert logged["val/ndcg@10"] == pytest.approx(sum(gains) / 20)
-
-
 def test_tables_on_the_meta_device() -> None:
-    model = HSTU(10**9, embedding_dim=128, meta_tables=True, feature_sizes={"rating": 5})
+    model = HSTU(10**9, embedding_dim=128, meta_tables=True, feature_sizes={"rating": 5}, table_std=None)
     tables = model.embedding.embeddings
     assert all(table.weight.is_meta for table in tables.values())
     assert not any(parameter.is_meta for parameter in model.layers.parameters())
@@ -219,8 +187,9 @@ def test_sampling_correction_follows_the_counts() -> None:
     assert not torch.isclose(model.training_step(batch, 0), plain)
 
 
-def test_checkpoint_restores_model_and_settings(tmp_path: Path) -> None:
-    model = tiny(num_heads=4, feature_sizes={"rating": 5}, temperature=0.1)
+@BIASES
+def test_checkpoint_restores_model_and_settings(tmp_path: Path, bias: str) -> None:
+    model = tiny(num_heads=4, feature_sizes={"rating": 5}, temperature=0.1, bias=bias)
     fit = trainer(tmp_path, max_epochs=0)
     fit.fit(model, loader([training_batch([[1, 2]], features={"rating": [[0, 1]]})]))
     fit.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
@@ -228,6 +197,21 @@ def test_checkpoint_restores_model_and_settings(tmp_path: Path) -> None:
     assert loaded.hparams == model.hparams
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_an_older_checkpoint_is_not_scaled(tmp_path: Path) -> None:
+    """A checkpoint without the setting ``scale_input`` gives the outputs with which it was trained."""
+    model = tiny(scale_input=False)
+    fit = trainer(tmp_path, max_epochs=0)
+    fit.fit(model, loader([training_batch([[1, 2]])]))
+    fit.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    del saved["hyper_parameters"]["scale_input"]
+    torch.save(saved, tmp_path / "older.ckpt")
+    older = HSTU.load_from_checkpoint(tmp_path / "older.ckpt", map_location="cpu")
+    assert not older.hparams["scale_input"]
+    batch = make_batch([[1, 2, 3]])
+    assert torch.equal(older(batch), model(batch))
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -251,9 +235,10 @@ def test_heads_must_divide_the_width() -> None:
 
 
 @pytest.mark.usefixtures("unlogged")
-def test_cost_coefficients_count_the_products() -> None:
+@BIASES
+def test_cost_coefficients_count_the_products(bias: str) -> None:
     """The coefficients equal PyTorch's own count: of one event (linear maps), and of a long history (pairs of events)."""
-    model = tiny(num_heads=4, qk_dim=8, v_dim=4)
+    model = tiny(num_heads=4, qk_dim=8, v_dim=4, bias=bias)
     linear, attention, candidate = model.cost_coefficients()
 
     def counted(batch: SeqBatch) -> int:
@@ -268,3 +253,53 @@ def test_cost_coefficients_count_the_products() -> None:
     assert pairs == 2 * attention * long**2
     with_negatives = counted(training_batch([[1] * long], negatives=8)) - linear * long - pairs
     assert with_negatives == candidate * 8 * 7 * 32  # the loss computes seven whole tiles of 32 positions
+
+
+def test_published_initial_values() -> None:
+    model = HSTU(5000, embedding_dim=64, feature_sizes={"rating": 500})
+    for table in model.embedding.embeddings.values():
+        assert table.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for layer in model.layers:
+        assert layer.f1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert layer.f2.weight.abs().max().item() == pytest.approx((6 / 128) ** 0.5, rel=0.05)
+        assert not layer.f1.bias.any()
+        assert not layer.f2.bias.any()
+    assert model.configure_optimizers().param_groups[0]["betas"] == (0.9, 0.98)
+    old = HSTU(5000, embedding_dim=64, table_std=None, linear_init="torch", betas=(0.9, 0.999))
+    assert old.embedding.embeddings["item"].weight.norm(dim=1).mean().item() == pytest.approx(1, abs=0.02)
+    assert old.layers[0].f1.weight.abs().max().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert old.configure_optimizers().param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_rows_are_scaled_where_they_enter_the_layers() -> None:
+    """Scaling the input by sqrt(D) equals four times as long rows, because D is 16. The loss on cosines does not change."""
+    batch = make_batch([[1, 2, 3], [4, 5]])
+    scaled, plain = tiny(), tiny(scale_input=False)
+    plain.load_state_dict(scaled.state_dict())
+    assert not torch.allclose(scaled(batch), plain(batch))
+    with torch.no_grad():
+        plain.embedding.embeddings["item"].weight.mul_(4)
+    torch.testing.assert_close(scaled(batch), plain(batch))
+
+
+@BIASES
+@pytest.mark.parametrize("position_embedding", [None, False, True])
+def test_which_input_embeddings_exist(bias: str, position_embedding: bool | None) -> None:
+    names = {name for name, _ in tiny(bias=bias, position_embedding=position_embedding).named_parameters()}
+    embeds_position = bias == "input" if position_embedding is None else position_embedding
+    assert ("event_encoding.position.weight" in names) == embeds_position
+    assert ("event_encoding.time_gap.weight" in names) == (bias == "input")
+    assert ("layers.0.position_bias" in names) == ("layers.1.time_bias" in names) == (bias == "relative")
+
+
+def test_dropout_of_the_input() -> None:
+    model = tiny(input_dropout=0.5)
+    batch = make_batch([[1, 2, 3]])
+    assert not torch.equal(model(batch), model(batch))
+    assert torch.equal(model.eval()(batch), tiny(input_dropout=0.0)(batch))
+
+
+@pytest.mark.parametrize("option", ["bias", "linear_init"])
+def test_unknown_values_of_options(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}: 'other' is unknown; choose"):
+        tiny(**{option: "other"})

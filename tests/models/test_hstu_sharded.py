@@ -17,14 +17,16 @@ from tests.models.test_hstu import loader, planted, tiny, trainer, training_batc
 from tests.ranks import run_ranks
 
 
-def fit(rank: int, sharding: str, prioritize: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+def fit(
+    rank: int, sharding: str, prioritize: bool, bias: str = "relative"
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Train on this rank's half of the samples. Returns the last validation results and the unsharded weights."""
     pl.seed_everything(0, verbose=False)
     histories, _ = planted()
     held_out, targets = planted(40, seed=1)
     mine = slice(rank, None, 2)
     batches = [training_batch(histories[i : i + 16][mine], seed=i + rank) for i in range(0, 64, 16)]
-    model = tiny(lr=1e-2, meta_tables=True)
+    model = tiny(lr=1e-2, meta_tables=True, bias=bias)
     strategy = FreeScaleStrategy(sharding=sharding, prioritize=prioritize, balance="off")
     trained = toy.trainer(strategy, 2, max_epochs=12, limit_val_batches=1, use_distributed_sampler=False)
     trained.fit(model, loader(batches), loader([make_batch(held_out[mine], targets=targets[mine])]))
@@ -32,7 +34,13 @@ def fit(rank: int, sharding: str, prioritize: bool) -> tuple[dict[str, float], d
     return logged, toy.weights(model)
 
 
-CASES = [("row_wise", True), ("row_wise", False), ("table_wise", True), ("column_wise", False)]  # sharding, prioritize
+CASES: list[tuple] = [  # sharding, prioritize, bias of the model
+    ("row_wise", True),
+    ("row_wise", False),
+    ("row_wise", True, "input"),
+    ("table_wise", True),
+    ("column_wise", False),
+]
 
 
 def fit_all(rank: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
@@ -40,20 +48,20 @@ def fit_all(rank: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, bool], list[tuple[dict[str, float], dict[str, Tensor]]]]:
+def results() -> dict[tuple, list[tuple[dict[str, float], dict[str, Tensor]]]]:
     """The result of :func:`fit` on both ranks, by case. The same two ranks train all cases."""
     return dict(zip(CASES, map(list, zip(*run_ranks(fit_all), strict=True)), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks_rank_the_whole_catalogue(case: tuple[str, bool], results: dict[Any, Any], tmp_path: Path) -> None:
+def test_two_ranks_rank_the_whole_catalogue(case: tuple, results: dict[Any, Any], tmp_path: Path) -> None:
     (logged, weights), (also_logged, _) = results[case]
     assert logged == also_logged
     assert logged["val/hr@10"] > 0.9
 
     rows = weights["embedding.embeddings.item.weight"]
     assert len(rows.unique(dim=0)) == len(rows)  # the shards are initialized with different random numbers
-    unsharded = tiny()
+    unsharded = tiny(bias=case[2] if len(case) > 2 else "relative")
     unsharded.load_state_dict(weights)
     held_out, targets = planted(40, seed=1)
     whole = [make_batch(held_out, targets=targets)]

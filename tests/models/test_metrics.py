@@ -1,12 +1,12 @@
-"""HR@k and NDCG@k against torchmetrics, and summed over two ranks."""
+"""HR@k, NDCG@k and MRR against torchmetrics, and summed over two ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
+from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalNormalizedDCG
 
-from lightning_freescale.models.metrics import NDCG, HitRate, popularity_hit_rate, target_ranks
+from lightning_freescale.models.metrics import MRR, NDCG, HitRate, popularity_hit_rate, target_ranks
 from tests.ranks import run_ranks
 
 RNG = torch.Generator().manual_seed(0)
@@ -23,10 +23,17 @@ def ranks(scores: torch.Tensor = SCORES, targets: torch.Tensor = TARGETS) -> tor
 def test_equal_to_torchmetrics_retrieval(k: int) -> None:
     query = torch.arange(40).repeat_interleave(25)
     relevant = TARGETS[:, None] == torch.arange(25)
-    for ours, theirs in ((HitRate(k), RetrievalHitRate(top_k=k)), (NDCG(k), RetrievalNormalizedDCG(top_k=k))):
+    positive = SCORES - SCORES.min() + 1  # the MRR of torchmetrics ignores items with a score of 0 or less
+    pairs = [
+        (HitRate(k), RetrievalHitRate(top_k=k)),
+        (NDCG(k), RetrievalNormalizedDCG(top_k=k)),
+        (MRR(k), RetrievalMRR(top_k=k)),
+        (MRR(), RetrievalMRR()),
+    ]
+    for ours, theirs in pairs:
         ours.update(ranks()[:13])
         ours.update(ranks()[13:])
-        torch.testing.assert_close(ours.compute(), theirs(SCORES.flatten(), relevant.flatten(), query))
+        torch.testing.assert_close(ours.compute(), theirs(positive.flatten(), relevant.flatten(), query))
 
 
 def test_rank_is_the_place_in_the_sorted_list() -> None:

@@ -1,0 +1,53 @@
+"""Position and time of the events as embeddings, which are added to the input of the layers."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_freescale.models.attention.buckets import (
+    event_positions,
+    log_bucket,
+    num_buckets,
+    relative_times,
+    time_gaps,
+)
+
+TIME_BUCKETS = num_buckets(2**31 - 1)
+
+
+class EventEncoding(nn.Module):
+    """Embeddings of the position of an event and of the seconds since the event before.
+
+    Positions count from the start of the history, one embedding each. Time gaps have logarithmic buckets. The encoding of an
+    event depends on the events up to this one alone.
+
+    Args:
+        dim: width ``D``.
+        positions: number of position embeddings; all later events share the last one. 0 leaves positions out.
+        times: whether time gaps are embedded.
+    """
+
+    def __init__(self, dim: int, positions: int, times: bool) -> None:
+        super().__init__()
+        self.position = nn.Embedding(positions, dim) if positions else None
+        self.time_gap = nn.Embedding(TIME_BUCKETS, dim) if times else None
+        for table in (self.position, self.time_gap):
+            if table is not None:
+                nn.init.normal_(table.weight, std=dim**-0.5)
+
+    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor) -> Tensor:
+        """``x`` plus the encoding of each event.
+
+        Args:
+            x: ``[sum(L), D]``.
+            offsets: ``[B + 1]`` integer, from 0 to ``sum(L)``.
+            timestamps: ``[sum(L)]`` int64, seconds.
+        """
+        positions = event_positions(offsets, len(x))
+        if self.position is not None:
+            x = x + F.embedding(positions.clamp(max=self.position.num_embeddings - 1), self.position.weight)
+        if self.time_gap is not None:
+            gaps = time_gaps(relative_times(timestamps, offsets), positions)
+            x = x + F.embedding(log_bucket(gaps, self.time_gap.num_embeddings).long(), self.time_gap.weight)
+        return x
