@@ -59,11 +59,10 @@ def introduction(
 def results(trainings: Sequence[FinishedTraining]) -> str:
     """A table of the figures of the last epoch, one column per training.
 
-    For HR@10 and NDCG@10, the held-out last item of every user is ranked among all items.
+    For HR@10 and NDCG@10, the item of every user that validation holds out is ranked among all items.
     """
-    histories = trainings[0].data.histories
-    held_out = torch.from_numpy(histories.items[histories.offsets[1:] - 1])
-    popular = popularity_hit_rate(torch.from_numpy(histories.item_counts), held_out)
+    data = trainings[0].data
+    popular = popularity_hit_rate(torch.from_numpy(data.item_counts), torch.from_numpy(data.validation_targets))
     metrics = [{name: float(value) for name, value in one.trainer.callback_metrics.items()} for one in trainings]
     rows: list[tuple[str, list[float | None], str]] = [
         ("training loss, last step", [float(one.losses[-1]) if len(one.losses) else None for one in trainings], ".3f"),

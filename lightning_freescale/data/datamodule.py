@@ -9,8 +9,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lightning_freescale.balance.planner import Planner
@@ -31,7 +33,10 @@ from lightning_freescale.runtime.log import log_once
 
 
 class SeqRecDataMixin:
-    """Data of a sequence recommender for a Trainer: one sample per user, leave-one-out validation.
+    """Data of a sequence recommender for a Trainer: one sample per user, whose last events are held out.
+
+    The last event of a user is the target of the test, and the one before it the target of validation. The history of each comes
+    before its target, so the test sees the validation event and training sees neither.
 
     The arguments must be equal on all ranks, because each rank computes from them which samples it reads.
 
@@ -53,7 +58,9 @@ class SeqRecDataMixin:
             names (``user_id``, ``movieId``, ``timestamp``, ...). ``{"time": None}`` means that rows are in time order.
         feature_columns: the columns with categorical features of the events.
         time_unit: the unit of numeric times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
-        min_events: users with fewer events are left out.
+        min_events: users with fewer events are left out. A user with three events is evaluated but teaches nothing.
+        held_out: number of last events of each user that are not in training: 2, or 1 for the last event as the target of
+            validation and no test data.
         synthetic: options of :class:`~.synthetic.Synthetic`.
         streaming: read Parquet files with one row per user during training, without preprocessing. Items and features must
             be integers that are rows of their tables.
@@ -81,6 +88,7 @@ class SeqRecDataMixin:
         feature_columns: Sequence[str] = (),
         time_unit: TimeUnit = "s",
         min_events: int = MIN_EVENTS,
+        held_out: int = 2,
         synthetic: Mapping[str, Any] | None = None,
         streaming: bool = False,
         num_items: int | None = None,
@@ -97,6 +105,8 @@ class SeqRecDataMixin:
         ):
             if value < least:
                 raise ConfigurationError(f"{name}: must be at least {least}, not {value}")
+        if held_out not in (1, 2):
+            raise ConfigurationError(f"held_out: must be 1 or 2, not {held_out}")
         if isinstance(feature_columns, str):
             raise ConfigurationError(f"feature_columns: must be a sequence of names, not {feature_columns!r}")
         if num_items is not None and not streaming:
@@ -104,7 +114,7 @@ class SeqRecDataMixin:
         self.data, self.batch_size, self.max_history = data, batch_size, max_history
         self.planner = Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
-        self.num_negatives, self.negatives = num_negatives, negatives
+        self.num_negatives, self.negatives, self.held_out = num_negatives, negatives, held_out
         self.format, self.min_events, self.streaming, self._num_items = format, min_events, streaming, num_items
         self._source_options = {
             "columns": dict(columns or {}),
@@ -139,7 +149,8 @@ class SeqRecDataMixin:
             source = open_source(self.data, self.format, **self._source_options)
         if not isinstance(source, ParquetSource):
             raise ConfigurationError(f"streaming: needs Parquet files, not {self.data!r}; set streaming=False")
-        index = StreamIndex.of(source, self.min_events, self.negatives == "popularity", self.cache_dir)
+        counted = self.negatives == "popularity"
+        index = StreamIndex.of(source, self.min_events, counted, self.cache_dir, held_out=self.held_out)
         if self._num_items is not None and self._num_items < index.num_items:
             raise InputError(
                 f"num_items: {self._num_items}, but {source.path} holds item {index.num_items - 1}; raise num_items"
@@ -158,6 +169,20 @@ class SeqRecDataMixin:
         """Number of rows of the table of each event feature."""
         return self.stream_index.feature_sizes if self.streaming else self.histories.feature_sizes
 
+    @cached_property
+    def item_counts(self) -> NDArray[np.int64]:
+        """``[num_items]``, how often each item occurs in training. With ``streaming`` it needs ``negatives="popularity"``."""
+        if not self.streaming:
+            return self.histories.training_item_counts(self.held_out)
+        if self.stream_index.item_counts is None:
+            raise ConfigurationError("item_counts: a stream is counted with negatives='popularity' only")
+        return self.stream_index.item_counts
+
+    @property
+    def validation_targets(self) -> NDArray[np.int64]:
+        """``[num_users]``, the item that validation holds out for each user; not with ``streaming``."""
+        return self.histories.items[self.histories.offsets[1:] - self.held_out]
+
     # ---- Lightning's hooks ---------------------------------------------------------------------------------------
     def prepare_data(self) -> None:
         _ = self.stream_index if self.streaming else self.histories
@@ -166,7 +191,8 @@ class SeqRecDataMixin:
         self._log_balance()
         # overfit_batches needs the same batches in each epoch; Lightning would replace a sampler that shuffles.
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader(self._negative_sampler(), self.shuffle and not overfit, self.drop_last, self.planner)
+        shuffle = self.shuffle and not overfit
+        return self._loader(self._negative_sampler(), self.held_out - 1, shuffle, self.drop_last, self.planner)
 
     def _log_balance(self) -> None:
         if self.planner is None or getattr(self.trainer, "world_size", 1) == 1:
@@ -181,16 +207,26 @@ class SeqRecDataMixin:
             log_once(f"{mode}: balanced at the source; every rank reads samples such that all ranks have equal work")
 
     def val_dataloader(self) -> DataLoader:
-        return self._loader(None, shuffle=False, drop_last=False)
+        return self._loader(None, skip=self.held_out - 1, shuffle=False, drop_last=False)
+
+    def test_dataloader(self) -> DataLoader:
+        if self.held_out == 1:
+            raise ConfigurationError(
+                "held_out: 1 leaves no event for the test, because validation uses the last; set it to 2"
+            )
+        return self._loader(None, skip=0, shuffle=False, drop_last=False)
 
     def _negative_sampler(self) -> NegativeSampler:
-        counts = None
-        if self.negatives == "popularity":
-            counts = self.stream_index.item_counts if self.streaming else self.histories.item_counts
+        counts = self.item_counts if self.negatives == "popularity" else None
         return NegativeSampler(self.num_items, self.num_negatives, self.negatives, counts, self.seed)
 
     def _loader(
-        self, negatives: NegativeSampler | None, shuffle: bool, drop_last: bool, planner: Planner | None = None
+        self,
+        negatives: NegativeSampler | None,
+        skip: int,
+        shuffle: bool,
+        drop_last: bool,
+        planner: Planner | None = None,
     ) -> DataLoader:
         trainer = self.trainer
         ranks: dict[str, Any] = {
@@ -206,10 +242,10 @@ class SeqRecDataMixin:
         }
         if self.streaming:
             stream = StreamDataset(
-                self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, **ranks
+                self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, skip=skip, **ranks
             )
             return StreamLoader(stream, epoch=(lambda: trainer.current_epoch) if trainer else None, **workers)
-        dataset = HistoryDataset(self.histories, self.max_history, negatives)
+        dataset = HistoryDataset(self.histories, self.max_history, negatives, skip)
         kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
         sampler = kind(dataset, self.batch_size, planner=planner, **ranks)
         # Lightning creates the first iterator before it sets the epoch. After a resume the epoch is not 0.

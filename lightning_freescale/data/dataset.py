@@ -16,18 +16,19 @@ from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 
 class HistoryDataset(Dataset):
-    """One sample per user: all events except the last, at most the latest ``max_history`` of them.
+    """One sample per user: all events before the target, at most the latest ``max_history`` of them.
 
-    In training the target of each position is the next item. The last event of a user is held out: it is the target in
-    validation (leave-one-out).
+    The target is the last event of a user, or an earlier one with ``skip``. In training it is not used: there the target of each
+    position of the history is the next item.
 
     Args:
         histories: the events of all users. Every user has at least three.
         max_history: largest number of events of a sample.
         negatives: draws the negatives of each training sample; ``None`` makes validation samples, which have ``targets``.
+        skip: number of last events of each user that are left out before the target is chosen, 0 or 1.
     """
 
-    def __init__(self, histories: Histories, max_history: int, negatives: NegativeSampler | None):
+    def __init__(self, histories: Histories, max_history: int, negatives: NegativeSampler | None, skip: int = 0):
         if max_history < 1:
             raise ConfigurationError(f"max_history: must be at least 1, not {max_history}")
         if histories.num_users and (shortest := int(histories.lengths.min())) < MIN_EVENTS:
@@ -35,6 +36,7 @@ class HistoryDataset(Dataset):
                 f"histories: a user has {shortest} events, but needs at least {MIN_EVENTS}; leave out users with fewer"
             )
         self.histories, self.max_history, self.negatives = histories, max_history, negatives
+        self.skip = skip
 
     def __len__(self) -> int:
         return self.histories.num_users
@@ -42,7 +44,7 @@ class HistoryDataset(Dataset):
     @property
     def lengths(self) -> NDArray[np.int64]:
         """``[len(self)]``, the history length of each sample."""
-        return np.minimum(self.histories.lengths - 1, self.max_history)
+        return np.minimum(self.histories.lengths - 1 - self.skip, self.max_history)
 
     @property
     def candidates(self) -> NDArray[np.int64]:
@@ -60,6 +62,12 @@ class HistoryDataset(Dataset):
             raise IndexError(f"users: {indices.min()} to {indices.max()}, but there are {len(self)} users")
         events = self.histories
         samples = leave_one_out(
-            events.items, events.timestamps, events.features, events.offsets, indices, self.max_history
+            events.items,
+            events.timestamps,
+            events.features,
+            events.offsets,
+            indices,
+            self.max_history,
+            skip=self.skip,
         )
         return collate(samples, self.negatives, epoch=getattr(users, "epoch", 0))

@@ -89,12 +89,18 @@ class Histories:
 
     @cached_property
     def item_counts(self) -> NDArray[np.int64]:
-        """``[num_items]``, how often each item occurs in training, that is without the last event of every user."""
+        """``[num_items]``, how often each item occurs, without the last event of every user."""
+        return self.training_item_counts(held_out=1)
+
+    def training_item_counts(self, held_out: int) -> NDArray[np.int64]:
+        """``[num_items]``, how often each item occurs in training, that is without the ``held_out`` last events of every user."""
         counts = np.zeros(self.num_items, dtype=np.int64)
         for start in range(0, len(self.items), CHUNK_EVENTS):
             counts += np.bincount(self.items[start : start + CHUNK_EVENTS], minlength=self.num_items)
-        held_out = self.items[self.offsets[1:][self.lengths > 0] - 1]
-        return counts - np.bincount(held_out, minlength=self.num_items)
+        for back in range(1, held_out + 1):
+            events = self.items[(self.offsets[1:] - back)[self.lengths >= back]]
+            counts -= np.bincount(events, minlength=self.num_items)
+        return counts
 
     # ---- files ---------------------------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:

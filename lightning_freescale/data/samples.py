@@ -1,4 +1,4 @@
-"""Samples: histories without their last event, and their collation into a ``SeqBatch``."""
+"""Samples: histories without their last events, and their collation into a ``SeqBatch``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.data.negatives import NegativeSampler
 from lightning_freescale.runtime.jagged import gather
 
-MIN_EVENTS = 3  # two events make one transition to learn from; the third is the held-out target
+MIN_EVENTS = 3  # one event for validation, one for the test, and at least one that comes before them
 
 
 class SampleArrays(NamedTuple):
@@ -26,7 +26,7 @@ class SampleArrays(NamedTuple):
         items: ``[sum(lengths)]``.
         timestamps: ``[sum(lengths)]``, seconds.
         features: by name, ``[sum(lengths)]``.
-        targets: ``[n]``, the held-out last item of each user.
+        targets: ``[n]``, the item that follows each history.
     """
 
     users: NDArray[np.int64]
@@ -45,17 +45,19 @@ def leave_one_out(
     indices: NDArray[np.int64],
     max_history: int,
     first_user: int = 0,
+    skip: int = 0,
 ) -> SampleArrays:
     """Return the samples of the users ``indices [n]``: their latest events, without the last one, which is the target.
 
     Args:
         items, timestamps, features: ``[T]`` each, the events of all users.
         offsets: ``[U + 1]``; user ``u`` owns events ``offsets[u]`` to ``offsets[u + 1]``.
-        indices: users with at least two events each.
+        indices: users with at least ``skip + 2`` events each.
         max_history: largest number of events of a sample.
         first_user: the number of the user at offset 0.
+        skip: number of last events that are left out before the target is chosen.
     """
-    last = offsets[indices + 1] - 1
+    last = offsets[indices + 1] - 1 - skip
     lengths = np.minimum(last - offsets[indices], max_history)
     starts = last - lengths
     return SampleArrays(

@@ -52,6 +52,7 @@ class StreamDataset(IterableDataset):
         shuffle: use another random order in each epoch. By default the order of the files.
         seed: equal on all ranks.
         drop_last: drop samples that do not fill a batch on every rank.
+        skip: number of last events of each row that are left out before the target is chosen, 0 or 1.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class StreamDataset(IterableDataset):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        skip: int = 0,
     ):
         self.index, self.batch_size, self.max_history, self.negatives = index, batch_size, max_history, negatives
         self.num_replicas, self.rank = num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle, self.seed, self.drop_last, self.skip = shuffle, seed, drop_last, skip
         rows, least, path = len(index.lengths), index.min_events, index.source.path
         self._kept = np.flatnonzero(index.lengths >= least)
         if not len(self._kept):
@@ -190,7 +192,9 @@ class StreamDataset(IterableDataset):
             while len(rows):
                 part, rows = rows[:room], rows[room:]
                 room = room - len(part) or self.batch_size
-                yield leave_one_out(items, times, features, offsets, part - first, self.max_history, first_user=first)
+                yield leave_one_out(
+                    items, times, features, offsets, part - first, self.max_history, first_user=first, skip=self.skip
+                )
 
     def _plan(self, epoch: int, left: list[range], numbers: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the slices to read, and the rows of each, for the local batches ``numbers``.

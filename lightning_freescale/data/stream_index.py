@@ -57,7 +57,8 @@ class StreamIndex:
         min_events: rows with fewer events are left out of the training.
         num_items: largest item + 1.
         feature_sizes: by name, largest value + 1.
-        item_counts: ``[num_items]``, how often each item occurs in training; ``None`` if items were not counted.
+        item_counts: ``[num_items]``, how often each item occurs in training, that is without the ``held_out`` last events of
+            every row; ``None`` if items were not counted.
     """
 
     source: ParquetSource
@@ -70,13 +71,19 @@ class StreamIndex:
 
     @staticmethod
     def of(
-        source: ParquetSource, min_events: int = 3, count_items: bool = False, cache_dir: Path | None = None
+        source: ParquetSource,
+        min_events: int = 3,
+        count_items: bool = False,
+        cache_dir: Path | None = None,
+        held_out: int = 1,
     ) -> StreamIndex:
         """Return the index of ``source``, from the cache if it has one."""
         identity = {"stream": source.identity(), "min_events": min_events, "count_items": count_items}
+        if count_items:
+            identity["held_out"] = held_out
 
         def build(folder: Path) -> None:
-            index = _scan(source, min_events, count_items)
+            index = _scan(source, min_events, count_items, held_out)
             arrays = {"lengths": index.lengths, _SLICES_FILE: index.slices}
             arrays |= {} if index.item_counts is None else {"item_counts": index.item_counts}
             save_arrays(folder, arrays, num_items=index.num_items, feature_sizes=index.feature_sizes)
@@ -95,7 +102,7 @@ class StreamIndex:
         return cached(f"{source.path.stem}-stream", identity, build, load, cache_dir)
 
 
-def _scan(source: ParquetSource, min_events: int, count_items: bool) -> StreamIndex:
+def _scan(source: ParquetSource, min_events: int, count_items: bool, held_out: int) -> StreamIndex:
     """Read all files once to build their index."""
     slices: list[RowGroupSlice] = []
     lengths: list[NDArray[np.int64]] = []
@@ -110,7 +117,8 @@ def _scan(source: ParquetSource, min_events: int, count_items: bool) -> StreamIn
             items = _codes(events.items, "items", location)
             num_items = max(num_items, int(items.max(initial=-1)) + 1)
             if count_items:
-                trained = items[time_order(events.ticks, events.lengths)][_in_training(events.lengths, min_events)]
+                in_training = _in_training(events.lengths, min_events, held_out)
+                trained = items[time_order(events.ticks, events.lengths)][in_training]
                 counts = np.bincount(trained, minlength=num_items) + np.pad(counts, (0, num_items - len(counts)))
             for name, values in events.features.items():
                 codes = _codes(values, name, location)
@@ -130,10 +138,15 @@ def _scan(source: ParquetSource, min_events: int, count_items: bool) -> StreamIn
     )
 
 
-def _in_training(lengths: NDArray[np.int64], min_events: int) -> NDArray[np.bool_]:
-    """Return a mask ``[sum(lengths)]`` of the events in training: all but the last of each row with enough events."""
+def _in_training(lengths: NDArray[np.int64], min_events: int, held_out: int) -> NDArray[np.bool_]:
+    """Return a mask ``[sum(lengths)]`` of the events in training, that is of the rows with enough events.
+
+    All events of such a row but the ``held_out`` last are in training.
+    """
     mask = np.repeat(lengths >= min_events, lengths)
-    mask[(lengths_to_offsets(lengths)[1:] - 1)[lengths > 0]] = False
+    ends = lengths_to_offsets(lengths)[1:]
+    for back in range(1, held_out + 1):
+        mask[(ends - back)[lengths >= back]] = False
     return mask
 
 

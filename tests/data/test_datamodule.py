@@ -121,10 +121,33 @@ def test_histories_as_data(tmp_path: Path) -> None:
     assert fit(Recorder(), data, max_epochs=1).trained
 
 
+@pytest.mark.parametrize("held_out", [1, 2])
+def test_the_last_events_are_held_out(tmp_path: Path, held_out: int) -> None:
+    """Histories and targets of the three loaders equal plain slices of each user's events."""
+    data = module(tmp_path, HISTORIES, held_out=held_out, shuffle=False, balance="off")
+    users = [part.tolist() for part in np.split(HISTORIES.items, HISTORIES.offsets[1:-1])]
+    loaders = {"train": data.train_dataloader(), "val": data.val_dataloader()}
+    back = {"train": held_out, "val": held_out, "test": 1}
+    if held_out == 2:
+        loaders["test"] = data.test_dataloader()
+    else:
+        with pytest.raises(ConfigurationError, match="held_out: 1 leaves no event for the test"):
+            data.test_dataloader()
+    for stage, loader in loaders.items():
+        batches = list(loader)
+        histories = [row.tolist() for batch in batches for row in batch.history.to_dense()]
+        assert histories == [own[: -back[stage]][-20:] for own in users], stage
+        if stage != "train":
+            assert [int(target) for batch in batches for target in batch.targets] == [
+                own[-back[stage]] for own in users
+            ]
+    assert data.validation_targets.tolist() == [own[-held_out] for own in users]
+
+
 def test_popularity_negatives(tmp_path: Path) -> None:
     data = module(tmp_path, negatives="popularity", num_negatives=200)
     drawn = np.concatenate([batch.features["negatives"].values().numpy() for batch in data.train_dataloader()])
-    counts = data.histories.item_counts
+    counts = data.item_counts
     assert counts[drawn].min() > 0
     assert np.corrcoef(np.bincount(drawn, minlength=1000), counts)[0, 1] > 0.9
 
@@ -190,6 +213,7 @@ def test_every_rank_reports_a_bad_file(tmp_path: Path) -> None:
         ({"max_history": 1}, "max_history: must be at least 2, not 1"),
         ({"min_events": 2}, "min_events: must be at least 3, not 2"),
         ({"seed": -1}, "seed: must be at least 0, not -1"),
+        ({"held_out": 3}, "held_out: must be 1 or 2, not 3"),
         ({"feature_columns": "rating"}, "feature_columns: must be a sequence of names, not 'rating'"),
     ],
 )

@@ -17,9 +17,9 @@ HISTORIES = Synthetic(
 ).generate()
 
 
-def dataset(negatives: int | None = 4, max_history: int = 10, **options: object) -> HistoryDataset:
+def dataset(negatives: int | None = 4, max_history: int = 10, skip: int = 0, **options: object) -> HistoryDataset:
     sampler = None if negatives is None else NegativeSampler(50, negatives, **options)  # type: ignore[arg-type]
-    return HistoryDataset(HISTORIES, max_history, sampler)
+    return HistoryDataset(HISTORIES, max_history, sampler, skip)
 
 
 def rows(batch: SeqBatch, key: str) -> list[list[int]]:
@@ -28,11 +28,12 @@ def rows(batch: SeqBatch, key: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("max_history", [1, 2, 10, 1000])
 @pytest.mark.parametrize("training", [True, False])
-def test_leave_one_out(max_history: int, training: bool) -> None:
+@pytest.mark.parametrize("skip", [0, 1])
+def test_leave_one_out(max_history: int, training: bool, skip: int) -> None:
     users = [3, 0, 39, 3, 17]
-    batch = dataset(4 if training else None, max_history)[users]
+    batch = dataset(4 if training else None, max_history, skip)[users]
     batch.validate()
-    own = [slice(HISTORIES.offsets[user], HISTORIES.offsets[user + 1]) for user in users]
+    own = [slice(HISTORIES.offsets[user], HISTORIES.offsets[user + 1] - skip) for user in users]
     assert rows(batch, "history") == [HISTORIES.items[span].tolist()[:-1][-max_history:] for span in own]
     for name in ("action", "place"):
         expected = [HISTORIES.features[name][span].tolist()[:-1][-max_history:] for span in own]
@@ -40,7 +41,7 @@ def test_leave_one_out(max_history: int, training: bool) -> None:
     times = [time for span in own for time in HISTORIES.timestamps[span].tolist()[:-1][-max_history:]]
     assert batch.timestamps.tolist() == times
     assert batch.lengths.tolist() == [min(max_history, span.stop - span.start - 1) for span in own]
-    assert batch.lengths.tolist() == dataset(None, max_history).lengths[users].tolist()
+    assert batch.lengths.tolist() == dataset(None, max_history, skip).lengths[users].tolist()
     if training:
         assert batch.targets is None
         assert batch.features["negatives"].lengths().tolist() == [4] * 5
@@ -60,12 +61,15 @@ def test_one_embedding_collection_accepts_training_and_validation_batches() -> N
         assert len(embedded["negatives"].values()) == int(batch.features["negatives"].lengths().sum())
 
 
-def test_item_counts_do_not_include_held_out_events() -> None:
+@pytest.mark.parametrize("held_out", [1, 2])
+def test_item_counts_do_not_include_held_out_events(held_out: int) -> None:
     expected = np.zeros(50, dtype=np.int64)
     for user in range(40):
-        for item in HISTORIES.items[HISTORIES.offsets[user] : HISTORIES.offsets[user + 1] - 1]:
+        for item in HISTORIES.items[HISTORIES.offsets[user] : HISTORIES.offsets[user + 1] - held_out]:
             expected[item] += 1
-    assert np.array_equal(HISTORIES.item_counts, expected)
+    assert np.array_equal(HISTORIES.training_item_counts(held_out), expected)
+    if held_out == 1:
+        assert np.array_equal(HISTORIES.item_counts, expected)
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "popularity"])

@@ -61,11 +61,11 @@ def samples(batches: list[SeqBatch]) -> list[tuple]:
     return [tuple(map(str, sample)) for sample in result]
 
 
-def expected(max_history: int, negatives: NegativeSampler | None, epoch: int = 0) -> list[tuple]:
+def expected(max_history: int, negatives: NegativeSampler | None, epoch: int = 0, skip: int = 0) -> list[tuple]:
     """Return all samples in file order, computed with plain slices."""
     result = []
     for user in range(HISTORIES.num_users):
-        span = slice(HISTORIES.offsets[user], HISTORIES.offsets[user + 1])
+        span = slice(HISTORIES.offsets[user], HISTORIES.offsets[user + 1] - skip)
         cut = [column[span].tolist()[:-1][-max_history:] for column in (HISTORIES.timestamps, HISTORIES.items)]
         drawn = [] if negatives is None else negatives.draw(np.array([user]), epoch)[0].tolist()
         action = HISTORIES.features["action"][span].tolist()[:-1][-max_history:]
@@ -239,10 +239,12 @@ def test_short_rows_are_left_out(tmp_path: Path) -> None:
 
 def test_item_counts_equal_those_of_the_histories(index: StreamIndex, tmp_path: Path) -> None:
     assert index.item_counts is None
-    counted = index_of(tmp_path / "users.parquet", tmp_path / "cache", count_items=True)
-    assert counted.item_counts is not None
-    assert counted.item_counts.tolist() == HISTORIES.item_counts[: counted.num_items].tolist()
-    assert counted.feature_sizes == {"action": 3}
+    for held_out in (1, 2):
+        counted = StreamIndex.of(index.source, 3, True, tmp_path / "cache", held_out=held_out)
+        assert counted.item_counts is not None
+        expected_counts = HISTORIES.training_item_counts(held_out)[: counted.num_items]
+        assert counted.item_counts.tolist() == expected_counts.tolist()
+        assert counted.feature_sizes == {"action": 3}
 
 
 def test_same_data_through_the_data_module(tmp_path: Path) -> None:
@@ -257,8 +259,12 @@ def test_same_data_through_the_data_module(tmp_path: Path) -> None:
     }
     streamed = SeqRecDataModule(path, streaming=True, num_items=97, **options)
     assert (streamed.num_items, streamed.feature_sizes) == (97, {"action": 3})
-    assert sorted(samples(list(streamed.train_dataloader()))) == sorted(expected(6, NEGATIVES))
-    assert samples(list(streamed.val_dataloader())) == expected(6, None)
+    assert sorted(samples(list(streamed.train_dataloader()))) == sorted(expected(6, NEGATIVES, skip=1))
+    assert samples(list(streamed.val_dataloader())) == expected(6, None, skip=1)
+    assert samples(list(streamed.test_dataloader())) == expected(6, None)
+    one = SeqRecDataModule(path, streaming=True, num_items=97, held_out=1, **options)
+    assert sorted(samples(list(one.train_dataloader()))) == sorted(expected(6, NEGATIVES))
+    assert samples(list(one.val_dataloader())) == expected(6, None)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
