@@ -20,7 +20,11 @@ from tests.ranks import run_ranks
 def fit(
     rank: int, sharding: str, prioritize: bool, bias: str = "relative"
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Train on this rank's half of the samples. Returns the last validation results and the unsharded weights."""
+    """Train on this rank's half of the samples.
+
+    Returns:
+        The results of the last validation and of a test on the same samples, and the unsharded weights.
+    """
     pl.seed_everything(0, verbose=False)
     histories, _ = planted()
     held_out, targets = planted(40, seed=1)
@@ -31,7 +35,9 @@ def fit(
     trained = toy.trainer(strategy, 2, max_epochs=12, limit_val_batches=1, use_distributed_sampler=False)
     trained.fit(model, loader(batches), loader([make_batch(held_out[mine], targets=targets[mine])]))
     logged = {name: float(value) for name, value in trained.callback_metrics.items() if name.startswith("val/")}
-    return logged, toy.weights(model)
+    weights = toy.weights(model)
+    tested = trained.test(model, loader([make_batch(held_out[mine], targets=targets[mine])]), verbose=False)[0]
+    return logged | tested, weights
 
 
 CASES: list[tuple] = [  # sharding, prioritize, bias of the model
@@ -66,6 +72,8 @@ def test_two_ranks_rank_the_whole_catalogue(case: tuple, results: dict[Any, Any]
     held_out, targets = planted(40, seed=1)
     whole = [make_batch(held_out, targets=targets)]
     alone = trainer(tmp_path).validate(unsharded, loader(whole), verbose=False)[0]
+    alone |= trainer(tmp_path).test(unsharded, loader(whole), verbose=False)[0]
+    assert {name.split("/")[0] for name in logged} == {"val", "test"}
     assert logged == pytest.approx(alone, rel=1e-4)
     with torch.no_grad():  # negative control: other weights give another ranking
         unsharded.embedding.embeddings["item"].weight.normal_()
