@@ -18,6 +18,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lightning_freescale.embedding import plan as sharding
 from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
 from tests.embedding.training import (
     DIM,
@@ -47,6 +48,7 @@ PINNED = {
     "_sharding_type_to_sharding": ShardedEmbeddingCollection,
     "_dmp_wrapped_module": DistributedModelParallel,
     "_in_backward_optimizers": nn.Parameter,
+    "_set_params_and_buffers_to_ignore_for_model": DistributedDataParallel,
     "_optimizer_classes": nn.Parameter,
     "_version": torch.Tensor,
 }
@@ -204,16 +206,24 @@ def check_gradient_division() -> None:
     set_gradient_division(True)
 
 
-def check_model_parallel(world: int) -> None:
-    """The names of DistributedModelParallel, and of optimizers inside backward, that the strategy uses."""
-    arguments = inspect.signature(DefaultDataParallelWrapper).parameters
-    assert {"static_graph", "find_unused_parameters", "bucket_cap_mb", "ddp_kwargs"} <= set(arguments)
+def small_model() -> nn.Module:
     model = nn.Module()
-    collection = EmbeddingCollection(
+    model.embeddings = EmbeddingCollection(
         tables=[EmbeddingConfig(name="t", embedding_dim=DIM, num_embeddings=64, feature_names=["a"])]
     )
-    model.embeddings = collection
     model.head = nn.Linear(DIM, 1)
+    return model
+
+
+def check_model_parallel(world: int) -> None:
+    """The names of DistributedModelParallel, and of optimizers inside backward, that the strategy uses."""
+    arguments = list(inspect.signature(DefaultDataParallelWrapper._ddp_wrap).parameters)
+    assert arguments == ["self", "dmp", "env", "device", "ddp_ignore_param_names"]  # overridden in embedding/shard.py
+    wrapped = shard(small_model(), dist.group.WORLD, torch.device("cpu"), ddp_kwargs={"bucket_cap_mb": 3})
+    assert isinstance(wrapped._dmp_wrapped_module, DistributedDataParallel)
+    assert wrapped._dmp_wrapped_module.bucket_bytes_cap == 3 * 1024 * 1024
+    model = small_model()
+    collection = model.embeddings
     device, group = torch.device("cpu"), dist.group.WORLD
     apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
     assert has_own_optimizer([collection])
