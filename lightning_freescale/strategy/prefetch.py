@@ -188,8 +188,8 @@ class PrefetchLoader:
             self._index += 1
 
     def _is_complete(self) -> bool:
-        """Whether no header is needed after the newest one."""
-        return bool(self._queue) and self._queue[-1].batch is None and self.uneven in ("error", "stop")
+        """Whether no header is needed after the newest one. All ranks must send equally many in an epoch."""
+        return bool(self._queue) and self._queue[-1].batch is None and self.uneven == "error"
 
     def _fetch(self, index: int, past_limit: bool) -> PreparedBatch:
         try:

@@ -219,7 +219,8 @@ class FreeScaleMixin(StepHooks, _Base):
         self._shard()
         self.after_sharding()
         if fitting:
-            self._register_ddp_hooks()
+            if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:
+                self._register_ddp_hooks()  # An earlier fit of the same model may have registered the hook already.
             self.setup_optimizers(trainer)
             self._signals = SignalRequests(trainer, self.control, self.launcher, self._sigterm_exception)
             show_late_values(trainer)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import BubbleMonitor, FreeScaleStrategy
@@ -123,6 +124,39 @@ def test_options_of_ddp_arrive() -> None:
         assert static_dense[:2] == (False, True)
         assert tables == (True, False, 2 << 20, False)  # No buffer of the tables is broadcast.
         assert static_tables[:2] == (False, True)
+
+
+class HookOnCpu(FreeScaleStrategy):
+    """Lightning registers communication hooks on CUDA only. This class does the same on a CPU."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+
+def count_buckets(state: Any, bucket: Any) -> Any:
+    state["buckets"] += 1
+    return allreduce_hook(torch.distributed.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+count_buckets.__annotations__.clear()  # DDP compares annotations with types, and these are strings.
+
+
+def fit_with_hook(rank: int) -> list[tuple[int, int]]:
+    found = []
+    for module, train in ((Dense(), data()), (toy.Model(), toy.loader(16))):
+        state = {"buckets": 0}
+        for fit_number in range(2):
+            strategy = HookOnCpu(ddp_comm_state=state, ddp_comm_hook=count_buckets)
+            trainer = toy.trainer(strategy, 2, max_epochs=1)
+            trainer.fit(module, train)
+            found.append((state["buckets"], (fit_number + 1) * trainer.global_step))
+    return found
+
+
+def test_a_communication_hook_is_used_in_every_step_of_every_fit() -> None:
+    for found in run_ranks(fit_with_hook):
+        assert [buckets for buckets, _ in found] == [steps for _, steps in found]
 
 
 class WithBatchNorm(toy.Model):
