@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,19 +55,37 @@ def attention_inputs(
 
 def run_attention(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The output, and all gradients for a fixed random gradient of the output. Results are converted to float64."""
-    leaves = {name: value.detach().clone() for name, value in inputs.items()}
-    learned = [leaves[name].requires_grad_() for name in ("q", "k", "v", "position_bias", "time_bias")]
+    return _run(function, inputs, ("q", "k", "v", "position_bias", "time_bias"))
+
+
+def run_without_bias(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`run_attention`, without the two biases of ``inputs``."""
+    return _run(function, inputs | {"position_bias": None, "time_bias": None}, ("q", "k", "v"))
+
+
+def _run(function: Callable[..., Tensor], inputs: dict[str, Any], learned: Sequence[str]) -> dict[str, Tensor]:
+    leaves = {name: None if value is None else value.detach().clone() for name, value in inputs.items()}
+    for name in learned:
+        leaves[name].requires_grad_()
     out = function(**leaves)
     dout = (
         torch.randint(-8, 9, out.shape, generator=torch.Generator().manual_seed(1)).to(out) / 4
     )  # these values are exact in any type
-    grads = torch.autograd.grad(out, learned, dout)
-    return {name: value.detach().double() for name, value in zip(NAMES, (out, *grads), strict=True)}
+    grads = torch.autograd.grad(out, [leaves[name] for name in learned], dout)
+    names = NAMES[: 1 + len(learned)]
+    return {name: value.detach().double() for name, value in zip(names, (out, *grads), strict=True)}
 
 
-def dense_result(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def zero_bias(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``inputs`` with biases of 0, for the reference of attention without bias."""
+    return inputs | {name: torch.zeros_like(inputs[name]) for name in ("position_bias", "time_bias")}
+
+
+def dense_result(inputs: dict[str, Tensor], names: Sequence[str] = NAMES) -> dict[str, Tensor]:
     """Output and gradients of the reference, computed in float64 from the same inputs (which may be rounded)."""
-    return run_attention(dense_attention, {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    found = run_attention(dense_attention, wide)
+    return {name: found[name] for name in names}
 
 
 def relative_errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.models import HSTU
-from lightning_freescale.models.attention import hstu_attention
+from lightning_freescale.models.attention import hopper, hstu_attention
 from lightning_freescale.models.attention.buckets import log_bucket, relative_times
-from tests.models.cases import assert_close, attention_inputs, dense_result, make_batch, relative_errors, run_attention
+from tests.models.cases import (
+    NAMES,
+    assert_close,
+    attention_inputs,
+    dense_result,
+    make_batch,
+    relative_errors,
+    run_attention,
+    run_without_bias,
+    zero_bias,
+)
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
@@ -35,6 +45,19 @@ def test_one_history(length: int, dtype: torch.dtype) -> None:
 def test_mixed_lengths_with_empty_histories(width: int, dtype: torch.dtype) -> None:
     lengths = [0, 700, 1, 64, 0, 129, 33, 2, 0]
     check(attention_inputs(lengths, heads=4, qk_dim=width, v_dim=width, dtype=dtype, device="cuda"), dtype)
+
+
+@TYPES
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("hopper_kernels", [True, False])
+def test_without_bias(width: int, dtype: torch.dtype, hopper_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that this GPU selects, and the Triton kernels on every GPU."""
+    if not hopper_kernels:
+        monkeypatch.setattr(hopper, "available", lambda device: False)
+    lengths = [0, 700, 1, 64, 0, 129, 33, 2, 0]
+    inputs = zero_bias(attention_inputs(lengths, heads=4, qk_dim=width, v_dim=width, dtype=dtype, device="cuda"))
+    expected = dense_result(inputs, NAMES[:4])
+    assert_close(run_without_bias(hstu_attention, inputs), expected, 2 * TOLERANCE[dtype])
 
 
 @TYPES
@@ -127,11 +150,12 @@ def test_the_end_of_a_21k_history_equals_the_reference() -> None:
     assert float((out - weights @ v).norm() / (weights @ v).norm()) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("bias", ["relative", "input"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_model_on_gpu_equals_model_on_cpu(precision: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_on_gpu_equals_model_on_cpu(precision: torch.dtype, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HSTU, "log", lambda *args, **kwargs: None)
     torch.manual_seed(0)
-    model = HSTU(100, embedding_dim=64, max_history=300)
+    model = HSTU(100, embedding_dim=64, max_history=300, bias=bias)
     rng = torch.Generator().manual_seed(0)
     histories = [torch.randint(100, (n,), generator=rng).tolist() for n in (300, 1, 64, 7)]
     negatives = torch.randint(100, (4, 16), generator=rng).tolist()
