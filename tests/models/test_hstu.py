@@ -73,7 +73,7 @@ def test_learns_a_planted_sequence(tmp_path: Path, bias: str) -> None:
     batches = [training_batch(histories[i : i + 16], seed=i) for i in range(0, 64, 16)]
     held_out, targets = planted(40, seed=1)
     model = tiny(lr=1e-2, bias=bias)
-    fit = trainer(tmp_path, max_epochs=15 if bias == "relative" else 25)
+    fit = trainer(tmp_path, max_epochs=15)
     fit.fit(model, loader(batches), loader([make_batch(held_out, targets=targets)]))
     counts = torch.bincount(torch.tensor([i for row in histories for i in row]), minlength=ITEMS)
     popular = popularity_hit_rate(counts, torch.tensor(targets))
