@@ -6,9 +6,11 @@ import logging
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from lightning_freescale.data import SeqRecDataModule, Synthetic
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.evaluation import without_seen
 from lightning_freescale.runtime.errors import InputError
@@ -50,6 +52,22 @@ def test_metrics_equal_a_ranking_in_plain_python(tmp_path: Path, stage: str, fil
     assert {name: value for name, value in logged.items() if not name.endswith("/loss")} == pytest.approx(expected)
     other = python_metrics(model, histories, targets, not filter_seen)
     assert other["mrr"] != pytest.approx(expected[f"{prefix}/mrr"])  # negative control
+
+
+def test_the_data_module_holds_out_the_last_two_events(tmp_path: Path) -> None:
+    """``validate`` ranks the second to last event of each user by the events before it, ``test`` the last one."""
+    histories = Synthetic(users=30, items=60, clusters=6, mean_length=9).generate()
+    users = [part.tolist() for part in np.split(histories.items, histories.offsets[1:-1])]
+    data = SeqRecDataModule(histories, batch_size=8, max_history=100)
+    torch.manual_seed(0)
+    model = HSTU(60, embedding_dim=16, max_history=100, bias="input", position_embedding=False).eval()
+    assert model.event_encoding is not None
+    torch.nn.init.zeros_(model.event_encoding.time_gap.weight)  # the reference below has other times
+    for stage, prefix, back in (("validate", "val", 2), ("test", "test", 1)):
+        logged = getattr(trainer(tmp_path), stage)(model, datamodule=data, verbose=False)[0]
+        expected = python_metrics(model, [own[:-back] for own in users], [own[-back] for own in users], False)
+        found = {name.removeprefix(f"{prefix}/"): value for name, value in logged.items() if "loss" not in name}
+        assert found == pytest.approx(expected)
 
 
 def test_seen_items_among_a_part_of_the_catalogue() -> None:
