@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, ConfigurationError, FreeScaleStrategy
 from lightning_freescale.cli import main as cli
-from lightning_freescale.strategy import checkpoint_format, checkpoint_meeting
+from lightning_freescale.strategy.checkpoints import format as checkpoint_format
+from lightning_freescale.strategy.checkpoints import meeting as checkpoint_meeting
 from lightning_freescale.strategy.checkpoints import storage
 from tests import toy
 from tests.contract.checkpoints import FORMATS, Model, resume

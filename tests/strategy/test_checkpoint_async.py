@@ -14,7 +14,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
-from lightning_freescale.strategy import checkpoint, checkpoint_file, checkpoint_saving
+from lightning_freescale.strategy.checkpoints import file as checkpoint_file
+from lightning_freescale.strategy.checkpoints import folder as checkpoint
+from lightning_freescale.strategy.checkpoints import saving as checkpoint_saving
 from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from tests import toy
