@@ -325,7 +325,7 @@ class FreeScaleMixin(StepHooks, _Base):
     def teardown(self) -> None:
         self.close_saves()
         self._close()
-        if not self._has_tables:
+        if self.lightning_module is None or not self._declares_tables():
             super().teardown()
             return
         # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.

@@ -159,6 +159,24 @@ def test_the_end_of_a_failing_rank_does_not_wait_for_the_others() -> None:
     assert "waited for another rank" not in str(failure.value)
 
 
+class FailingBeforeSharding(toy.Model):
+    def __init__(self) -> None:
+        super().__init__(device="meta")
+
+    def setup(self, stage: str) -> None:
+        raise ValueError("the user's own mistake")
+
+
+def fail_before_sharding(rank: int) -> str:
+    with pytest.raises(ValueError, match="own mistake") as failure:
+        toy.trainer("freescale", 2).fit(FailingBeforeSharding(), toy.loader())
+    return str(failure.value)
+
+
+def test_the_end_does_not_hide_an_error_before_the_tables_exist() -> None:
+    assert run_ranks(fail_before_sharding) == ["the user's own mistake"] * 2
+
+
 # ---- copies of a model -----------------------------------------------------------------------------------------------
 class WithoutTables(pl.LightningModule):
     def __init__(self) -> None:
