@@ -55,6 +55,7 @@ def blocks(results: Results) -> dict[str, str]:
         "no speed-up expected": _with_commands(results, "cannot_help", cannot_help(results)),
         "quality": _with_commands(results, "quality", quality(results)),
         "simulator": _with_commands(results, "simulate", simulator(results)),
+        "attention": _with_commands(results, "attention_kernels", attention(results)),
         "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead")),
     }
 
@@ -89,6 +90,22 @@ def _commands(results: Results) -> str:
 
 def _of(results: Results, benchmark: str) -> Iterator[StoredResult]:
     return (found for found in results.values() if found["benchmark"] == benchmark)
+
+
+def attention(results: Results) -> Iterator[Row]:
+    """Mean and spread of the attention kernels, forward and backward together."""
+    for found in _of(results, "attention_kernels"):
+        softmax = {
+            (row["case"], row["width"]): row["both TFLOP/s"] for row in found["attention"] if row["kernel"] == "softmax"
+        }
+        for row in found["attention"]:
+            yield {
+                "histories": row["case"],
+                "head width": row["width"],
+                "kernel": row["kernel"],
+                "TFLOP/s": f"{row['both TFLOP/s']:.0f} ({row['both spread']})",
+                "relative to softmax": f"{row['both TFLOP/s'] / softmax[row['case'], row['width']]:.2f}x",
+            }
 
 
 # ---- end to end --------------------------------------------------------------------------------------------------------------
