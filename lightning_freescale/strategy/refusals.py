@@ -44,6 +44,15 @@ def refuse_accumulation(trainer: Any) -> None:
         )
 
 
+def refuse_model_averaging(period: int | None) -> None:
+    """Refuse DDP's averaging of models after several local steps: the tables are updated on all ranks in every step."""
+    if period is not None:
+        raise ConfigurationError(
+            f"model_averaging_period={period}: the ranks would train their dense parameters apart, while they share the "
+            "tables. Leave model_averaging_period and post-local SGD out"
+        )
+
+
 def refuse_weight_averaging(trainer: Any) -> None:
     """Refuse callbacks that average the weights: they copy the model before its tables are sharded."""
     for callback in trainer.callbacks:

@@ -29,7 +29,12 @@ from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
-from lightning_freescale.strategy.refusals import check_options, name_coupled_samples, refuse_inexact
+from lightning_freescale.strategy.refusals import (
+    check_options,
+    name_coupled_samples,
+    refuse_inexact,
+    refuse_model_averaging,
+)
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
@@ -215,6 +220,7 @@ class FreeScaleMixin(StepHooks, _Base):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         refuse_inexact(trainer, str(self.precision_plugin.precision))
+        refuse_model_averaging(self._model_averaging_period)
         self.precision_plugin.convert_module(self.model)
         self._shard()
         self.after_sharding()
