@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +12,10 @@ import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embedding import mode_trial
-from lightning_freescale.strategy.refusals import refuse_inexact
 from tests import toy
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 
 class Plain(FreeScaleStrategy):
@@ -336,88 +334,6 @@ def test_sigterm_on_one_rank_stops_all_at_the_same_step() -> None:
     first, second = run_ranks(fit_terminated)
     assert first == second
     assert 5 <= first[0] <= 8
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------------------
-def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, Any]) -> str:
-    try:
-        toy.trainer(FreeScaleStrategy(**strategy_options), 2, max_epochs=1, **options).fit(toy.Model(), toy.loader())
-    except ConfigurationError as error:
-        return str(error)
-    return "trained"
-
-
-@pytest.mark.parametrize(
-    ("strategy_options", "options", "words"),
-    [
-        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["embedding_optimizer", "'lamb'", "rowwise_adagrad"]),
-        ({"embedding_optimizer": {"optimizer": "adam"}}, {}, ["'adam'", "CUDA", "sgd"]),
-        ({"embedding_optimizer": {"optimizer": "sgd", "momentum": 0.9}}, {}, ["momentum=0.9", "'sgd'"]),
-        ({"sharding": {"items": "row_wise"}}, {}, ["sharding", "'items'", "item, shop"]),
-        ({"sharding": "diagonal"}, {}, ["sharding", "'diagonal'", "row_wise"]),
-        ({"transport": "nccl"}, {}, ["transport='nccl'", "gloo"]),
-        ({"dedup": True}, {}, ["dedup=True", "CUDA"]),
-        ({"model_averaging_period": 4}, {}, ["model_averaging_period=4"]),
-        ({}, {"precision": "16-true"}, ["precision", "'16-true'", "bf16-mixed"]),
-        ({}, {"precision": "64-true"}, ["precision", "'64-true'"]),
-        ({}, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2"]),
-        ({}, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, ["accumulate_grad_batches=2"]),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_refused_with_a_reason(strategy_options: dict[str, Any], options: dict[str, Any], words: list[str]) -> None:
-    for message in run_ranks(fit_refused, args=(strategy_options, options)):
-        assert all(word in message for word in words), message
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="start_method='spawn'"):
-        FreeScaleStrategy(start_method="spawn")
-
-    with pytest.raises(ConfigurationError, match="fit_costs: True, False or a number of steps, not -1"):
-        FreeScaleStrategy(fit_costs=-1)
-    with pytest.raises(ConfigurationError, match="uneven='sometimes' is unknown"):
-        FreeScaleStrategy(uneven="sometimes")
-    for optimizer in ({"optimizer": "adam"}, {"optimizer": "sgd", "weight_decay": 0.1}):
-        with pytest.raises(ConfigurationError, match="uneven='continue'"):
-            FreeScaleStrategy(uneven="continue", embedding_optimizer=optimizer)
-    with pytest.raises(ConfigurationError, match=r"precision='16-mixed'.*loss scaling"):
-        refuse_inexact(None, "16-mixed")
-
-
-# ---- no hangs --------------------------------------------------------------------------------------------------------------
-class Stuck(toy.Model):
-    def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            time.sleep(60)
-        return super().training_step(batch, batch_idx)
-
-
-class Failing(toy.Model):
-    def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            raise ValueError("the user's own mistake")
-        return super().training_step(batch, batch_idx)
-
-
-def fit_broken(rank: int, model: type) -> None:
-    toy.trainer(FreeScaleStrategy(timeout=3), 2).fit(model(), toy.loader())
-
-
-def test_a_stuck_rank_is_an_error_within_the_timeout() -> None:
-    start = time.monotonic()
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(fit_broken, args=(Stuck,))
-    assert list(failure.value.errors) == [0]
-    assert "rank 0 of 2, step 2: rank 1 is missing: stuck or dead for 3 s" in failure.value.errors[0]
-    assert time.monotonic() - start < 30
-
-
-def test_a_failing_rank_ends_the_others_with_its_own_traceback() -> None:
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(fit_broken, args=(Failing,), every_error=True, timeout=30)
-    assert "the user's own mistake" in failure.value.errors[1]
-    assert "rank 1 ended with ValueError: the user's own mistake" in failure.value.errors[0]
 
 
 # ---- shares of the global batch ------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""Settings that cannot be exact are refused with a reason, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale.strategy.refusals import refuse_inexact
+from tests import toy
+from tests.ranks import run_ranks
+
+
+def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, Any]) -> str:
+    try:
+        toy.trainer(FreeScaleStrategy(**strategy_options), 2, max_epochs=1, **options).fit(toy.Model(), toy.loader())
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("strategy_options", "options", "words"),
+    [
+        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["embedding_optimizer", "'lamb'", "rowwise_adagrad"]),
+        ({"embedding_optimizer": {"optimizer": "adam"}}, {}, ["'adam'", "CUDA", "sgd"]),
+        ({"embedding_optimizer": {"optimizer": "sgd", "momentum": 0.9}}, {}, ["momentum=0.9", "'sgd'"]),
+        ({"sharding": {"items": "row_wise"}}, {}, ["sharding", "'items'", "item, shop"]),
+        ({"sharding": "diagonal"}, {}, ["sharding", "'diagonal'", "row_wise"]),
+        ({"transport": "nccl"}, {}, ["transport='nccl'", "gloo"]),
+        ({"dedup": True}, {}, ["dedup=True", "CUDA"]),
+        ({"model_averaging_period": 4}, {}, ["model_averaging_period=4"]),
+        ({}, {"precision": "16-true"}, ["precision", "'16-true'", "bf16-mixed"]),
+        ({}, {"precision": "64-true"}, ["precision", "'64-true'"]),
+        ({}, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2"]),
+        ({}, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, ["accumulate_grad_batches=2"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_refused_with_a_reason(strategy_options: dict[str, Any], options: dict[str, Any], words: list[str]) -> None:
+    for message in run_ranks(fit_refused, args=(strategy_options, options)):
+        assert all(word in message for word in words), message
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="start_method='spawn'"):
+        FreeScaleStrategy(start_method="spawn")
+
+    with pytest.raises(ConfigurationError, match="fit_costs: True, False or a number of steps, not -1"):
+        FreeScaleStrategy(fit_costs=-1)
+    with pytest.raises(ConfigurationError, match="uneven='sometimes' is unknown"):
+        FreeScaleStrategy(uneven="sometimes")
+    for optimizer in ({"optimizer": "adam"}, {"optimizer": "sgd", "weight_decay": 0.1}):
+        with pytest.raises(ConfigurationError, match="uneven='continue'"):
+            FreeScaleStrategy(uneven="continue", embedding_optimizer=optimizer)
+    with pytest.raises(ConfigurationError, match=r"precision='16-mixed'.*loss scaling"):
+        refuse_inexact(None, "16-mixed")
