@@ -1,6 +1,6 @@
 """Run all tests in two processes at the same time: ``python -m tests [pytest options]``.
 
-The tests need two processes because most of them wait for other processes. The second list takes about half of the time.
+The tests need two processes because most of them wait for other processes. The second process runs the folders of the list below. Both take about equally long.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ SECOND_PROCESS = [
     "tests/benchmarks",
     "tests/models",
     "tests/data",
+    "tests/bubbles",
+    "tests/simulate",
 ]
 
 
