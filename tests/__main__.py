@@ -1,6 +1,7 @@
 """Run all tests in two processes at the same time: ``python -m tests [pytest options]``.
 
-The tests need two processes because most of them wait for other processes. The second process runs the folders of the list below. Both take about equally long.
+Most tests wait for other processes, so two processes finish sooner than one. The second process runs the folders of the
+list below. Both take about equally long.
 """
 
 from __future__ import annotations
