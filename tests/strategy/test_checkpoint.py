@@ -80,13 +80,6 @@ class ReadsSteppingBatches(toy.Model):
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", params=["file", "sharded"])
-def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    """The checkpoints of an uninterrupted run in either format, and what each rank trained."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return folder, run_ranks(fit, args=(2, str(folder), None, None, {"checkpoint": request.param}))
-
-
 @pytest.mark.parametrize(
     ("at", "esb"),
     [("epoch=0-step=5", False), ("epoch=0-step=15", False), ("epoch=1-step=20", False), ("epoch=0-step=5", True)],
