@@ -5,11 +5,25 @@ A gloo group has threads and sockets. They end when the last reference to the gr
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
+
+
+@functools.cache
+def keep_from_forked_processes() -> None:
+    """Forked processes, such as the workers of a DataLoader, never destroy the groups of this process.
+
+    A group often ends in a reference cycle. The garbage collector may first run in a forked process, where the threads
+    of the group do not exist. The destructor of the group would wait for them without end. So a forked process excludes
+    all objects that it inherits from garbage collection.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:

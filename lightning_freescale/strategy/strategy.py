@@ -23,6 +23,7 @@ from lightning_freescale.embedding.plan import embedding_modules
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.process_groups import keep_from_forked_processes
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
 from lightning_freescale.strategy.control import Control, Request
@@ -184,6 +185,7 @@ class FreeScaleMixin(StepHooks, _Base):
 
     # ---- set-up: process groups, then the model --------------------------------------------------------------------
     def setup_environment(self) -> None:
+        keep_from_forked_processes()
         super().setup_environment()
         if self.control is None:
             self.control = Control(self._wait)
