@@ -16,7 +16,8 @@ namespace py = pybind11;
 using namespace freescale;
 
 namespace freescale {
-void bind_transport(py::module_& module);  // transport/bindings.cpp
+void bind_transport(py::module_& module);       // transport/bindings.cpp
+void bind_zero_collision(py::module_& module);  // zero_collision/bindings.cpp
 }
 
 namespace {
@@ -157,4 +158,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("variable", &py_variable, py::arg("costs").noconvert(), py::arg("ranks"), py::arg("tokens").noconvert(),
              py::arg("max_tokens"), py::arg("shares").noconvert());
   bind_transport(module);
+  bind_zero_collision(module);
 }

@@ -1,0 +1,13 @@
+"""Zero-collision ids (MPZCH, arXiv 2602.17050): every 64-bit id has a row of its own, and loses it when it is obsolete.
+
+Catalogues have no ``0 .. rows - 1``. Their ids are 64-bit numbers, new ones appear and old ones are never seen again. A hash
+modulo the rows lets ids share rows. Here an id *probes* for a free *slot* (a row number) and keeps it. An id that has not been
+seen for long loses its slot to a new one, whose row is then drawn anew.
+
+Files:
+
+    layout.py       how the slots of a table are arranged, and when a slot is taken back
+    reference.py    the definition, in plain Python
+    remap.py        the same on tensors: look-ups, insertions, undo
+    fresh_rows.py   the first row of an id
+"""
