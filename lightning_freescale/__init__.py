@@ -15,6 +15,7 @@ from lightning_freescale.runtime import third_party_warnings as third_party_warn
 # isort: split
 from lightning_freescale.bubbles.monitor import BubbleMonitor
 from lightning_freescale.data import SeqBatch, SeqRecDataModule
+from lightning_freescale.embedding.zero_collision.collection import ZeroCollision, zero_collision
 from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
 from lightning_freescale.strategy import FreeScaleStrategy
 from lightning_freescale.strategy.checkpoints.export import export
@@ -34,5 +35,7 @@ __all__ = [
     "InputError",
     "SeqBatch",
     "SeqRecDataModule",
+    "ZeroCollision",
     "export",
+    "zero_collision",
 ]

@@ -9,13 +9,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.runtime.errors import InputError
 
+ANY_ID = 2**63  # Number of ids of a table with zero-collision ids: every integer from 0 to 2^63 - 1.
+
 
 def check_jagged(features: KeyedJaggedTensor, rows: Mapping[str, int] | None = None) -> None:
     """Raise :class:`InputError` unless the lengths fit the values and every id is a row of its table.
 
     Args:
         features: ids in host memory.
-        rows: number of rows of the table of each key. The ids of a key that is missing here are not checked.
+        rows: number of rows of the table of each key, or :data:`ANY_ID`. The ids of a key that is missing here are not checked.
     """
     lengths, values = features.lengths(), features.values()
     keys, stride = features.keys(), features.stride()
@@ -35,6 +37,8 @@ def check_jagged(features: KeyedJaggedTensor, rows: Mapping[str, int] | None = N
         if limit is None or not ids.numel():
             continue
         low, high = (int(edge) for edge in torch.aminmax(ids))
+        if low < 0 and limit == ANY_ID:
+            raise InputError(f"{key}: id {low} is negative; zero-collision ids are integers from 0 to 2^63 - 1")
         if low < 0 or high >= limit:
             raise InputError(
                 f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1})"

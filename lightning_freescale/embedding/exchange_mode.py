@@ -16,6 +16,7 @@ from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
@@ -82,9 +83,7 @@ class ExchangeMode:
         timeline: Timeline,
     ) -> None:
         """Make a schedule for the sharded modules of ``model``, unless all steps are synchronous. All ranks must call it."""
-        modules = {
-            name: module for name, module in model.named_modules() if isinstance(module, ShardedEmbeddingCollection)
-        }
+        modules = _scheduled_modules(model)
         if not self._prioritize or not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:
@@ -125,6 +124,7 @@ class ExchangeMode:
             self._leave_groups()
         elif self.schedule is not None:
             for module in self.schedule.modules:
+                module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)
         self._trial = self.schedule = self._groups = None
 
@@ -138,3 +138,16 @@ class ExchangeMode:
         for group in self._groups or ():
             leave(group)
         self._groups = None
+
+
+def _scheduled_modules(model: nn.Module) -> dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection]:
+    """The modules whose exchange can be prioritized, by name; not the collection inside one with zero-collision ids."""
+    found: dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection] = {}
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedZeroCollisionCollection):
+            found[name] = module
+            inside.append(f"{name}." if name else "")
+        elif isinstance(module, ShardedEmbeddingCollection) and not name.startswith(tuple(inside)):
+            found[name] = module
+    return found

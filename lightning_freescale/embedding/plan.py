@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -20,8 +20,12 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from lightning_freescale.batch.jagged_checks import ANY_ID
 from lightning_freescale.embedding.table_optimizer import fused_params, has_own_optimizer
+from lightning_freescale.embedding.zero_collision.collection import ZeroCollisionCollection
+from lightning_freescale.embedding.zero_collision.sharded import ZeroCollisionSharder, check_bucket_sharding
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
@@ -31,28 +35,46 @@ SHARDING_TYPES = ("row_wise", "table_wise", "column_wise")
 MIN_ROWS_PER_RANK = 16
 
 
-def embedding_modules(module: nn.Module) -> dict[str, EmbeddingCollection | EmbeddingBagCollection]:
+Collection: TypeAlias = EmbeddingCollection | EmbeddingBagCollection | ZeroCollisionCollection
+
+
+def embedding_modules(module: nn.Module) -> dict[str, Collection]:
     """The embedding collections that are sharded, by their qualified name in ``module``."""
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if isinstance(child, (EmbeddingCollection, EmbeddingBagCollection))
-    }
+    found: dict[str, Collection] = {}
+    managed: list[str] = []  # prefixes of the names of what is inside a zero-collision collection
+    for name, child in module.named_modules():
+        if isinstance(child, BaseManagedCollisionEmbeddingCollection) and not isinstance(
+            child, ZeroCollisionCollection
+        ):
+            raise ConfigurationError(
+                f"{name or 'the model'} is a {type(child).__name__}: every rank would remap ids on its own. Use "
+                "lightning_freescale.zero_collision(EmbeddingCollection(...), ...) instead"
+            )
+        if isinstance(child, get_args(Collection)) and not name.startswith(tuple(managed)):
+            found[name] = child
+            if isinstance(child, ZeroCollisionCollection):
+                managed.append(f"{name}." if name else "")
+    return found
 
 
-def _configs(collection: EmbeddingCollection | EmbeddingBagCollection) -> list[BaseEmbeddingConfig]:
-    if isinstance(collection, EmbeddingCollection):
-        return list(collection.embedding_configs())
-    return list(collection.embedding_bag_configs())
+def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+    if isinstance(collection, EmbeddingBagCollection):
+        return list(collection.embedding_bag_configs())
+    return list(collection.embedding_configs())
 
 
 def rows_by_feature(module: nn.Module) -> dict[str, int]:
-    """Number of rows of the table that each feature uses; of the smallest one if a feature uses several tables."""
+    """Number of ids that each feature may have: the rows of its table, of the smallest one if it uses several tables.
+
+    It is :data:`ANY_ID` for a table with zero-collision ids.
+    """
     rows: dict[str, int] = {}
     for collection in embedding_modules(module).values():
+        unlimited = isinstance(collection, ZeroCollisionCollection)
         for config in _configs(collection):
+            limit = ANY_ID if unlimited else config.num_embeddings
             for feature in config.feature_names:
-                rows[feature] = min(config.num_embeddings, rows.get(feature, config.num_embeddings))
+                rows[feature] = min(limit, rows.get(feature, limit))
     return rows
 
 
@@ -78,6 +100,10 @@ def make_sharders(
 
 def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool) -> ModuleSharder:
     """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
+    if kind is ZeroCollisionCollection:
+        if dedup:
+            raise ConfigurationError("dedup=True: tables with zero-collision ids do not support it yet; leave it out")
+        return ZeroCollisionSharder(params)
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:
         raise ConfigurationError(
@@ -95,15 +121,25 @@ def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool)
 
 
 def choose_sharding(
-    configs: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str] | str | None, world_size: int
+    configs: Sequence[BaseEmbeddingConfig],
+    sharding: Mapping[str, str] | str | None,
+    world_size: int,
+    buckets: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
-    """Sharding type of each table: the user's choice; otherwise row-wise, or table-wise if the table is too small to split."""
+    """Sharding type of each table: the user's choice; otherwise row-wise, or table-wise if the table is too small to split.
+
+    Args:
+        buckets: number of buckets of each table with zero-collision ids. Such a table is row-wise, whatever its size.
+    """
     tables = {config.name: config for config in configs}
     wanted = dict.fromkeys(tables, sharding) if isinstance(sharding, str) else dict(sharding or {})
     if unknown := sorted(set(wanted) - set(tables)):
         raise ConfigurationError(f"sharding: no table named {unknown[0]!r}; the tables are {', '.join(sorted(tables))}")
     chosen = {}
     for name, config in tables.items():
+        if buckets and name in buckets:
+            chosen[name] = check_bucket_sharding(name, buckets[name], wanted.get(name), world_size)
+            continue
         small = config.num_embeddings < MIN_ROWS_PER_RANK * world_size
         kind = wanted.get(name) or ("table_wise" if small else "row_wise")
         if kind not in SHARDING_TYPES:
@@ -134,7 +170,13 @@ def make_plan(
     """
     collections = embedding_modules(module)
     configs = [config for collection in collections.values() for config in _configs(collection)]
-    chosen = choose_sharding(configs, sharding, world_size)
+    buckets = {
+        name: number
+        for collection in collections.values()
+        if isinstance(collection, ZeroCollisionCollection)
+        for name, number in collection.buckets.items()
+    }
+    chosen = choose_sharding(configs, sharding, world_size, buckets)
     load = [0] * world_size  # elements of whole tables on each rank
     owner: dict[str, int] = {}
     for config in sorted(configs, key=lambda config: -config.num_embeddings * config.embedding_dim):
@@ -147,7 +189,7 @@ def make_plan(
         plan[name] = construct_module_sharding_plan(
             collection,
             {
-                config.name: _placement(config, chosen[config.name], owner, world_size)
+                config.name: _placement(config, chosen[config.name], owner, world_size, buckets.get(config.name))
                 for config in _configs(collection)
             },
             sharder=sharder_of[type(collection)],
@@ -159,10 +201,12 @@ def make_plan(
 
 
 def _placement(
-    config: BaseEmbeddingConfig, kind: str, owner: Mapping[str, int], world_size: int
+    config: BaseEmbeddingConfig, kind: str, owner: Mapping[str, int], world_size: int, buckets: int | None
 ) -> ParameterShardingGenerator:
     # Always the fused kernel: the default on CPU, "dense", sums the rows of a sequence.
     kernel = EmbeddingComputeKernel.FUSED.value
+    if buckets is not None and buckets % world_size:
+        return row_wise(compute_kernel=kernel, num_buckets=buckets)
     if kind == "row_wise":
         return row_wise(compute_kernel=kernel)
     if kind == "table_wise":

@@ -34,13 +34,15 @@ from lightning_freescale.embedding.stages import (
     RoutedBatch,
     RowSet,
 )
+from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.streams import SideStream, current_stream, int64_on_device, mark_used_on
 
 _SPAN_OF = {COLLISION: Kind.ROW_EXCHANGE_COLLISION, EXCLUSIVE: Kind.ROW_EXCHANGE_EXCLUSIVE}
 
 
 class PrioritizedEmbedding:
-    """The prioritized exchange of one ``ShardedEmbeddingCollection``.
+    """The prioritized exchange of one ``ShardedEmbeddingCollection``, or of one with zero-collision ids.
 
     A batch goes through ``request``, ``route``, ``plan_rows``, ``send_rows`` (twice) and ``join``. Its gradients return through
     ``gradients``.
@@ -54,15 +56,21 @@ class PrioritizedEmbedding:
 
     def __init__(
         self,
-        module: ShardedEmbeddingCollection,
+        module: ShardedEmbeddingCollection | ShardedZeroCollisionCollection,
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
     ):
         self.module, self.copies = module, copies
+        self.remaps: RemapsAhead | None = None
+        self.collection: ShardedEmbeddingCollection  # the tables, without their identities
+        if isinstance(module, ShardedZeroCollisionCollection):
+            self.remaps, self.collection = RemapsAhead(module), module.collection
+        else:
+            self.collection = module
         self.timeline = timeline or Timeline()
         self.stats = RowExchangeStats()
-        self.tables = LocalTables(module)
+        self.tables = LocalTables(self.collection)
         self.device = self.tables.device
         self.ids_stream, self.table_stream = (SideStream(self.device, high_priority=True) for _ in range(2))
         self.finder = CollisionFinder(
@@ -73,9 +81,9 @@ class PrioritizedEmbedding:
         # TorchRec releases differ in the options of the module's output: pass those that this release has.
         options = inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters
         self.output_options = {
-            name: getattr(module, f"_{name}")
+            name: getattr(self.collection, f"_{name}")
             for name in ("use_gather_select", "use_gather_select_per_sharding", "use_sorted_select")
-            if name in options and hasattr(module, f"_{name}")
+            if name in options and hasattr(self.collection, f"_{name}")
         }
 
     def resume(self) -> None:
@@ -83,6 +91,21 @@ class PrioritizedEmbedding:
         self.tables.optimizer.continue_count()
         with self.table_stream.work(compute=True):
             pass
+
+    # ---- inserted ids -----------------------------------------------------------------------------------------------
+    def undo_ahead(self) -> None:
+        """Show zero-collision tables as the current step has left them. The next operation of a step shows them as before."""
+        if self.remaps is not None:
+            with self.table_stream.work(self.ids_stream):
+                self.remaps.undo()
+
+    def forget_ahead(self, batch: RequestedBatch | RoutedBatch | FetchingBatch | None = None) -> None:
+        """Take the ids of ``batch`` and of all batches after it out of zero-collision tables; of all by default."""
+        routed = batch.routed if isinstance(batch, FetchingBatch) else batch
+        if self.remaps is None or isinstance(routed, RequestedBatch):
+            return
+        with self.table_stream.work(self.ids_stream):
+            self.remaps.forget(None if routed is None else routed.ahead)
 
     # ---- ids --------------------------------------------------------------------------------------------------------
     def request(self, kjt: KeyedJaggedTensor) -> RequestedBatch:
@@ -95,14 +118,21 @@ class PrioritizedEmbedding:
     def route(self, batch: RequestedBatch) -> RoutedBatch:
         """Wait for the ids, and work out which rows this rank owes to which requester."""
         with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE):
-            received = batch.ids.wait().wait()
+            received, ahead = list(batch.ids.wait().wait()), None
+            if self.remaps is not None:  # from here on, slots take the place of ids
+                received, ahead = self.remaps.remap(received)
             requests = [
                 self._requests(group, features, context)
                 for group, (features, context) in enumerate(zip(received, batch.context.sharding_contexts, strict=True))
             ]
         for group_requests in requests:
             mark_used_on(self.table_stream, group_requests.tensors())
-        return RoutedBatch(batch.kjt, batch.context, requests, batch.ids_version)
+        return RoutedBatch(batch.kjt, batch.context, requests, batch.ids_version, ahead=ahead)
+
+    def await_ids(self, batch: RequestedBatch) -> None:
+        """Wait for the ids of a batch that is dropped."""
+        with self.ids_stream.work():
+            batch.ids.wait().wait()
 
     def _requests(self, group: int, features: KeyedJaggedTensor, context: Any) -> Requests:
         num_ids = features.values().numel()
@@ -141,7 +171,7 @@ class PrioritizedEmbedding:
             for sets in planned:
                 self.timeline.count("rows", sum(sum(rows.by_requester) for rows in sets.values()))
                 self.timeline.count("collisions", sum(sets[COLLISION].by_requester))
-        self.stats.add_batch(batch.kjt.values().numel(), self.module._embedding_dim)
+        self.stats.add_batch(batch.kjt.values().numel(), self.collection._embedding_dim)
         for sets, dim in zip(planned, self.tables.dims, strict=True):
             collisions = sum(sets[COLLISION].by_owner) if COLLISION in sets else 0
             self.stats.add_rows(sum(sum(rows.by_owner) for rows in sets.values()), collisions, dim)
@@ -161,6 +191,7 @@ class PrioritizedEmbedding:
                     torch.empty(sum(sum(rows.by_owner) for rows in sets.values()), dim, device=self.device)
                     for sets, dim in zip(batch.row_sets, self.tables.dims, strict=True)
                 ]
+            self._write_fresh_rows(batch, kind)
             for group, (sets, buffer) in enumerate(zip(batch.row_sets, batch.buffers, strict=True)):
                 if kind not in sets:
                     continue
@@ -184,6 +215,16 @@ class PrioritizedEmbedding:
                     )
                 )
 
+    def _write_fresh_rows(self, batch: FetchingBatch, kind: RowKind) -> None:
+        """Write the fresh rows of one kind, if ids were inserted: from here on, no earlier batch needs the old rows."""
+        ahead = batch.routed.ahead
+        if ahead is None or self.remaps is None:
+            return
+        if batch.routed.with_previous is None:  # all rows are of one kind
+            self.remaps.write(ahead, None)
+            return
+        self.remaps.write(ahead, [sets[kind].features for sets in batch.row_sets])
+
     def await_rows(self, batch: FetchingBatch) -> None:
         """Make the table stream wait for the rows: their memory is reused there."""
         with self.table_stream.work():
@@ -194,6 +235,8 @@ class PrioritizedEmbedding:
     def join(self, batch: FetchingBatch) -> tuple[ComputingBatch, EmbeddingCollectionAwaitable]:
         """As requester: put the rows of both kinds together to the output of the module. Its gradients go to ``gradients``."""
         optimizer, routed = self.tables.optimizer, batch.routed
+        if self.remaps is not None and routed.ahead is not None:
+            self.remaps.commit(routed.ahead)
         computing = ComputingBatch(routed, optimizer.begin_step(), [None] * len(routed.requests))
         with self.table_stream.work():
             optimizer.restore_count()
@@ -212,7 +255,7 @@ class PrioritizedEmbedding:
 
     def _output(self, context: Any, outputs: list[Any]) -> EmbeddingCollectionAwaitable:
         """The output of the module, as its own forward would build it from the rows of each sharding group."""
-        module = self.module
+        module = self.collection
         return EmbeddingCollectionAwaitable(
             awaitables_per_sharding=outputs,
             features_per_sharding=[sharding.features_before_input_dist for sharding in context.sharding_contexts],

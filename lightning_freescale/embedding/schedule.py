@@ -44,6 +44,7 @@ from lightning_freescale.embedding.stages import (
     ReturningBatch,
     RoutedBatch,
 )
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 
@@ -97,7 +98,9 @@ class ScheduledModule:
                     self.exchange.gradients.begin_forward()
                     return output
                 self.stay_synchronous(reason)
+            self.exchange.forget_ahead()
         self.exchange.gradients.apply_late()
+        self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
         return self._synchronous_forward(self.exchange.module, *args, **kwargs)
 
@@ -121,9 +124,12 @@ class ScheduledModule:
             exchange.resume()
             self.current = exchange.plan_rows(exchange.route(exchange.request(kjt)))
             exchange.send_rows(self.current, EXCLUSIVE)
+        if self.next is not None and self.next.kjt is not next_kjt:  # another batch than the one announced before
+            exchange.forget_ahead(self.next)
+            self.next = self.after_next = None
         if next_kjt is None:
             self.next = None
-        elif self.next is None or self.next.kjt is not next_kjt:
+        elif self.next is None:
             self.next = exchange.request(next_kjt)
         if after_next_kjt is None:
             self.after_next = None
@@ -182,10 +188,11 @@ class ScheduledModule:
         """Forget the prefetched batches. All ranks have started the same transfers, so wait until they are complete."""
         for batch in (self.current, self.next, self.after_next):
             if isinstance(batch, RequestedBatch):
-                self.exchange.route(batch)
+                self.exchange.await_ids(batch)
             elif isinstance(batch, FetchingBatch):
                 self.exchange.await_rows(batch)
         self.current = self.next = self.after_next = None
+        self.exchange.forget_ahead()
         self.exchange.gradients.cancel()
 
     def stay_synchronous(self, reason: str) -> None:
@@ -203,7 +210,7 @@ class ExchangeSchedule:
 
     def __init__(
         self,
-        modules: dict[str, ShardedEmbeddingCollection],
+        modules: dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection],
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
@@ -287,10 +294,14 @@ class ExchangeSchedule:
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
-        """Apply every gradient that has not been applied. These gradients change no prefetched row."""
+        """Apply every gradient that has not been applied. These gradients change no prefetched row.
+
+        Ids that were inserted for later batches are taken out. The next step inserts them again.
+        """
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.exchange.gradients.apply_late()
+            module.exchange.undo_ahead()
 
     def close(self) -> None:
         """Flush, drop the prefetched batches, and give the modules their own forward back."""

@@ -123,6 +123,8 @@ def _fill_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     state = module.state_dict()
     for key, weight in weights.items():
+        if not hasattr(state[key], "local_shards"):
+            continue  # a count of a zero-collision table, equal on all ranks: sharding has kept it
         for shard in state[key].local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(weight[row : row + rows, column : column + columns])

@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
+from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
 from lightning_freescale.runtime.streams import Readback
 
 
@@ -121,6 +122,7 @@ class RoutedBatch:
     ids_version: int
     with_previous: list[CollisionMarks] | None = None  # decides when rows are fetched
     with_next: list[CollisionMarks] | None = None  # decides when gradients return
+    ahead: BatchAhead | None = None  # the inserted ids, if the tables have zero-collision ids
 
 
 @dataclass

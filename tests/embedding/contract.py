@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -20,6 +21,7 @@ from lightning_freescale.embedding import plan as sharding
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
+from lightning_freescale.embedding.zero_collision.collection import ZeroCollision
 from tests.embedding.training import (
     DIM,
     KEYS,
@@ -32,6 +34,7 @@ from tests.embedding.training import (
     to_kjt,
     train,
 )
+from tests.embedding.zero_collision.training import compare_modes
 from tests.ranks import run_ranks
 
 # Private names of TorchRec and PyTorch that the package uses, and the classes that have them. check_names() checks each.
@@ -48,6 +51,9 @@ PINNED = {
     "_sharding_type_to_sharding": ShardedEmbeddingCollection,
     "_dmp_wrapped_module": DistributedModelParallel,
     "_in_backward_optimizers": nn.Parameter,
+    "_managed_collision_modules": ShardedManagedCollisionCollection,
+    "_sharding_tables": ShardedManagedCollisionCollection,
+    "_output_dists": ShardedEmbeddingCollection,
     "_set_params_and_buffers_to_ignore_for_model": DistributedDataParallel,
     "_optimizer_classes": nn.Parameter,
     "_version": torch.Tensor,
@@ -253,7 +259,8 @@ def check_training(rank: int, world: int) -> dict[str, bool]:
     """For every sharding, whether the prioritized exchange equals TorchRec's bit for bit. One more run must differ."""
     dist.init_process_group("gloo")
     return {kind: same_bits(rank, world, kind) for kind in SHARDINGS} | {
-        "every row prefetched": same_bits(rank, world, "row_wise", prefetch_all=True)
+        "every row prefetched": same_bits(rank, world, "row_wise", prefetch_all=True),
+        "zero-collision ids": same_bits_with_zero_collision_ids(rank, world),
     }
 
 
@@ -271,6 +278,15 @@ def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False) -> b
     return expected == got and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def same_bits_with_zero_collision_ids(rank: int, world: int) -> bool:
+    """Buckets are spread evenly here: early releases of TorchRec cannot spread them otherwise."""
+    options = {
+        "item": ZeroCollision(buckets=6, max_probe=3, evict="ttl", ttl=1, insert=["clicks"], reserved=2),
+        "shop": ZeroCollision(buckets=4, max_probe=3, evict="lru"),
+    }
+    return compare_modes(rank, world, "rowwise_adagrad", look_at="the end", options=options) == (True, True)
+
+
 def ignore_collisions(schedule: ExchangeSchedule) -> None:
     def detect(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
@@ -283,6 +299,6 @@ def check(world: int = 2) -> None:
     """Run both checks, each on its own set of ranks."""
     run_ranks(check_names, world, (world,))
     results = run_ranks(check_training, world, (world,))
-    for kind in SHARDINGS:
+    for kind in (*SHARDINGS, "zero-collision ids"):
         assert all(result[kind] for result in results), f"{kind}: prioritized and synchronous training differ"
     assert not all(result["every row prefetched"] for result in results), "the comparison does not detect stale rows"

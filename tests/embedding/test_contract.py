@@ -98,7 +98,7 @@ def foreign_private_names(source: str) -> set[str]:
 
 
 def private_names_used_in(package: str) -> set[str]:
-    files = sorted((ROOT / "lightning_freescale" / package).glob("*.py"))
+    files = sorted((ROOT / "lightning_freescale" / package).rglob("*.py"))
     return {name for file in files for name in foreign_private_names(file.read_text())}
 
 

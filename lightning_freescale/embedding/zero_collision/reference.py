@@ -47,7 +47,7 @@ class ReferenceRemapper:
     """
 
     layout: Layout
-    eviction: Eviction = Eviction()
+    eviction: Eviction
     identities: dict[int, int] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
 

@@ -32,7 +32,7 @@ class Insertion:
 
     Attributes:
         touched: ``[k]`` int64, slots of the batch that an id owns.
-        old_ids, old_seen: ``[k]`` their identities and ages before.
+        other_ids, other_seen: ``[k]`` their identities and ages before the insertion; while it is undone, those after it.
         fresh_slots: ``[f]`` int64, slots that have a new owner. Their rows must be drawn anew.
         fresh_ids: ``[f]`` int64, the new owners.
         evicted: number of fresh slots that another id has lost.
@@ -41,30 +41,23 @@ class Insertion:
     """
 
     touched: Tensor
-    old_ids: Tensor
-    old_seen: Tensor
+    other_ids: Tensor
+    other_seen: Tensor
     fresh_slots: Tensor
     fresh_ids: Tensor
     evicted: int
     fallback: int
     shared: int
-    _new: tuple[Tensor, Tensor] | None = None  # identities and ages after the insertion, while it is undone
 
     @property
     def inserted(self) -> int:
         return self.fresh_slots.numel()
 
-    def undo(self, state: IdentityState) -> None:
-        """Restore the state from before the insertion. Insertions of later batches must have been undone."""
-        assert self._new is None
-        self._new = state.identities[self.touched], state.seen[self.touched]
-        state.identities[self.touched] = self.old_ids
-        state.seen[self.touched] = self.old_seen
-
-    def redo(self, state: IdentityState) -> None:
-        """Restore the state from after the insertion."""
-        assert self._new is not None
-        (state.identities[self.touched], state.seen[self.touched]), self._new = self._new, None
+    def swap(self, state: IdentityState) -> None:
+        """Undo the insertion, or redo it. The insertions of later batches must be undone."""
+        now = state.identities[self.touched], state.seen[self.touched]
+        state.identities[self.touched], state.seen[self.touched] = self.other_ids, self.other_seen
+        self.other_ids, self.other_seen = now
 
 
 def empty_state(slots: int, device: torch.device) -> IdentityState:
@@ -97,8 +90,8 @@ def insert(
     fresh = all_touched[hits:]
     insertion = Insertion(
         touched=all_touched,
-        old_ids=before,
-        old_seen=torch.from_numpy(old_seen),
+        other_ids=before,
+        other_seen=torch.from_numpy(old_seen),
         fresh_slots=fresh,
         fresh_ids=state.identities[fresh],
         evicted=int((before[hits:] != EMPTY).sum()),

@@ -105,10 +105,10 @@ def test_undo_and_redo(layout: Layout, eviction: Eviction, steps: list[list[int]
         done.append(insert(state, layout, eviction, torch.tensor(ids, dtype=torch.int64), step)[1])
         states.append(copy(state))
     for insertion, before in zip(reversed(done), reversed(states[:-1]), strict=True):
-        insertion.undo(state)
+        insertion.swap(state)
         assert same(state, before)
     for insertion, after in zip(done, states[1:], strict=True):
-        insertion.redo(state)
+        insertion.swap(state)
         assert same(state, after)
 
 

@@ -1,0 +1,140 @@
+"""Zero-collision tables train alike in three ways, bit for bit: plain TorchRec fed by the reference, synchronous, prioritized.
+
+After every step, losses, weights, optimizer state, identities and ages are compared, while ids are inserted and evicted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
+from tests.embedding.zero_collision.training import compare_modes
+from tests.ranks import run_ranks
+
+
+def compare(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[bool, bool]]:
+    """For each case: whether all losses agree with the first mode's, and whether all states do."""
+    dist.init_process_group("gloo")
+    return [compare_modes(rank, world, **case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_modes_are_equal(world: int) -> None:
+    """With 4 ranks the 6 and 5 buckets are spread unevenly."""
+    cases = [
+        {"optimizer": "sgd", "look_at": "every step", "seed": 0},
+        {"optimizer": "adagrad", "look_at": "some steps", "seed": 1},
+        {"optimizer": "rowwise_adagrad", "look_at": "the end", "seed": 2},
+    ]
+    for result in run_ranks(compare, world, args=(world, cases), timeout=110):
+        assert result == [(True, True)] * len(cases)
+
+
+def test_uneven_batches_an_empty_rank_and_steps_without_ids() -> None:
+    shapes = [
+        lambda rank, step: 2 + 3 * rank,
+        lambda rank, step: 0 if rank == 1 else 6,
+        lambda rank, step: 0 if (rank + step) % 3 == 0 else 5,
+        lambda rank, step: 0 if step in (0, 3, 7) else 5,
+    ]
+    cases = [
+        {"optimizer": "rowwise_adagrad", "samples": shape, "seed": 10 + i, "look_at": "some steps"}
+        for i, shape in enumerate(shapes)
+    ]
+    for result in run_ranks(compare, 3, args=(3, cases)):
+        assert result == [(True, True)] * len(cases)
+
+
+def test_validation_between_steps() -> None:
+    cases = [
+        {"optimizer": "adagrad", "modes": ("synchronous", "prioritized"), "validate": True, "look_at": look_at}
+        for look_at in ("every step", "some steps")
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [(True, True)] * len(cases)
+
+
+# ---- negative controls: the comparison detects each error ------------------------------------------------------------
+def _remaps(schedule: ExchangeSchedule) -> RemapsAhead:
+    remaps = schedule.modules[0].exchange.remaps
+    assert remaps is not None
+    return remaps
+
+
+def reset_when_ids_are_inserted(schedule: ExchangeSchedule) -> None:
+    """Write fresh rows two steps ahead, when earlier batches still use the old rows."""
+    remaps = _remaps(schedule)
+    remap, write = remaps.remap, remaps.write
+
+    def eager(received: Any) -> Any:
+        slots, batch = remap(received)
+        write(batch, None)
+        return slots, batch
+
+    remaps.remap = eager  # type: ignore[method-assign]
+    remaps.write = lambda *_: None  # type: ignore[method-assign]
+
+
+def write_all_fresh_rows_early(schedule: ExchangeSchedule) -> None:
+    """Write a fresh row that collides with the current batch before that batch has updated the old row."""
+    remaps = _remaps(schedule)
+    write = remaps.write
+
+    def early(batch: Any, slots: Any) -> None:
+        if not batch.written:
+            write(batch, None)
+
+    remaps.write = early  # type: ignore[method-assign]
+
+
+def collide_by_id(schedule: ExchangeSchedule) -> None:
+    """Compare ids and not slots: ids that share a reserved slot seem to have different rows."""
+    exchange = schedule.modules[0].exchange
+    remaps, tables = _remaps(schedule), exchange.tables
+    remap, row_keys = remaps.remap, tables.row_keys
+    received_ids: list[torch.Tensor] = []
+
+    def remember(received: Any) -> Any:
+        received_ids[:] = [features.values() for features in received]
+        return remap(received)
+
+    def by_id(group: int, ids: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        shared = (received_ids[group] * 31 + feature) % tables.num_rows[group]
+        return torch.where(_in_reserved_slots(schedule, ids, feature), shared, row_keys(group, ids, feature))
+
+    remaps.remap = remember  # type: ignore[method-assign]
+    tables.row_keys = by_id  # type: ignore[method-assign]
+
+
+def _in_reserved_slots(schedule: ExchangeSchedule, slots: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+    owned: Any = schedule.modules[0].exchange.module
+    layouts = [owned.tables[name].identities.layout for name in ("item", "item", "shop")]
+    size = torch.tensor([layout.bucket_size for layout in layouts])[feature]
+    usable = torch.tensor([layout.usable for layout in layouts])[feature]
+    return slots % size >= usable
+
+
+def never_undo(schedule: ExchangeSchedule) -> None:
+    _remaps(schedule).undo = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "losses_equal"),
+    [
+        (reset_when_ids_are_inserted, False),
+        (write_all_fresh_rows_early, False),
+        (collide_by_id, False),
+        (never_undo, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_comparison_can_fail(sabotage: Any, losses_equal: bool) -> None:
+    case = {"optimizer": "adagrad", "modes": ("synchronous", "prioritized"), "sabotage": sabotage, "seed": 3}
+    results = run_ranks(compare, 2, args=(2, [case]))
+    assert [result[0][1] for result in results] == [False, False]  # the states differ
+    assert all(result[0][0] for result in results) == losses_equal
