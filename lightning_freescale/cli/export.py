@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from lightning_freescale.strategy.checkpoints import id_map
 from lightning_freescale.strategy.checkpoints.export import export
 
 
@@ -37,3 +38,5 @@ def main(argv: Sequence[str], prog: str) -> None:
     )
     weights = sum(value.numel() for value in state.values())
     print(f"{options.output}: {len(state)} tensors, {weights:,} weights")
+    for table, path in id_map.paths(state, options.output).items():
+        print(f"{path}: the rows of the ids of table {table}")

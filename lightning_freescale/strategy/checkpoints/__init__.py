@@ -6,5 +6,5 @@
 * ``tensors.py`` and ``weights.py``: between sharded tables and full tensors, and into the model.
 * ``random_states.py``: a resumed run draws the numbers of the uninterrupted one.
 * ``background.py``: asynchronous saves. ``meeting.py``: saves while an exception is handled.
-* ``export.py``: turns a checkpoint into one plain file, without process groups.
+* ``export.py``: turns a checkpoint into one plain file, without process groups. ``id_map.py``: which row belongs to which id.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
-from lightning_freescale.strategy.checkpoints import file, folder, storage
+from lightning_freescale.strategy.checkpoints import file, folder, id_map, storage
 
 
 def export(
@@ -21,7 +21,8 @@ def export(
 ) -> dict[str, torch.Tensor]:
     """Write the weights of ``checkpoint`` to the file ``output`` as one unsharded state dict, and return them.
 
-    ``model.load_state_dict(torch.load(output))`` then works on the unsharded model.
+    ``model.load_state_dict(torch.load(output))`` then works on the unsharded model. For each table with zero-collision ids, a
+    Parquet file beside ``output`` says which row belongs to which id (see :mod:`.id_map`).
 
     Args:
         checkpoint: a checkpoint of this strategy, file or folder; a path or a remote address.
@@ -36,6 +37,7 @@ def export(
     else:
         whole = file.read_alone(path, weights_only)
     _write(whole if lightning else dict(whole["state_dict"]), os.fspath(output))
+    id_map.write(whole["state_dict"], os.fspath(output))
     return dict(whole["state_dict"])
 
 
