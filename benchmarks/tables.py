@@ -1,9 +1,10 @@
-"""Generates README tables, ``docs/results.md``, ``docs/paper.md`` and ``benchmarks/README.md`` from ``benchmarks/results``.
+"""Generates README tables, ``docs/results.md``, ``docs/paper.md``, ``benchmarks/README.md`` and more from ``benchmarks/results``.
 
     python -m benchmarks.tables [--check]
 
-No figure in these tables is typed by hand. README.md and docs/results.md keep their text: only the blocks between
-``<!-- results: ... -->`` and ``<!-- end of results -->`` are replaced. The other two pages are generated completely.
+No figure in these tables is typed by hand. README.md, docs/results.md and docs/zero_collision.md keep their text: only the
+blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are replaced. The other two pages are generated
+completely.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.results import load_results
-from benchmarks.harness.tables import benchmarks_page, paper_page, readme_block, results_blocks
+from benchmarks.harness.tables import benchmarks_page, paper_page, readme_block, results_blocks, zero_collision_block
 from benchmarks.harness.tables.markdown import fill_block
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,9 @@ def pages() -> dict[Path, str]:
     text = results.read_text()
     for name, block in results_blocks.blocks(stored).items():
         text = fill_block(results.name, text, name, block)
+    ids = ROOT / "docs" / "zero_collision.md"
     return {
+        ids: fill_block(ids.name, ids.read_text(), "zero-collision", zero_collision_block.block(stored)),
         readme: fill_block(readme.name, readme.read_text(), "", readme_block.block(stored)),
         results: text,
         ROOT / "benchmarks" / "README.md": benchmarks_page.page(stored),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MIN_SHARE = 0.03  # of the step: smaller parts of the bubble get no advice
 BALANCED_BELOW = 1.05  # imbalance below which the ranks count as balanced
+MIN_FALLBACK = 0.01  # share of ids without a row of their own from which on there is advice
+SAFE_LOAD = 0.75  # load of a zero-collision table at which ids find rows
 SAME_RANK = 0.8  # if one rank is the slowest in more than this share of the steps, the advice names it
 
 
@@ -33,6 +35,7 @@ def advise(analysis: Analysis) -> list[Advice]:
         if lost >= MIN_SHARE * step:
             share = f"{lost / bubble:.0%} of the bubble is"
             found.append(_ADVICE[part](analysis, settings, share, step, lost))
+    found += _missing_rows(analysis)
     found.sort(key=lambda advice: np.nan_to_num(advice.predicted_ms, nan=np.inf))
     if not found:
         return [
@@ -42,6 +45,21 @@ def advise(analysis: Analysis) -> list[Advice]:
             )
         ]
     return found
+
+
+def _missing_rows(analysis: Analysis) -> list[Advice]:
+    """Advice on zero-collision tables that are too small for their ids. It does not change the time of a step."""
+    fallback, load = (analysis.summary.get(f"ids/{name}", 0.0) for name in ("fallback", "load"))
+    if fallback < MIN_FALLBACK:
+        return []
+    factor = max((load + fallback) / SAFE_LOAD, 1.1)
+    return [
+        Advice(
+            f"{fallback:.0%} of the distinct ids of a batch have no row of their own, at a load of {load:.2f}: enlarge the "
+            f"tables with zero-collision ids by {factor:.1f}x, or let obsolete ids lose their rows earlier (evict, ttl).",
+            np.nan,
+        )
+    ]
 
 
 def _predict(step: float, gain: float) -> tuple[str, float]:

@@ -29,7 +29,10 @@ PARTS = ("straggler", "exposed_embedding", "exposed_dense", "input_wait", "other
 SLOTS = 16  # waits of one kind in a step that are matched between ranks; further waits count as exposed
 
 # What a rank counts in a step, besides time.
-COUNTS = ("samples", "tokens", "padded", "cost", "flops", "bytes", "collisions", "rows", "overhead")
+# Of tables with zero-collision ids: distinct ids of the batch, those that got a row, rows taken from other ids for them, ids
+# without a row of their own, distinct ids less distinct rows; rows that ids own, and rows that they can own.
+ID_COUNTS = ("ids", "ids_inserted", "ids_evicted", "ids_fallback", "ids_collisions", "ids_owned", "ids_slots")
+COUNTS = ("samples", "tokens", "padded", "cost", "flops", "bytes", "collisions", "rows", "overhead", *ID_COUNTS)
 _SCALARS = ("start", "wall", "useful", "input_wait", "hidden", "unmatched_embedding", "unmatched_dense", *COUNTS)
 WIDTH = len(_SCALARS) + len(EXCHANGES) * SLOTS * 3
 

@@ -82,6 +82,20 @@ class CollisionRate(_Ratio):
         self._add(collisions, rows)
 
 
+class IdShare(_Ratio):
+    """Share of distinct ids, or of rows, in tables with zero-collision ids."""
+
+    def update(self, part: Any, whole: Any) -> None:
+        self._add(part, whole)
+
+
+class IdsPerStep(_Ratio):
+    """Ids in a step of all ranks together, mean over steps."""
+
+    def update(self, ids: Any, steps: int = 1) -> None:
+        self._add(ids, steps)
+
+
 class BytesExchanged(_Ratio):
     """Bytes that a rank sends in a step, mean over ranks and steps."""
 

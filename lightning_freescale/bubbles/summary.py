@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
+from numpy.typing import NDArray
 
 from lightning_freescale.bubbles import metrics
 from lightning_freescale.bubbles.attribution import PARTS, Bubbles
@@ -21,6 +24,7 @@ TAGS = (
     "throughput/tokens_per_s",
     "step/time_ms",
 )
+ID_TAGS = ("ids/load", "ids/inserted", "ids/evicted", "ids/fallback", "ids/collisions")  # with zero-collision ids
 # ``throughput/tflops`` needs a model with ``cost_coefficients()``; ``throughput/mfu`` also needs a device with a known peak.
 MORE_TAGS = (
     "embedding/prioritized",
@@ -28,6 +32,7 @@ MORE_TAGS = (
     "comm/mbytes_per_step",
     "throughput/tflops",
     "throughput/mfu",
+    *ID_TAGS,
 )
 
 
@@ -49,6 +54,8 @@ class Summary:
         self._samples, self._tokens, self._compute = (metrics.Rate(**local) for _ in range(3))
         self._mfu = metrics.Rate(peak=peak, **local)
         self._time = metrics.StepTime(**local)
+        self._id_shares = {name: metrics.IdShare(**local) for name in ("ids/load", "ids/fallback", "ids/collisions")}
+        self._id_rates = {name: metrics.IdsPerStep(**local) for name in ("ids/inserted", "ids/evicted")}
 
     def __call__(self, bubbles: Bubbles) -> dict[str, float]:
         """Values by tag. They cover the steps of ``bubbles`` and no earlier ones."""
@@ -85,11 +92,22 @@ class Summary:
             if self._peak:
                 self._mfu.update(counts["flops"], seconds, ranks)
                 held["throughput/mfu"] = self._mfu
+        if counts["ids_slots"].any():
+            held |= self._ids(counts, steps)
         values = {}
         for name, metric in held.items():
             values[name] = float(metric.compute())
             metric.reset()
         return values
+
+    def _ids(self, counts: Mapping[str, NDArray[np.float64]], steps: int) -> dict[str, Any]:
+        """The metrics of zero-collision ids, updated with the counts of some steps."""
+        self._id_shares["ids/load"].update(counts["ids_owned"], counts["ids_slots"])
+        for name in ("fallback", "collisions"):
+            self._id_shares[f"ids/{name}"].update(counts[f"ids_{name}"], counts["ids"])
+        for name in ("inserted", "evicted"):
+            self._id_rates[f"ids/{name}"].update(counts[f"ids_{name}"], steps)
+        return {**self._id_shares, **self._id_rates}
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -23,6 +23,7 @@ The flow of one batch, and the file of each part:
 
 Files:
 
+    zero_collision/     tables whose ids are any 64-bit numbers
     plan.py             the sharding plan: which rank holds which part of which table
     shard.py            shards a model by that plan; the dense parameters become data parallel
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate

@@ -84,6 +84,9 @@ class ExchangeMode:
     ) -> None:
         """Make a schedule for the sharded modules of ``model``, unless all steps are synchronous. All ranks must call it."""
         modules = _scheduled_modules(model)
+        for module in modules.values():
+            if isinstance(module, ShardedZeroCollisionCollection):
+                module.timeline = timeline
         if not self._prioritize or not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:

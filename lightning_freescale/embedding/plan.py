@@ -95,14 +95,16 @@ def make_sharders(
     else:
         params = fused_params(options, device)
     kinds = dict.fromkeys([EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())])
-    return [_make_sharder(kind, params, dedup) for kind in kinds]
+    return [_make_sharder(kind, params, dedup, device) for kind in kinds]
 
 
-def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool) -> ModuleSharder:
+def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool, device: torch.device) -> ModuleSharder:
     """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
     if kind is ZeroCollisionCollection:
         if dedup:
             raise ConfigurationError("dedup=True: tables with zero-collision ids do not support it yet; leave it out")
+        if device.type != "cpu":
+            raise ConfigurationError(f"zero_collision: such tables train on CPU only for now, not on {device.type}")
         return ZeroCollisionSharder(params)
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:

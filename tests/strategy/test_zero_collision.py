@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import lightning.pytorch as pl
 import pyarrow.parquet as pq
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 import lightning_freescale as fs
+from lightning_freescale.bubbles.advice import advise
+from lightning_freescale.bubbles.analysis import analyse
+from lightning_freescale.bubbles.records import read_run
+from lightning_freescale.bubbles.summary import ID_TAGS
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -184,6 +190,27 @@ def test_export_writes_which_row_belongs_to_which_id(tmp_path: Path, checkpoint:
     for number, row in zip(ids, found, strict=True):
         if number in row_of:
             assert torch.equal(row, table[row_of[number]])
+
+
+def test_ids_are_logged_and_advised_on(tmp_path: Path) -> None:
+    """The metrics of both exchanges, and the advice of the report: these tables are too small for their ids."""
+    logged = {}
+    for mode in (True, False):
+        logger = CSVLogger(tmp_path, name="", version=str(mode))
+        run_ranks(fit, 2, args=(2, {"prioritize": mode}, {"logger": logger, "log_every_n_steps": 4}))
+        with open(Path(logger.log_dir) / "metrics.csv") as stream:
+            rows = [row for row in csv.DictReader(stream) if row["ids/load"]]
+        logged[mode] = [{tag: float(row[tag]) for tag in ID_TAGS} for row in rows]
+        assert len(rows) == 3
+        analysis = analyse(read_run(Path(logger.log_dir)))
+        assert any("have no row of their own" in advice.text for advice in advise(analysis))
+    for tag in ID_TAGS:
+        if tag != "ids/load":  # the prioritized exchange has inserted the ids of two more batches
+            assert [row[tag] for row in logged[True]] == [row[tag] for row in logged[False]], tag
+    last = logged[False][-1]
+    assert 0.5 < last["ids/load"] <= 1
+    assert last["ids/inserted"] > last["ids/evicted"] > 0
+    assert 0 < last["ids/collisions"] < last["ids/fallback"] < 1
 
 
 class SaveAtTheEnd(pl.Callback):

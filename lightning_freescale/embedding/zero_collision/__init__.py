@@ -10,4 +10,9 @@ Files:
     reference.py    the definition, in plain Python
     remap.py        the same on tensors: look-ups, insertions, undo
     fresh_rows.py   the first row of an id
+    module.py       the identities of one table, as a managed-collision module of TorchRec
+    collection.py   ``zero_collision``: the options, and the collection before sharding
+    sharded.py      the collection after sharding, and its synchronous step
+    owned_table.py  this rank's part of one table: identities, rows, optimizer state
+    ahead.py        batches whose ids are inserted before their own step (prioritized exchange)
 """

@@ -85,7 +85,7 @@ class RemapsAhead:
         assert self._batches[0] is batch, "batches are trained in the order in which their ids were inserted"
         self._batches.pop(0)
         for table, insertion in batch.insertions:
-            table.stats.add(insertion)
+            table.count(insertion, self._collection.timeline)
 
     def undo(self) -> None:
         """Show the tables as the last committed batch has left them."""

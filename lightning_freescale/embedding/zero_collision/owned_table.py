@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.zero_collision.layout import EMPTY
 from lightning_freescale.embedding.zero_collision.module import ZeroCollisionModule
 from lightning_freescale.embedding.zero_collision.remap import Insertion
-
-
-@dataclass
-class IdStats:
-    """What has happened to the ids of a table on this rank, since the counts were last reset.
-
-    Attributes:
-        ids: distinct ids of each batch, summed over the batches.
-        inserted: ids that got a row.
-        evicted: rows that were taken from other ids for them.
-        fallback: distinct ids without a row of their own.
-        collisions: distinct ids less distinct rows.
-    """
-
-    ids: int = 0
-    inserted: int = 0
-    evicted: int = 0
-    fallback: int = 0
-    collisions: int = 0
-
-    def add(self, insertion: Insertion) -> None:
-        self.ids += insertion.touched.numel() + insertion.fallback
-        self.inserted += insertion.inserted
-        self.evicted += insertion.evicted
-        self.fallback += insertion.fallback
-        self.collisions += insertion.fallback - insertion.shared
 
 
 class WrittenRows:
@@ -64,14 +39,12 @@ class OwnedTable:
         weight: ``[slots, D]`` the rows.
         optimizer_state: the state of the fused optimizer, tensors of ``slots`` rows each.
         features: names of the features of the table.
-        stats: what has happened to the ids.
     """
 
     identities: ZeroCollisionModule
     weight: Tensor
     optimizer_state: list[Tensor]
     features: list[str]
-    stats: IdStats = field(default_factory=IdStats)
 
     def remap(self, ids: Tensor, counts: Sequence[int], insert: bool) -> tuple[Tensor, Insertion | None]:
         """From ids to slots, for all features of the table.
@@ -115,7 +88,15 @@ class OwnedTable:
         flags = torch.zeros(self.identities.layout.slots, dtype=torch.bool, device=slots.device)
         return flags.index_fill_(0, others, True)[slots]
 
-    def load(self) -> float:
-        """Share of the slots that an id owns, of those that ids can own."""
+    def count(self, insertion: Insertion, timeline: Timeline) -> None:
+        """Count what a training step has inserted, for the metrics, if the step is recorded."""
+        if not timeline.active:
+            return
         layout = self.identities.layout
-        return int((self.identities.state.identities != EMPTY).sum()) / (layout.held * layout.usable)
+        timeline.count("ids", insertion.touched.numel() + insertion.fallback)
+        timeline.count("ids_inserted", insertion.inserted)
+        timeline.count("ids_evicted", insertion.evicted)
+        timeline.count("ids_fallback", insertion.fallback)
+        timeline.count("ids_collisions", insertion.fallback - insertion.shared)
+        timeline.count("ids_owned", (self.identities.state.identities != EMPTY).sum())
+        timeline.count("ids_slots", layout.held * layout.usable)

@@ -19,6 +19,7 @@ from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.table_optimizer import kernels_in
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollisionCollection
 from lightning_freescale.embedding.zero_collision.module import ZeroCollisionModule
@@ -39,6 +40,7 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
 
     Attributes:
         tables: this rank's part of each table.
+        timeline: counts the ids of recorded steps.
     """
 
     _embedding_module: ShardedEmbeddingCollection
@@ -47,6 +49,7 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
         super().__init__(*args, **kwargs)
         modules = self._managed_collision_collection._managed_collision_modules
         self.tables = _owned_tables(self._embedding_module, modules)
+        self.timeline = Timeline()
         # The probes of the monitor find the look-ups of a sharded module under these names.
         self._lookups, self._output_dists = self._embedding_module._lookups, self._embedding_module._output_dists
 
@@ -94,7 +97,7 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
         """Remap, write the fresh rows, look up."""
         remapped, insertions = self.remap(list(dist_input), insert=self.training and torch.is_grad_enabled())
         for table, insertion in insertions:
-            table.stats.add(insertion)
+            table.count(insertion, self.timeline)
             table.write_fresh(insertion.fresh_slots, insertion.fresh_ids)
         return self._embedding_module.compute(ctx, remapped)
 
