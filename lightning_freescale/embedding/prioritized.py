@@ -8,6 +8,8 @@ exclusive rows travel at different times, over different process groups. No row 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,22 +91,36 @@ class PrioritizedEmbedding:
     def resume(self) -> None:
         """Continue from the tables as steps with TorchRec's own exchange have left them."""
         self.tables.optimizer.continue_count()
-        with self.table_stream.work(compute=True):
+        with self._identities_and_rows():
             pass
 
     # ---- inserted ids -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def _identities_and_rows(self) -> Iterator[None]:
+        """Work on identities and rows, after everything that uses them now and before everything that will."""
+        with self.table_stream.work(self.ids_stream, compute=True):
+            yield
+        with self.ids_stream.work(self.table_stream):
+            pass
+
     def undo_ahead(self) -> None:
-        """Show zero-collision tables as the current step has left them. The next operation of a step shows them as before."""
+        """Show zero-collision tables as the current step has left them, until :meth:`redo_ahead`."""
         if self.remaps is not None:
-            with self.table_stream.work(self.ids_stream):
+            with self._identities_and_rows():
                 self.remaps.undo()
+
+    def redo_ahead(self) -> None:
+        """Show zero-collision tables with the ids of the batches ahead again."""
+        if self.remaps is not None and self.remaps.undone:
+            with self._identities_and_rows():
+                self.remaps.redo()
 
     def forget_ahead(self, batch: RequestedBatch | RoutedBatch | FetchingBatch | None = None) -> None:
         """Take the ids of ``batch`` and of all batches after it out of zero-collision tables; of all by default."""
         routed = batch.routed if isinstance(batch, FetchingBatch) else batch
         if self.remaps is None or isinstance(routed, RequestedBatch):
             return
-        with self.table_stream.work(self.ids_stream):
+        with self._identities_and_rows():
             self.remaps.forget(None if routed is None else routed.ahead)
 
     # ---- ids --------------------------------------------------------------------------------------------------------
@@ -127,6 +143,8 @@ class PrioritizedEmbedding:
             ]
         for group_requests in requests:
             mark_used_on(self.table_stream, group_requests.tensors())
+        if ahead is not None:
+            mark_used_on(self.table_stream, ahead.tensors())
         return RoutedBatch(batch.kjt, batch.context, requests, batch.ids_version, ahead=ahead)
 
     def await_ids(self, batch: RequestedBatch) -> None:

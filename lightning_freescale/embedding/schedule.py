@@ -93,6 +93,7 @@ class ScheduledModule:
             if self.kjt_index is not None and self.active:
                 reason = self._reason_against(features)
                 if reason is None:
+                    self.exchange.redo_ahead()
                     assert isinstance(self.current, FetchingBatch)
                     self.current, output = self.exchange.join(self.current)
                     self.exchange.gradients.begin_forward()
@@ -118,6 +119,7 @@ class ScheduledModule:
         self, kjt: KeyedJaggedTensor, next_kjt: KeyedJaggedTensor | None, after_next_kjt: KeyedJaggedTensor | None
     ) -> None:
         exchange = self.exchange
+        exchange.redo_ahead()
         if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
             exchange.gradients.apply_late()
             self.drop()
@@ -138,6 +140,7 @@ class ScheduledModule:
 
     def before_backward(self) -> None:
         self.exchange.gradients.apply_late()
+        self.exchange.redo_ahead()
         current = self.current
         if not isinstance(current, ComputingBatch):  # no forward in this step, or this is its second backward
             return
@@ -177,6 +180,7 @@ class ScheduledModule:
         current = self.current
         if not isinstance(current, ReturningBatch) or not current.has_gradients:
             return  # no backward went through this module
+        self.exchange.redo_ahead()
         self.exchange.gradients.apply_collisions(current)
         self.current = None
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:

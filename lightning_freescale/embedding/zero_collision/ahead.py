@@ -5,7 +5,7 @@ batches, so each batch finds the state that it would find in its own step. The t
 
 * A fresh row is written when no earlier batch needs the old row any more: just before it is read for the batch (`write`).
 * Whoever looks at the tables between two steps (validation, a checkpoint) must find the state of the last step. `undo` restores
-  it, and the next operation of a step restores the state ahead.
+  it, and `redo` restores the state ahead when the next step begins.
 * A batch that is dropped before its step has never been there (`forget`).
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.zero_collision.owned_table import WrittenRows
@@ -33,6 +34,9 @@ class BatchAhead:
     insertions: list[TableInsertion]
     written: list[WrittenRows] = field(default_factory=list)
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, insertion in self.insertions for tensor in insertion.tensors()]
+
     def undo(self) -> None:
         for rows in reversed(self.written):
             rows.swap()
@@ -49,16 +53,20 @@ class BatchAhead:
 
 
 class RemapsAhead:
-    """The batches of one collection whose ids are inserted ahead of their step, in the order of the steps."""
+    """The batches of one collection whose ids are inserted ahead of their step, in the order of the steps.
+
+    Attributes:
+        undone: whether the tables do not show the batches ahead at present.
+    """
 
     def __init__(self, collection: ShardedZeroCollisionCollection):
         self._collection = collection
         self._batches: list[BatchAhead] = []
-        self._undone = False
+        self.undone = False
 
     def remap(self, received: Sequence[KeyedJaggedTensor]) -> tuple[list[KeyedJaggedTensor], BatchAhead]:
         """From the ids of the next batch to slots. The batch after it must not have been remapped."""
-        self.redo()
+        assert not self.undone
         remapped, insertions = self._collection.remap(received, insert=True)
         batch = BatchAhead(insertions)
         self._batches.append(batch)
@@ -70,18 +78,15 @@ class RemapsAhead:
         Args:
             rows: the slots that are about to be read, by feature; fresh rows elsewhere are not written yet. ``None``: all.
         """
-        self.redo()
+        assert not self.undone
         slots = {key: part.values() for features in rows or () for key, part in features.to_dict().items()}
         for table, insertion in batch.insertions:
-            fresh, ids = insertion.fresh_slots, insertion.fresh_ids
-            if rows is not None:
-                chosen = table.among(fresh, torch.cat([slots[feature] for feature in table.features]))
-                fresh, ids = fresh[chosen], ids[chosen]
-            batch.written.append(table.write_fresh(fresh, ids))
+            read = None if rows is None else torch.cat([slots[feature] for feature in table.features])
+            batch.written.append(table.write_fresh(insertion, read))
 
     def commit(self, batch: BatchAhead) -> None:
         """The step of ``batch`` uses its rows: the insertion is final."""
-        self.redo()
+        assert not self.undone
         assert self._batches[0] is batch, "batches are trained in the order in which their ids were inserted"
         self._batches.pop(0)
         for table, insertion in batch.insertions:
@@ -89,17 +94,17 @@ class RemapsAhead:
 
     def undo(self) -> None:
         """Show the tables as the last committed batch has left them."""
-        if not self._undone:
+        if not self.undone:
             for batch in reversed(self._batches):
                 batch.undo()
-        self._undone = True
+        self.undone = True
 
     def redo(self) -> None:
         """Show the tables with the batches ahead, after :meth:`undo`."""
-        if self._undone:
+        if self.undone:
             for batch in self._batches:
                 batch.redo()
-        self._undone = False
+        self.undone = False
 
     def forget(self, first: BatchAhead | None = None) -> None:
         """Undo ``first`` and all batches after it for good; all batches by default."""

@@ -14,29 +14,15 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from lightning_freescale.embedding.zero_collision.hashing import finalize, signed
 from lightning_freescale.runtime.errors import ConfigurationError
-
-
-def _signed(value: int) -> int:
-    """The signed 64-bit integer with the bits of ``value``."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Finalizer of MurmurHash3 on int64 tensors. Their multiplication wraps; the shifts must be logical."""
-    x = x ^ ((x >> 33) & 0x7FFFFFFF)
-    x = x * _signed(0xFF51AFD7ED558CCD)
-    x = x ^ ((x >> 33) & 0x7FFFFFFF)
-    x = x * _signed(0xC4CEB9FE1A85EC53)
-    return x ^ ((x >> 33) & 0x7FFFFFFF)
 
 
 def _words(ids: Tensor, key: int, first: int, count: int) -> Tensor:
     """Random 64-bit words number ``first`` to ``first + count - 1`` of each id: ``[n]`` to ``[n, count]`` int64."""
-    start = _mix(ids ^ key)
-    counter = torch.arange(first + 1, first + count + 1, device=ids.device) * _signed(0x9E3779B97F4A7C15)
-    return _mix(start[:, None] + counter)
+    start = finalize(ids ^ key)
+    counter = torch.arange(first + 1, first + count + 1, device=ids.device) * signed(0x9E3779B97F4A7C15)
+    return finalize(start[:, None] + counter)
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class ZeroCollisionModule(ManagedCollisionModule):
         self.step += 1
         return slots, insertion
 
-    def look_up(self, ids: Tensor) -> tuple[Tensor, int]:
-        """``[n]`` int64 ids to ``[n]`` slots of this part, without any change, and how many ids have no slot of their own."""
+    def look_up(self, ids: Tensor) -> Tensor:
+        """``[n]`` int64 ids to ``[n]`` slots of this part, without any change."""
         return remap.look_up(self.state, self.layout, ids)
 
     # ---- what TorchRec asks of a managed-collision module -----------------------------------------------------------
@@ -102,7 +102,7 @@ class ZeroCollisionModule(ManagedCollisionModule):
     def remap(self, features: dict[str, JaggedTensor], *_: Any, **__: Any) -> dict[str, JaggedTensor]:
         """Look-ups without any change, for a table that is not sharded."""
         return {
-            key: JaggedTensor(values=self.look_up(jagged.values().to(torch.int64))[0], lengths=jagged.lengths())
+            key: JaggedTensor(values=self.look_up(jagged.values().to(torch.int64)), lengths=jagged.lengths())
             for key, jagged in features.items()
         }
 

@@ -15,19 +15,27 @@ from lightning_freescale.embedding.zero_collision.remap import Insertion
 
 
 class WrittenRows:
-    """Fresh rows of a table, with what was in their place."""
+    """Fresh rows of a table, with what was in their place.
 
-    def __init__(self, tensors: Sequence[Tensor], slots: Tensor, values: Sequence[Tensor]):
-        self._tensors, self._slots, self._other = tensors, slots, list(values)
+    Args:
+        tensors: the tensors to write: the weights, and the optimizer state of the rows.
+        slots: ``[f]`` int64, the rows.
+        values: what to write, ``[f, ...]`` for each tensor.
+        chosen: ``[f]`` booleans, which of the rows to write.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], slots: Tensor, values: Sequence[Tensor], chosen: Tensor):
+        self._tensors, self._slots, self._other, self._chosen = tensors, slots, list(values), chosen
         self.swap()
 
     @torch.no_grad()
     def swap(self) -> None:
         """Write the rows, or restore what was in their place."""
         for index, tensor in enumerate(self._tensors):
-            now = tensor[self._slots]
-            tensor[self._slots] = self._other[index]
-            self._other[index] = now
+            now, other = tensor[self._slots], self._other[index]
+            chosen = self._chosen.view(-1, *[1] * (now.ndim - 1))
+            tensor[self._slots] = torch.where(chosen, other, now)
+            self._other[index] = torch.where(chosen, now, other)
 
 
 @dataclass
@@ -61,7 +69,7 @@ class OwnedTable:
         """
         identities, insertion = self.identities, None
         if not insert:
-            return identities.look_up(ids)[0], None
+            return identities.look_up(ids), None
         read_only = [feature in identities.read_only for feature in self.features]
         if not any(read_only):
             slots, insertion = identities.insert(ids)
@@ -71,19 +79,23 @@ class OwnedTable:
             inserted, insertion = identities.insert(torch.cat(inserting))
             found = iter(inserted.split([len(part) for part in inserting]))
             slots = torch.cat(
-                [
-                    identities.look_up(part)[0] if only else next(found)
-                    for part, only in zip(parts, read_only, strict=True)
-                ]
+                [identities.look_up(part) if only else next(found) for part, only in zip(parts, read_only, strict=True)]
             )
         return slots, insertion
 
-    def write_fresh(self, slots: Tensor, ids: Tensor) -> WrittenRows:
-        """Give the rows ``slots [f]`` to their new owners ``ids [f]``: their first values, and optimizer state 0."""
-        states = [torch.zeros_like(state[slots]) for state in self.optimizer_state]
-        return WrittenRows([self.weight, *self.optimizer_state], slots, [self.identities.draw(ids), *states])
+    def write_fresh(self, insertion: Insertion, slots: Tensor | None = None) -> WrittenRows:
+        """Give fresh rows to their new owners: their first values, and optimizer state 0.
 
-    def among(self, slots: Tensor, others: Tensor) -> Tensor:
+        Args:
+            slots: ``[n]`` int64; only fresh rows among them are written. All by default.
+        """
+        fresh, ids = insertion.fresh_slots, insertion.fresh_ids
+        chosen = torch.ones_like(fresh, dtype=torch.bool) if slots is None else self._among(fresh, slots)
+        states = [torch.zeros_like(state[fresh]) for state in self.optimizer_state]
+        tensors = [self.weight, *self.optimizer_state]
+        return WrittenRows(tensors, fresh, [self.identities.draw(ids), *states], chosen)
+
+    def _among(self, slots: Tensor, others: Tensor) -> Tensor:
         """Which of ``slots [f]`` are among ``others [n]``: ``[f]`` booleans."""
         flags = torch.zeros(self.identities.layout.slots, dtype=torch.bool, device=slots.device)
         return flags.index_fill_(0, others, True)[slots]
@@ -93,10 +105,11 @@ class OwnedTable:
         if not timeline.active:
             return
         layout = self.identities.layout
-        timeline.count("ids", insertion.touched.numel() + insertion.fallback)
-        timeline.count("ids_inserted", insertion.inserted)
-        timeline.count("ids_evicted", insertion.evicted)
-        timeline.count("ids_fallback", insertion.fallback)
-        timeline.count("ids_collisions", insertion.fallback - insertion.shared)
+        counts = insertion.counts
+        timeline.count("ids", counts.distinct)
+        timeline.count("ids_inserted", counts.inserted)
+        timeline.count("ids_evicted", counts.evicted)
+        timeline.count("ids_fallback", counts.fallback)
+        timeline.count("ids_collisions", counts.fallback - counts.shared)
         timeline.count("ids_owned", (self.identities.state.identities != EMPTY).sum())
         timeline.count("ids_slots", layout.held * layout.usable)

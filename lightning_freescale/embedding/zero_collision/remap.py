@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_freescale import _C
 from lightning_freescale.embedding.zero_collision.layout import EMPTY, Eviction, Layout
 from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.streams import Readback
 
 
 class IdentityState(NamedTuple):
@@ -26,32 +27,61 @@ class IdentityState(NamedTuple):
     seen: Tensor  # [slots] int32, the last training step whose batch had the id; -1 for an empty slot
 
 
+class InsertionCounts(NamedTuple):
+    """What the insertion of a batch has done, in numbers.
+
+    Attributes:
+        inserted: ids that got a slot.
+        evicted: slots that were taken from other ids for them.
+        fallback: distinct ids that found no slot.
+        shared: reserved slots that these ids share.
+        distinct: distinct ids of the batch.
+    """
+
+    inserted: int
+    evicted: int
+    fallback: int
+    shared: int
+    distinct: int
+
+
 @dataclass
 class Insertion:
     """What the insertion of a batch has changed.
 
     Attributes:
-        touched: ``[k]`` int64, slots of the batch that an id owns.
+        touched: ``[k]`` int64, slots that the insertion may have changed; equal entries for equal slots.
         other_ids, other_seen: ``[k]`` their identities and ages before the insertion; while it is undone, those after it.
-        fresh_slots: ``[f]`` int64, slots that have a new owner. Their rows must be drawn anew.
-        fresh_ids: ``[f]`` int64, the new owners.
-        evicted: number of fresh slots that another id has lost.
-        fallback: number of distinct ids that found no slot.
-        shared: number of reserved slots that these ids share.
+        first_slots: ``[k]`` int64, begins with the slots that have a new owner.
+        first_ids: ``[k]`` int64, begins with the new owners.
+        numbers: the :class:`InsertionCounts`, on their way to the host.
     """
 
     touched: Tensor
     other_ids: Tensor
     other_seen: Tensor
-    fresh_slots: Tensor
-    fresh_ids: Tensor
-    evicted: int
-    fallback: int
-    shared: int
+    first_slots: Tensor
+    first_ids: Tensor
+    numbers: Readback
 
     @property
-    def inserted(self) -> int:
-        return self.fresh_slots.numel()
+    def counts(self) -> InsertionCounts:
+        """Waits for the device if it has not come so far."""
+        return InsertionCounts(*self.numbers.wait().tolist())
+
+    @property
+    def fresh_slots(self) -> Tensor:
+        """``[f]`` int64, slots that have a new owner. Their rows must be drawn anew."""
+        return self.first_slots[: self.counts.inserted]
+
+    @property
+    def fresh_ids(self) -> Tensor:
+        """``[f]`` int64, the new owners."""
+        return self.first_ids[: self.counts.inserted]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, which several streams use."""
+        return [self.touched, self.other_ids, self.other_seen, self.first_slots, self.first_ids]
 
     def swap(self, state: IdentityState) -> None:
         """Undo the insertion, or redo it. The insertions of later batches must be undone."""
@@ -76,6 +106,8 @@ def insert(
     Returns:
         the slot of each id, ``[n]`` int64, and what has changed.
     """
+    if ids.device.type == "cuda":
+        return _triton().insert(state, layout, eviction, ids, step)
     with _named_ids():
         slots, touched, old_ids, old_seen, hits, fallback = _C.zero_collision_insert(
             state.identities.numpy(),
@@ -88,27 +120,38 @@ def insert(
         )
     all_touched, before = torch.from_numpy(touched), torch.from_numpy(old_ids)
     fresh = all_touched[hits:]
+    counts = InsertionCounts(
+        inserted=len(fresh),
+        evicted=int((before[hits:] != EMPTY).sum()),
+        fallback=len(fallback),
+        shared=len(set(fallback.tolist())),
+        distinct=len(touched) + len(fallback),
+    )
     insertion = Insertion(
         touched=all_touched,
         other_ids=before,
         other_seen=torch.from_numpy(old_seen),
-        fresh_slots=fresh,
-        fresh_ids=state.identities[fresh],
-        evicted=int((before[hits:] != EMPTY).sum()),
-        fallback=len(fallback),
-        shared=len(set(fallback.tolist())),
+        first_slots=fresh,
+        first_ids=state.identities[fresh],
+        numbers=Readback(torch.tensor(counts)),
     )
     return torch.from_numpy(slots), insertion
 
 
-def look_up(state: IdentityState, layout: Layout, ids: Tensor) -> tuple[Tensor, int]:
-    """The slot of each of ``ids [n]`` int64, without any change, and how many have none of their own.
-
-    Ids without a slot share the reserved slots of their bucket.
-    """
+def look_up(state: IdentityState, layout: Layout, ids: Tensor) -> Tensor:
+    """The slot of each of ``ids [n]`` int64, without any change. Ids without a slot share reserved slots of their bucket."""
+    if ids.device.type == "cuda":
+        return _triton().look_up(state, layout, ids)
     with _named_ids():
-        slots, missing = _C.zero_collision_find(state.identities.numpy(), ids.contiguous().numpy(), layout.numbers())
-    return torch.from_numpy(slots), missing
+        slots = _C.zero_collision_find(state.identities.numpy(), ids.contiguous().numpy(), layout.numbers())[0]
+    return torch.from_numpy(slots)
+
+
+def _triton() -> Any:
+    """The kernels for CUDA. Triton is installed with the CUDA build of torch only."""
+    from lightning_freescale.embedding.zero_collision import triton_remap
+
+    return triton_remap
 
 
 @contextmanager

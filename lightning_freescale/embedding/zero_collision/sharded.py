@@ -98,7 +98,7 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
         remapped, insertions = self.remap(list(dist_input), insert=self.training and torch.is_grad_enabled())
         for table, insertion in insertions:
             table.count(insertion, self.timeline)
-            table.write_fresh(insertion.fresh_slots, insertion.fresh_ids)
+            table.write_fresh(insertion)
         return self._embedding_module.compute(ctx, remapped)
 
     def output_dist(self, ctx: Any, output: list[Tensor]) -> Any:
