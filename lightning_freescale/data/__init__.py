@@ -16,6 +16,7 @@ The files in this folder:
 * ``histories.py``: ``Histories``, the preprocessed data.
 * ``cache.py``: the cache on disk, safe for many processes.
 * ``synthetic.py``: ``Synthetic``, generated histories.
+* ``raw_ids.py``: the ids of a file as 64-bit integers.
 * ``negatives.py``: ``NegativeSampler``.
 * ``samples.py``: histories to samples (leave-one-out), and samples to a ``SeqBatch``.
 * ``dataset.py``: ``HistoryDataset``, batches of preprocessed histories.

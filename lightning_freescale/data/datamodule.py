@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from lightning_freescale.data.dataset import HistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
 from lightning_freescale.data.preprocess import preprocess
+from lightning_freescale.data.raw_ids import raw_item_ids
 from lightning_freescale.data.samples import MIN_EVENTS
 from lightning_freescale.data.sources import Format, ParquetSource, open_source
 from lightning_freescale.data.stream import StreamDataset, StreamLoader
@@ -64,6 +65,9 @@ class SeqRecDataMixin:
         synthetic: options of :class:`~.synthetic.Synthetic`.
         streaming: read Parquet files with one row per user during training, without preprocessing. Items and features must
             be integers that are rows of their tables.
+        ids: the items in a batch. ``"dense"``: numbers from 0 to ``num_items - 1``. ``"raw"``: the ids of the file, for a
+            table with zero-collision ids (:func:`lightning_freescale.zero_collision`); strings become 63 bits of their hash.
+            :attr:`catalogue` has the ids of all items.
         num_items: rows of the item table, with ``streaming`` only. By default the largest item + 1.
         shuffle: permute the training samples in each epoch.
         drop_last: drop the last global training batch if it is not full.
@@ -91,6 +95,7 @@ class SeqRecDataMixin:
         held_out: int = 2,
         synthetic: Mapping[str, Any] | None = None,
         streaming: bool = False,
+        ids: Literal["dense", "raw"] = "dense",
         num_items: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -111,6 +116,13 @@ class SeqRecDataMixin:
             raise ConfigurationError(f"feature_columns: must be a sequence of names, not {feature_columns!r}")
         if num_items is not None and not streaming:
             raise ConfigurationError("num_items: needs streaming=True; without streaming the items are counted")
+        if ids not in ("dense", "raw"):
+            raise ConfigurationError(f"ids: {ids!r} is unknown; choose 'dense' or 'raw'")
+        if ids == "raw" and streaming:
+            raise ConfigurationError(
+                "ids: 'raw' needs streaming=False, because negatives are drawn from all known items"
+            )
+        self.ids = ids
         self.data, self.batch_size, self.max_history = data, batch_size, max_history
         self.planner = Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
@@ -164,6 +176,11 @@ class SeqRecDataMixin:
             return self._num_items or self.stream_index.num_items
         return self.histories.num_items
 
+    @cached_property
+    def catalogue(self) -> NDArray[np.int64]:
+        """``[num_items]``, the id of each item in the batches."""
+        return raw_item_ids(self.histories.item_ids) if self.ids == "raw" else np.arange(self.num_items)
+
     @property
     def feature_sizes(self) -> dict[str, int]:
         """Number of rows of the table of each event feature."""
@@ -171,7 +188,10 @@ class SeqRecDataMixin:
 
     @cached_property
     def item_counts(self) -> NDArray[np.int64]:
-        """``[num_items]``, how often each item occurs in training. With ``streaming`` it needs ``negatives="popularity"``."""
+        """``[num_items]``, how often each item occurs in training, in the order of the catalogue.
+
+        With ``streaming`` it needs ``negatives="popularity"``.
+        """
         if not self.streaming:
             return self.histories.training_item_counts(self.held_out)
         if self.stream_index.item_counts is None:
@@ -245,7 +265,8 @@ class SeqRecDataMixin:
                 self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, skip=skip, **ranks
             )
             return StreamLoader(stream, epoch=(lambda: trainer.current_epoch) if trainer else None, **workers)
-        dataset = HistoryDataset(self.histories, self.max_history, negatives, skip)
+        item_ids = self.catalogue if self.ids == "raw" else None
+        dataset = HistoryDataset(self.histories, self.max_history, negatives, skip, item_ids)
         kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
         sampler = kind(dataset, self.batch_size, planner=planner, **ranks)
         # Lightning creates the first iterator before it sets the epoch. After a resume the epoch is not 0.

@@ -26,9 +26,17 @@ class HistoryDataset(Dataset):
         max_history: largest number of events of a sample.
         negatives: draws the negatives of each training sample; ``None`` makes validation samples, which have ``targets``.
         skip: number of last events of each user that are left out before the target is chosen, 0 or 1.
+        item_ids: ``[num_items]``, the id of each item in the batches. By default the items keep their numbers.
     """
 
-    def __init__(self, histories: Histories, max_history: int, negatives: NegativeSampler | None, skip: int = 0):
+    def __init__(
+        self,
+        histories: Histories,
+        max_history: int,
+        negatives: NegativeSampler | None,
+        skip: int = 0,
+        item_ids: NDArray[np.int64] | None = None,
+    ):
         if max_history < 1:
             raise ConfigurationError(f"max_history: must be at least 1, not {max_history}")
         if histories.num_users and (shortest := int(histories.lengths.min())) < MIN_EVENTS:
@@ -36,7 +44,7 @@ class HistoryDataset(Dataset):
                 f"histories: a user has {shortest} events, but needs at least {MIN_EVENTS}; leave out users with fewer"
             )
         self.histories, self.max_history, self.negatives = histories, max_history, negatives
-        self.skip = skip
+        self.skip, self.item_ids = skip, item_ids
 
     def __len__(self) -> int:
         return self.histories.num_users
@@ -70,4 +78,4 @@ class HistoryDataset(Dataset):
             self.max_history,
             skip=self.skip,
         )
-        return collate(samples, self.negatives, epoch=getattr(users, "epoch", 0))
+        return collate(samples, self.negatives, getattr(users, "epoch", 0), self.item_ids)

@@ -84,15 +84,27 @@ def concatenate(parts: Sequence[SampleArrays]) -> SampleArrays:
     )
 
 
-def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int) -> SeqBatch:
+def collate(
+    samples: SampleArrays,
+    negatives: NegativeSampler | None,
+    epoch: int,
+    item_ids: NDArray[np.int64] | None = None,
+) -> SeqBatch:
     """Return a training batch with sampled negatives or, if ``negatives`` is ``None``, a validation batch with targets.
 
     Both have the keys ``history, negatives, *features``, so that one EmbeddingCollection accepts both. In a validation batch
     the negatives have length 0.
+
+    Args:
+        item_ids: ``[num_items]``, the id of each item in the batch. By default the items keep their numbers.
     """
     count = 0 if negatives is None else negatives.count
-    drawn = [] if negatives is None else [negatives.draw(samples.users, epoch).reshape(-1)]
-    values = np.concatenate([samples.items, *drawn, *samples.features.values()])
+    items, targets = [samples.items], samples.targets
+    if negatives is not None:
+        items.append(negatives.draw(samples.users, epoch).reshape(-1))
+    if item_ids is not None:
+        items, targets = [item_ids[part] for part in items], item_ids[targets]
+    values = np.concatenate([*items, *samples.features.values()])
     lengths = [samples.lengths, np.full_like(samples.lengths, count), *[samples.lengths] * len(samples.features)]
     return SeqBatch(
         KeyedJaggedTensor(
@@ -102,5 +114,5 @@ def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int
             stride=len(samples.users),
         ),
         torch.from_numpy(samples.timestamps),
-        torch.from_numpy(samples.targets) if negatives is None else None,
+        torch.from_numpy(targets) if negatives is None else None,
     )

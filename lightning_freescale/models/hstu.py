@@ -197,13 +197,16 @@ class HSTUMixin(RankingEvaluation):
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """The loss of :meth:`training_step` after the lookup: all of its dense compute. ``embedded`` as in :meth:`encode`."""
         outputs = self.encode(embedded, batch)
+        history, drawn = batch.features[HISTORY].values(), batch.features[NEGATIVES].values()
+        if self.log_q is not None:  # it has an entry for each item of the catalogue
+            history, drawn = self.item_numbers(history), self.item_numbers(drawn)
         with torch.autocast(outputs.device.type, enabled=False):
             total = sampled_softmax(
                 outputs / self.hparams["temperature"],
                 unit_rows(embedded[HISTORY].values()),
-                batch.features[HISTORY].values(),
+                history,
                 unit_rows(embedded[NEGATIVES].values()),
-                batch.features[NEGATIVES].values(),
+                drawn,
                 _offsets(batch.lengths),
                 self.log_q,
             )
