@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+import lightning_freescale as fs
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
 from tests.embedding.zero_collision.training import compare_modes
@@ -56,6 +59,46 @@ def test_validation_between_steps() -> None:
         for look_at in ("every step", "some steps")
     ]
     for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [(True, True)] * len(cases)
+
+
+def test_unusual_steps() -> None:
+    """Look-ups inside a step, steps without a backward or a forward, replaced batches, and changes of the exchange."""
+    disturbances = ("look-ups", "no backward", "no forward", "wrong prefetch", "switches")
+    cases = [
+        {"optimizer": "adagrad", "modes": ("synchronous", "prioritized"), "disturbance": name, "look_at": look_at}
+        for name in disturbances
+        for look_at in ("some steps", "the end")
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert dict(zip(disturbances, zip(result[::2], result[1::2], strict=True), strict=True)) == dict.fromkeys(
+            disturbances, ((True, True), (True, True))
+        )
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_tables(data: st.DataObject) -> None:
+    """Any options of the tables: the two exchanges agree with the reference."""
+    world = data.draw(st.integers(1, 3))
+    cases = []
+    for _ in range(3):  # starting processes is slow: run several cases in each set of processes
+        options = {}
+        for table, rows in (("item", 60), ("shop", 40)):
+            buckets = data.draw(st.sampled_from([number for number in (3, 4, 5, 6, 10) if rows % number == 0]))
+            policy = data.draw(st.sampled_from([None, "ttl", "lru"]))
+            options[table] = fs.ZeroCollision(
+                buckets=buckets,
+                max_probe=data.draw(st.integers(1, 12)),
+                evict=policy,
+                ttl=data.draw(st.integers(1, 4)) if policy else None,
+                insert=["clicks"] if table == "item" else None,
+                reserved=data.draw(st.integers(1, rows // buckets - 1)),
+            )
+        seed = data.draw(st.integers(0, 1000))
+        cases.append({"optimizer": "rowwise_adagrad", "options": options, "seed": seed, "look_at": "some steps"})
+        cases[-1]["any_counts"] = True
+    for result in run_ranks(compare, world, args=(world, cases)):
         assert result == [(True, True)] * len(cases)
 
 
