@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.planner import CROSSOVER_LENGTH
-from lightning_freescale.cli import forecast
+from lightning_freescale.cli import forecast, id_plan
 from lightning_freescale.cli.balance_outcomes import RANDOM, BalanceOutcome, draw_outcomes, evaluate, global_batches
 from lightning_freescale.cli.history_lengths import read_lengths
+from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.samples import MIN_EVENTS
-from lightning_freescale.data.sources import open_source
+from lightning_freescale.data.sources import Source, open_source
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
@@ -85,10 +86,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the results, for example to out.png")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     forecast.add_arguments(parser, _numbers)
+    id_plan.add_arguments(parser, _positive)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the outcome of each mode of balancing and, with ``--link-gbps`` and ``--gpus``, the simulated step times."""
+    """Print the outcome of each mode of balancing and, with ``--link-gbps`` and ``--gpus``, the simulated step times.
+
+    With ``--ids`` print tables for the ids instead.
+    """
+    if args.ids:
+        return plan_ids(args)
     with_forecast = forecast.is_requested(args)
     lengths = training_lengths(args)
     model = CostModel(linear=1.0, quadratic=1 / args.crossover)
@@ -119,18 +126,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def plan_ids(args: argparse.Namespace) -> int:
+    """Print how the ids come and go, and tables for them."""
+    items = id_plan.items_of(_generate(args)) if args.data == "synthetic" else id_plan.read_items(_open(args))
+    drift = id_plan.id_drift(*items, args.events_per_step)
+    print(json.dumps(asdict(drift), indent=2) if args.json else id_plan.table(args, drift))
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> Histories:
+    pairs = list(map(_pair, args.synthetic))
+    try:
+        options: dict[str, Any] = {key: json.loads(value) for key, value in pairs}
+        return Synthetic(**options).generate()
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ConfigurationError(f"--synthetic: {error}") from error
+
+
+def _open(args: argparse.Namespace) -> Source:
+    columns = dict(map(_pair, args.column))
+    return open_source(args.data, args.format, **({"columns": columns} if columns else {}))
+
+
 def training_lengths(args: argparse.Namespace) -> NDArray[np.int64]:
     """``[users]`` history lengths in training: the last event of a user is held out, and at most ``max_history`` are kept."""
-    if args.data == "synthetic":
-        pairs = list(map(_pair, args.synthetic))
-        try:
-            options: dict[str, Any] = {key: json.loads(value) for key, value in pairs}
-            events = Synthetic(**options).generate().lengths
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ConfigurationError(f"--synthetic: {error}") from error
-    else:
-        columns = dict(map(_pair, args.column))
-        events = read_lengths(open_source(args.data, args.format, **({"columns": columns} if columns else {})))
+    events = _generate(args).lengths if args.data == "synthetic" else read_lengths(_open(args))
     kept = events[events >= MIN_EVENTS]
     if not len(kept):
         raise InputError(
