@@ -31,8 +31,9 @@ def pages() -> dict[Path, str]:
     for name, block in results_blocks.blocks(stored).items():
         text = fill_block(results.name, text, name, block)
     ids = ROOT / "docs" / "zero_collision.md"
+    ids_text = fill_block(ids.name, ids.read_text(), "collisions", zero_collision_block.collisions(stored))
     return {
-        ids: fill_block(ids.name, ids.read_text(), "zero-collision", zero_collision_block.block(stored)),
+        ids: fill_block(ids.name, ids_text, "drifting catalogue", zero_collision_block.quality(stored)),
         readme: fill_block(readme.name, readme.read_text(), "", readme_block.block(stored)),
         results: text,
         ROOT / "benchmarks" / "README.md": benchmarks_page.page(stored),
