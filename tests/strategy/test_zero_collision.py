@@ -22,7 +22,7 @@ from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.bubbles.summary import ID_TAGS
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 
 ROWS = {"item": 96, "shop": 48}
 OPTIONS = {
@@ -100,7 +100,8 @@ def fit(rank: int, world: int, options: dict[str, Any], trainer_options: dict[st
     strategy = fs.FreeScaleStrategy(**(defaults | options))
     trainer = toy.trainer(strategy, world, **({"max_epochs": 1} | trainer_options))
     trainer.fit(model, loader(72), loader(12), ckpt_path=resume)
-    assert model.prioritized == (len(model.losses) - 1 if options["prioritize"] else 0)
+    if options["prioritize"] != "auto":
+        assert model.prioritized == (len(model.losses) - 1 if options["prioritize"] else 0)
     return {"losses": model.losses, "validated": model.validated, "state": whole(model, strategy)}
 
 
@@ -119,6 +120,31 @@ def test_both_exchanges_with_validation_in_between(world: int) -> None:
     assert all(same(a, b) for a, b in zip(*runs, strict=True))
     identities = runs[0][0]["state"][f"{MODULES}.item._hash_zch_identities"]
     assert (identities >= 0).sum() > 40
+
+
+def test_the_exchange_may_change_while_training() -> None:
+    """``prioritize="auto"`` changes between the exchanges in the first steps, and ends with either of them."""
+    runs = [run_ranks(fit, 2, args=(2, {"prioritize": mode}, {"max_epochs": 4})) for mode in ("auto", False)]
+    assert len(runs[0][0]["losses"]) == 48  # the trial takes 35 of them
+    assert all(same(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_negative_id_on_one_rank_is_named_on_all() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(fit_with_a_negative_id, 2, every_error=True)
+    assert sorted(failure.value.errors) == [0, 1]
+    for text in failure.value.errors.values():
+        assert "rank 1" in text
+        assert "clicks: id -4 is negative; zero-collision ids are integers from 0 to 2^63 - 1" in text
+
+
+def fit_with_a_negative_id(rank: int) -> None:
+    batches = [toy.collate([Samples(72)[index] for index in range(3 * step, 3 * step + 3)]) for step in range(6)]
+    if rank == 1:
+        batches[4].features.values()[0] = -4
+    plain = DataLoader(batches, batch_size=None)  # type: ignore[arg-type, var-annotated]
+    strategy = fs.FreeScaleStrategy(prioritize=True, balance="off")
+    toy.trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False).fit(Model(), plain)
 
 
 def test_balance_moves_samples_and_not_ids() -> None:
