@@ -76,6 +76,11 @@ def find(path: str) -> str:
     raise CheckpointNotFoundError(f"{path} does not exist")
 
 
+def is_checkpoint_folder(path: str) -> bool:
+    """Whether ``path`` is a folder that this package wrote, or one whose predecessor is left after a crash."""
+    return is_folder(path) and (exists(join(path, CHECKSUMS)) or exists(previous_of(path)))
+
+
 def set_aside(path: str, unless: str) -> None:
     """Rename ``path`` to :func:`previous_of` if it exists and is not of the kind ``unless``: ``"file"`` or ``"folder"``."""
     if not exists(path) or is_folder(path) == (unless == "folder"):
