@@ -56,7 +56,7 @@ def blocks(results: Results) -> dict[str, str]:
         "quality": _with_commands(results, "quality", quality(results)),
         "simulator": _with_commands(results, "simulate", simulator(results)),
         "attention": _with_commands(results, "attention_kernels", attention(results)),
-        "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead")),
+        "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead", "plain_ddp")),
     }
 
 
