@@ -83,7 +83,7 @@ def train(arguments: argparse.Namespace, strategy: str, logger: bool) -> StepTim
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(DenseModel(), torch.utils.data.DataLoader(samples, batch_size=16))
+        trainer.fit(DenseModel(), torch.utils.data.DataLoader(samples, batch_size=16))  # type: ignore[arg-type]
     return times
 
 
