@@ -8,6 +8,7 @@ Modules:
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
 * :mod:`.norm` and :mod:`.norm_triton`: layer norms, and scaling of rows to length 1.
+* :mod:`.dropout` and :mod:`.dropout_triton`: dropout whose mask is a function of the sample.
 * :mod:`.loss`: sampled softmax over the next item.
 * :mod:`.metrics`: HR@k, NDCG@k and MRR.
 * :mod:`.tiles`: histories cut into tiles, for the loss and for the CUDA kernels.

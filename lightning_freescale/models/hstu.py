@@ -15,6 +15,7 @@ from torchrec import EmbeddingCollection
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.attention.buckets import num_buckets
+from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
 from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
@@ -38,6 +39,7 @@ class HSTULayer(nn.Module):
         position_buckets: size of the position bias; 0 for attention without bias.
         dropout: dropout rate of the gated attention output.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
+        number: number of the layer in its model. The dropout masks of layers with different numbers differ.
     """
 
     position_bias: Tensor | None
@@ -52,6 +54,7 @@ class HSTULayer(nn.Module):
         position_buckets: int,
         dropout: float = 0.0,
         linear_init: LinearInit = "hstu",
+        number: int = 1,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -61,17 +64,20 @@ class HSTULayer(nn.Module):
         for name, buckets in (("position_bias", position_buckets), ("time_bias", TIME_BUCKETS)):
             self.register_parameter(name, nn.Parameter(torch.zeros(buckets)) if position_buckets else None)
         self.attention_norm = nn.LayerNorm(heads * v_dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = SampleDropout(dropout, number)
         self.f2 = nn.Linear(heads * v_dim, dim)
         if linear_init == "hstu":
             draw_linear_maps(self.f1, self.f2)
 
-    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any) -> Tensor:
-        """``x`` and the result are flat, ``[sum(L), D]``; the other arguments are those of ``hstu_attention``."""
+    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
+        """``x`` and the result are flat, ``[sum(L), D]``.
+
+        The other arguments are those of ``hstu_attention``, and ``keys [sum(L)]`` from ``row_keys`` for dropout in training.
+        """
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = hstu_attention(q, k, v, offsets, timestamps, self.position_bias, self.time_bias, plan=plan)
-        return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u)))
+        return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
 
 
 class HSTUMixin(RankingEvaluation):
@@ -95,9 +101,9 @@ class HSTUMixin(RankingEvaluation):
         table_std: standard deviation of the initial values of the tables. ``None`` draws rows of length about 1.
         scale_input: multiply the rows of the tables by ``sqrt(D)`` where they enter the layers.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
-        dropout: dropout rate of the gated attention output. It is 0 by default, because a dropout mask depends on the rank:
-            balanced and unbalanced training would differ. The published value is 0.2.
-        input_dropout: dropout rate of the input of the layers; 0 by default. The published value is 0.2.
+        dropout: dropout rate of the gated attention output. The mask of a sample does not depend on its rank
+            (:mod:`.dropout`), so balanced and unbalanced training are equal.
+        input_dropout: dropout rate of the input of the layers, likewise.
         lr: learning rate of AdamW. Tables that the strategy shards have their own optimizer, an argument of the strategy.
         betas: the two decay rates of AdamW.
         weight_decay: weight decay of AdamW.
@@ -130,8 +136,8 @@ class HSTUMixin(RankingEvaluation):
         table_std: float | None = 0.02,
         scale_input: bool = True,
         linear_init: LinearInit = "hstu",
-        dropout: float = 0.0,
-        input_dropout: float = 0.0,
+        dropout: float = 0.2,
+        input_dropout: float = 0.2,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.0,
@@ -157,11 +163,11 @@ class HSTUMixin(RankingEvaluation):
         self.event_encoding = None
         if embeds_positions or bias == "input":
             self.event_encoding = EventEncoding(embedding_dim, max_history * embeds_positions, times=bias == "input")
-        self.input_dropout = nn.Dropout(input_dropout)
+        self.input_dropout = SampleDropout(input_dropout)
         position_buckets = num_buckets(max_history) if bias == "relative" else 0
         self.layers = nn.ModuleList(
-            HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init)
-            for _ in range(num_layers)
+            HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init, layer)
+            for layer in range(1, num_layers + 1)
         )
         self.register_buffer("log_q", None, persistent=False)
         self._make_metrics()
@@ -181,11 +187,18 @@ class HSTUMixin(RankingEvaluation):
         x = x * self.input_scale
         if self.event_encoding is not None:
             x = self.event_encoding(x, offsets, batch.timestamps)
-        x = self.input_dropout(x)
+        keys = self.dropout_keys(batch)
+        x = self.input_dropout(x, keys)
         plan = plan_attention(offsets, batch.timestamps, bias=self.hparams["bias"] == "relative")
         for layer in self.layers:
-            x = layer(x, offsets, batch.timestamps, plan)
+            x = layer(x, offsets, batch.timestamps, plan, keys)
         return unit_rows(x)
+
+    def dropout_keys(self, batch: SeqBatch) -> Tensor | None:
+        """``row_keys`` of the batch in this training step; ``None`` if nothing is dropped."""
+        if not self.training or not (self.hparams["dropout"] or self.hparams["input_dropout"]):
+            return None
+        return row_keys(batch, self.global_step)
 
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the positions of this rank that predict an item."""

@@ -44,9 +44,10 @@ def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
     ids = {key: batch.features[key].values() for key in (HISTORY, NEGATIVES)}
     embedded = {key: F.embedding(values, table.weight) for key, values in ids.items()}
     offsets = F.pad(batch.lengths.cumsum(0), (1, 0))
-    x = embedded[HISTORY] * model.input_scale
+    keys = model.dropout_keys(batch)
+    x = model.input_dropout(embedded[HISTORY] * model.input_scale, keys)
     for layer in model.layers:
-        x = layer(x, offsets, batch.timestamps, None)
+        x = layer(x, offsets, batch.timestamps, None, keys)
     total = sampled_softmax(
         F.normalize(x, dim=-1) / model.hparams["temperature"],
         F.normalize(embedded[HISTORY], dim=-1),
