@@ -29,11 +29,14 @@ class SeqBatch(Pipelineable):
         timestamps: ``[sum(L)]`` int64, seconds, aligned with the values of ``"history"``.
         targets: ``[B]`` int64, the held-out next item of each sample. ``None`` in training, because there the target
             of every position is the next item of the history.
+        negatives_per_position: ``K``, equal on all ranks. The negatives of a sample are sets of ``K``, and each position is
+            scored against one of them. ``None``: each position is scored against all negatives of its sample.
     """
 
     features: KeyedJaggedTensor
     timestamps: Tensor
     targets: Tensor | None = None
+    negatives_per_position: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -50,11 +53,22 @@ class SeqBatch(Pipelineable):
         """``[B]``, the number of events of each history."""
         return self.features[HISTORY].lengths()
 
+    @property
+    def candidates(self) -> Tensor:
+        """``[B]`` int64, how many negatives are scored for each sample, over all of its positions."""
+        positions = (self.lengths.long() - 1).clamp(min=0)
+        if self.negatives_per_position is not None:
+            return positions * self.negatives_per_position
+        if NEGATIVES not in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
+            return torch.zeros_like(positions)
+        return positions * self.features[NEGATIVES].lengths()
+
     def to(self, device: torch.device, non_blocking: bool = False) -> SeqBatch:
         return SeqBatch(
             self.features.to(device, non_blocking=non_blocking),
             self.timestamps.to(device, non_blocking=non_blocking),
             None if self.targets is None else self.targets.to(device, non_blocking=non_blocking),
+            self.negatives_per_position,
         )
 
     def pin_memory(self) -> SeqBatch:
@@ -62,6 +76,7 @@ class SeqBatch(Pipelineable):
             self.features.pin_memory(),
             self.timestamps.pin_memory(),
             None if self.targets is None else self.targets.pin_memory(),
+            self.negatives_per_position,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -88,6 +103,15 @@ class SeqBatch(Pipelineable):
                 )
         if self.targets is not None and self.targets.numel() != self.num_samples:
             raise InputError(f"targets: {self.targets.numel()} values for {self.num_samples} samples")
+        if self.negatives_per_position and NEGATIVES in self.features.keys():  # noqa: SIM118
+            counts, size = self.features[NEGATIVES].lengths(), self.negatives_per_position
+            if (bad := ((counts < size) | (counts % size != 0)).nonzero().flatten()).numel():
+                raise InputError(
+                    f"{NEGATIVES}: {int(counts[bad[0]])} at sample {int(bad[0])}; each sample needs whole sets of "
+                    f"negatives_per_position={size}"
+                )
 
 
-register_dataclass(SeqBatch, field_names=["features", "timestamps", "targets"], drop_field_names=[])
+register_dataclass(
+    SeqBatch, field_names=["features", "timestamps", "targets", "negatives_per_position"], drop_field_names=[]
+)

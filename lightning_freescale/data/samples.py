@@ -90,10 +90,10 @@ def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int
     Both have the keys ``history, negatives, *features``, so that one EmbeddingCollection accepts both. In a validation batch
     the negatives have length 0.
     """
-    count = 0 if negatives is None else negatives.count
-    drawn = [] if negatives is None else [negatives.draw(samples.users, epoch).reshape(-1)]
+    counts = np.zeros_like(samples.lengths) if negatives is None else negatives.counts(samples.lengths)
+    drawn = [] if negatives is None else [negatives.draw(samples.users, epoch, counts)]
     values = np.concatenate([samples.items, *drawn, *samples.features.values()])
-    lengths = [samples.lengths, np.full_like(samples.lengths, count), *[samples.lengths] * len(samples.features)]
+    lengths = [samples.lengths, counts, *[samples.lengths] * len(samples.features)]
     return SeqBatch(
         KeyedJaggedTensor(
             keys=[HISTORY, NEGATIVES, *samples.features],
@@ -103,4 +103,5 @@ def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int
         ),
         torch.from_numpy(samples.timestamps),
         torch.from_numpy(samples.targets) if negatives is None else None,
+        None if negatives is None else negatives.count,
     )

@@ -219,6 +219,8 @@ class HSTUMixin(RankingEvaluation):
                 batch.features[NEGATIVES].values(),
                 _offsets(batch.lengths),
                 self.log_q,
+                batch.features[NEGATIVES].lengths(),
+                batch.negatives_per_position or None,
             )
         return total / self.num_predicted(batch).clamp(min=1)
 
@@ -269,7 +271,7 @@ class HSTUMixin(RankingEvaluation):
         ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward.
         ``b``: causal attention has ``L^2 / 2`` pairs of events. A pair takes ``2 H`` times ``4 Dqk`` (the scores, the scores
         again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer. Biases add no products.
-        ``c``: ``6 D`` per candidate. A sample of ``L`` events and ``K`` negatives has ``(L - 1) * K`` candidates.
+        ``c``: ``6 D`` per candidate. A sample of ``L`` events has ``(L - 1) * K`` candidates, with ``K`` negatives per position.
         """
         dim, heads, layers = self.hparams["embedding_dim"], self.hparams["num_heads"], len(self.layers)
         linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)

@@ -55,6 +55,9 @@ def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
         F.normalize(embedded[NEGATIVES], dim=-1),
         ids[NEGATIVES],
         offsets,
+        None,
+        batch.features[NEGATIVES].lengths(),
+        batch.negatives_per_position,
     )
     return total / model.num_predicted(batch)
 
@@ -74,7 +77,7 @@ def loader(
     rank: int, world: int, planner: Planner | None, way: str, group: dist.ProcessGroup | None, batch_size: int = 16
 ) -> Iterable[SeqBatch]:
     """Return the local batches: not balanced without a planner, else balanced by the sampler or by exchange."""
-    negatives = NegativeSampler(HISTORIES.num_items, 4)
+    negatives = NegativeSampler(HISTORIES.num_items, 4, sets=3)  # histories of up to 64 events have two sets
     dataset = HistoryDataset(HISTORIES, 64, negatives)
     source = planner if way == "sampler" else None
     sampler = GlobalBatchSampler(dataset, batch_size // world, num_replicas=world, rank=rank, planner=source)
