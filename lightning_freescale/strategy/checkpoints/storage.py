@@ -73,7 +73,7 @@ def find(path: str) -> str:
         return path
     if exists(previous):
         return previous
-    raise CheckpointNotFoundError(f"{path} does not exist")
+    raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
 
 
 def is_checkpoint_folder(path: str) -> bool:
