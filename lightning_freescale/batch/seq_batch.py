@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +33,15 @@ class SeqBatch(Pipelineable):
             of every position is the next item of the history.
         negatives_per_position: ``K``, equal on all ranks. The negatives of a sample are sets of ``K``, and each position is
             scored against one of them. ``None``: each position is scored against all negatives of its sample.
+        users: ``[B]`` int64, the number of the user of each sample. Batches for ``predict`` have it, so that a recommendation
+            can name its user.
     """
 
     features: KeyedJaggedTensor
     timestamps: Tensor
     targets: Tensor | None = None
     negatives_per_position: int | None = None
+    users: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -64,26 +69,20 @@ class SeqBatch(Pipelineable):
         return positions * self.features[NEGATIVES].lengths()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SeqBatch:
-        return SeqBatch(
-            self.features.to(device, non_blocking=non_blocking),
-            self.timestamps.to(device, non_blocking=non_blocking),
-            None if self.targets is None else self.targets.to(device, non_blocking=non_blocking),
-            self.negatives_per_position,
-        )
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SeqBatch:
-        return SeqBatch(
-            self.features.pin_memory(),
-            self.timestamps.pin_memory(),
-            None if self.targets is None else self.targets.pin_memory(),
-            self.negatives_per_position,
-        )
+        return self._map(lambda part: part.pin_memory())
+
+    def _map(self, change: Callable[[Any], Any]) -> SeqBatch:
+        """The batch with every field that is not ``None`` changed by ``change``."""
+        tensors = {name: getattr(self, name) for name in ("features", "timestamps", "targets", "users")}
+        return replace(self, **{name: change(part) for name, part in tensors.items() if part is not None})
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.features.record_stream(stream)
-        self.timestamps.record_stream(stream)
-        if self.targets is not None:
-            self.targets.record_stream(stream)
+        for part in (self.features, self.timestamps, self.targets, self.users):
+            if part is not None:
+                part.record_stream(stream)
 
     def validate(self) -> None:
         """Raise :class:`InputError` if the fields do not fit together. The tensors must be in host memory."""
@@ -101,8 +100,9 @@ class SeqBatch(Pipelineable):
                 raise InputError(
                     f"{key}: its lengths differ from those of {HISTORY!r}; an event feature needs one value per event"
                 )
-        if self.targets is not None and self.targets.numel() != self.num_samples:
-            raise InputError(f"targets: {self.targets.numel()} values for {self.num_samples} samples")
+        for name, values in (("targets", self.targets), ("users", self.users)):
+            if values is not None and values.numel() != self.num_samples:
+                raise InputError(f"{name}: {values.numel()} values for {self.num_samples} samples")
         if self.negatives_per_position and NEGATIVES in self.features.keys():  # noqa: SIM118
             counts, size = self.features[NEGATIVES].lengths(), self.negatives_per_position
             if (bad := ((counts < size) | (counts % size != 0)).nonzero().flatten()).numel():
@@ -113,5 +113,7 @@ class SeqBatch(Pipelineable):
 
 
 register_dataclass(
-    SeqBatch, field_names=["features", "timestamps", "targets", "negatives_per_position"], drop_field_names=[]
+    SeqBatch,
+    field_names=["features", "timestamps", "targets", "negatives_per_position", "users"],
+    drop_field_names=[],
 )

@@ -26,7 +26,7 @@ class SampleArrays(NamedTuple):
         items: ``[sum(lengths)]``.
         timestamps: ``[sum(lengths)]``, seconds.
         features: by name, ``[sum(lengths)]``.
-        targets: ``[n]``, the item that follows each history.
+        targets: ``[n]``, the item that follows each history; ``None`` if the histories are whole.
     """
 
     users: NDArray[np.int64]
@@ -34,7 +34,7 @@ class SampleArrays(NamedTuple):
     items: NDArray[np.int64]
     timestamps: NDArray[np.int64]
     features: dict[str, NDArray[np.int64]]
-    targets: NDArray[np.int64]
+    targets: NDArray[np.int64] | None
 
 
 def leave_one_out(
@@ -58,15 +58,41 @@ def leave_one_out(
         skip: number of last events that are left out before the target is chosen.
     """
     last = offsets[indices + 1] - 1 - skip
-    lengths = np.minimum(last - offsets[indices], max_history)
-    starts = last - lengths
+    samples = _events_before(last, items, timestamps, features, offsets, indices, max_history)
+    return samples._replace(users=indices + first_user, targets=items[last])
+
+
+def whole_histories(
+    items: NDArray[np.int64],
+    timestamps: NDArray[np.int64],
+    features: Mapping[str, NDArray[np.int64]],
+    offsets: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    max_history: int,
+) -> SampleArrays:
+    """Return the latest events of the users ``indices [n]``, with the last one, and no targets. Arguments as above."""
+    return _events_before(offsets[indices + 1], items, timestamps, features, offsets, indices, max_history)
+
+
+def _events_before(
+    ends: NDArray[np.int64],
+    items: NDArray[np.int64],
+    timestamps: NDArray[np.int64],
+    features: Mapping[str, NDArray[np.int64]],
+    offsets: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    max_history: int,
+) -> SampleArrays:
+    """The latest ``max_history`` events of the users ``indices [n]`` before the events ``ends [n]``."""
+    lengths = np.minimum(ends - offsets[indices], max_history)
+    starts = ends - lengths
     return SampleArrays(
-        users=indices + first_user,
+        users=indices,
         lengths=lengths,
         items=gather(items, starts, lengths),
         timestamps=gather(timestamps, starts, lengths),
         features={name: gather(values, starts, lengths) for name, values in features.items()},
-        targets=items[last],
+        targets=None,
     )
 
 
@@ -80,15 +106,15 @@ def concatenate(parts: Sequence[SampleArrays]) -> SampleArrays:
         items=np.concatenate([part.items for part in parts]),
         timestamps=np.concatenate([part.timestamps for part in parts]),
         features={name: np.concatenate([part.features[name] for part in parts]) for name in parts[0].features},
-        targets=np.concatenate([part.targets for part in parts]),
+        targets=None if parts[0].targets is None else np.concatenate([part.targets for part in parts]),  # type: ignore[misc]
     )
 
 
 def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int) -> SeqBatch:
     """Return a training batch with sampled negatives or, if ``negatives`` is ``None``, a validation batch with targets.
 
-    Both have the keys ``history, negatives, *features``, so that one EmbeddingCollection accepts both. In a validation batch
-    the negatives have length 0.
+    Samples without targets become a batch for predictions, which has the users. All have the keys
+    ``history, negatives, *features``, so that one EmbeddingCollection accepts them. Without sampled negatives they have length 0.
     """
     counts = np.zeros_like(samples.lengths) if negatives is None else negatives.counts(samples.lengths)
     drawn = [] if negatives is None else [negatives.draw(samples.users, epoch, counts)]
@@ -102,6 +128,7 @@ def collate(samples: SampleArrays, negatives: NegativeSampler | None, epoch: int
             stride=len(samples.users),
         ),
         torch.from_numpy(samples.timestamps),
-        torch.from_numpy(samples.targets) if negatives is None else None,
+        torch.from_numpy(samples.targets) if negatives is None and samples.targets is not None else None,
         None if negatives is None else negatives.count,
+        torch.from_numpy(samples.users) if samples.targets is None else None,
     )

@@ -21,6 +21,7 @@ from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncodin
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
+from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.runtime.errors import ConfigurationError
 
 ITEM_TABLE = "item"
@@ -80,7 +81,7 @@ class HSTULayer(nn.Module):
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
 
 
-class HSTUMixin(RankingEvaluation):
+class HSTUMixin(RankingEvaluation, Recommending):
     """HSTU as a LightningModule. :class:`HSTU` combines it with ``lightning``, and another class with ``pytorch_lightning``.
 
     Args:
@@ -111,7 +112,8 @@ class HSTUMixin(RankingEvaluation):
         max_steps: step at which a cosine has lowered the learning rate to 0; without it the learning rate stays constant.
         max_eval_items: validation and test rank all items of a catalogue up to this size. Of a larger catalogue they rank the
             target and a random sample of this size.
-        filter_seen: validation and test do not rank the items of the user's own history, except the target.
+        filter_seen: validation, test and predictions leave out the items of the user's own history, except the target.
+        top_k: number of items that ``trainer.predict`` recommends to each user.
         meta_tables: put the tables on the meta device, for tables that do not fit one rank. The strategy allocates and
             initializes the shards; without such a strategy the model cannot run.
     """
@@ -145,6 +147,7 @@ class HSTUMixin(RankingEvaluation):
         max_steps: int | None = None,
         max_eval_items: int = 50_000,
         filter_seen: bool = False,
+        top_k: int = 10,
         meta_tables: bool = False,
     ) -> None:
         super().__init__()
@@ -290,6 +293,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"num_heads: {heads} does not divide embedding_dim {dim}; choose another num_heads, or set qk_dim and v_dim"
         )
+    if options["top_k"] < 1:
+        raise ConfigurationError(f"top_k: must be at least 1, not {options['top_k']}")
     for name, kind in (("bias", Bias), ("linear_init", LinearInit)):
         known = get_args(kind)
         if options[name] not in known:
