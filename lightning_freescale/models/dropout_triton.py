@@ -25,6 +25,14 @@ def _mixed(x):
 
 
 @triton.jit
+def is_kept(keys_ptr, rows, cols, count, number, limit):
+    """Which elements stay, ``[rows, cols]``: those whose random number is at least ``limit``."""
+    keys = tl.load(keys_ptr + rows, mask=rows < count, other=0).to(tl.uint32, bitcast=True)
+    channels = _mixed((number * 65536 + cols + 1).to(tl.uint32))
+    return _mixed(keys[:, None] ^ channels[None, :]).to(tl.int32, bitcast=True) >= limit
+
+
+@triton.jit
 def _drop(
     x_ptr, keys_ptr, out_ptr, x_row, count, number, limit, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -32,11 +40,8 @@ def _drop(
     """One tile of rows: elements whose random number is below ``limit`` become 0, the others are multiplied by ``scale``."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     mask = (rows[:, None] < count) & (cols[None, :] < D)
-    keys = tl.load(keys_ptr + rows, mask=rows < count, other=0).to(tl.uint32, bitcast=True)
-    channels = _mixed((number * 65536 + cols + 1).to(tl.uint32))
-    random = _mixed(keys[:, None] ^ channels[None, :]).to(tl.int32, bitcast=True)
     x = tl.load(x_ptr + rows[:, None].to(tl.int64) * x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    kept = tl.where(random >= limit, x * scale, 0.0)
+    kept = tl.where(is_kept(keys_ptr, rows, cols, count, number, limit), x * scale, 0.0)
     out = out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :]
     tl.store(out, kept.to(out_ptr.dtype.element_ty), mask=mask)
 

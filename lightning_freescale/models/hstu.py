@@ -75,10 +75,28 @@ class HSTULayer(nn.Module):
 
         The other arguments are those of ``hstu_attention``, and ``keys [sum(L)]`` from ``row_keys`` for dropout in training.
         """
+        if x.is_cuda and len(x):
+            return self._fused(x, plan, keys)
+        return self.plain(x, offsets, timestamps, plan, keys)
+
+    def plain(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
+        """:meth:`forward` part by part: on a CPU, and what the fused layer is compared with."""
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = hstu_attention(q, k, v, offsets, timestamps, self.position_bias, self.time_bias, plan=plan)
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
+
+    def _fused(self, x: Tensor, plan: Any, keys: Tensor | None) -> Tensor:
+        from lightning_freescale.models.fused_layer import fused_layer  # Triton is installed on CUDA machines only
+        from lightning_freescale.models.norm_triton import Drop
+
+        drop = None
+        if self.training and self.dropout.rate:
+            assert keys is not None, "keys: None; dropout needs the result of row_keys"
+            drop = Drop(keys, self.dropout.number, self.dropout.rate)
+        biases = self.position_bias, self.time_bias
+        norms = self.norm, self.f1, biases, self.attention_norm, self.f2
+        return fused_layer(x, *norms, self.heads, self.split, plan, drop)
 
 
 class HSTUMixin(RankingEvaluation, Recommending):

@@ -19,6 +19,8 @@ from lightning_freescale.runtime.log import log_once
 if TYPE_CHECKING:
     from lightning_freescale.models.attention.triton_attention import TritonPlan
 
+Biases = tuple[Tensor, Tensor]  # tables of the position and of the time
+
 
 @cache
 def _edges(device: torch.device) -> Tensor:
@@ -57,11 +59,6 @@ class CudaPlan:
 
         return triton_attention.plan(self.offsets, self.times)
 
-    @cached_property
-    def zero_bias(self) -> Tensor:
-        """A bias table with one entry, which is 0. The Triton kernels always read a table."""
-        return torch.zeros(1, device=self.offsets.device)
-
 
 def attention(
     q: Tensor,
@@ -74,17 +71,64 @@ def attention(
 ) -> Tensor:
     """:func:`~lightning_freescale.models.attention.hstu_attention` on CUDA tensors."""
     biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
+    if select_hopper(q, k, v, biases):
+        return hopper.attention(q, k, v, plan.offsets, alpha, plan.hopper, biases)
+    from lightning_freescale.models.attention import triton_attention
+
+    return triton_attention.attention(q, k, v, biases, alpha, plan.triton)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: CudaPlan) -> Tensor:
+    """:func:`attention` without a gradient, for a function that computes its own. There must be events."""
+    if select_hopper(q, k, v, biases):
+        return hopper.forward(q, k, v, biases, alpha, plan.hopper)
+    from lightning_freescale.models.attention import triton_attention
+
+    triton_attention.check_types(q, k, v)
+    return triton_attention.forward(q, k, v, biases, alpha, plan.triton)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Biases | None,
+    alpha: float,
+    plan: CudaPlan,
+    dout: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> Biases | tuple[None, None]:
+    """The backward pass of :func:`forward`.
+
+    Args:
+        dout: ``[sum(L), H, Dv]``, gradient of the output.
+        grads: arrays of the shapes of ``q, k, v`` that receive their gradients. The heads of a row lie side by side; the rows
+            may lie apart, by a multiple of 8 elements.
+
+    Returns:
+        The gradients of both biases, float32, if there are biases.
+    """
+    found: Biases | None
+    if select_hopper(q, k, v, biases):
+        found = hopper.backward(q, k, v, biases, alpha, plan.hopper, dout, grads)
+    else:
+        from lightning_freescale.models.attention import triton_attention
+
+        found = triton_attention.backward(q, k, v, biases, alpha, plan.triton, dout, grads)
+    return (None, None) if biases is None or found is None else found
+
+
+def select_hopper(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:
+    """Whether the Hopper kernels run. The first time it is logged which kernels run, and why."""
     reason = why_not_hopper(q, k, v, biases)
     if reason is None:
         log_once("attention: the Hopper kernels run, because the GPU is a Hopper")
-        return hopper.attention(q, k, v, plan.offsets, alpha, plan.hopper, biases)
-    log_once(f"attention: the Triton kernels run and not the Hopper kernels, because {reason}")
-    from lightning_freescale.models.attention import triton_attention
-
-    return triton_attention.attention(q, k, v, *(biases or (plan.zero_bias, plan.zero_bias)), alpha, plan.triton)
+    else:
+        log_once(f"attention: the Triton kernels run and not the Hopper kernels, because {reason}")
+    return reason is None
 
 
-def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor, Tensor] | None) -> str | None:
+def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> str | None:
     """Why the Hopper kernels cannot be used for these inputs, or ``None`` if they can."""
     if not hopper.available(q.device):
         return "the GPU is not a Hopper"

@@ -5,7 +5,7 @@
 """
 
 from .config import BIAS_SLOTS
-from .function import attention, available, supports
+from .function import attention, available, backward, forward, supports
 from .plan import Plan, plan
 
-__all__ = ["BIAS_SLOTS", "Plan", "attention", "available", "plan", "supports"]
+__all__ = ["BIAS_SLOTS", "Plan", "attention", "available", "backward", "forward", "plan", "supports"]

@@ -17,8 +17,8 @@ static_assert(backward::SHARED == BACKWARD_SHARED, "config.py counts other bytes
 extern "C" __global__ void __launch_bounds__(backward::THREADS, 1)
     hstu_backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                   const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dout,
-                  const __grid_constant__ Bias bias, float* dq, u16* dk, u16* dv, int* counters, const Work* schedule,
-                  int heads, float half_alpha) {
+                  const __grid_constant__ Bias bias, float* dq, u16* dk, u16* dv, i64 dk_stride, i64 dv_stride,
+                  int* counters, const Work* schedule, int heads, float half_alpha) {
   using namespace backward;
   extern __shared__ char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(backward::THREADS, 1)
     registers_increase<REGISTERS_MAIN>();
     Consumer consumer{base, tiles, half_alpha, bias_base};
     if constexpr (BIAS) consumer.init_bias(records, work.row);
-    consume(consumer, dk, dv, work, head, heads);
+    consume(consumer, dk, dv, dk_stride, dv_stride, work, head);
     if constexpr (BIAS) consumer.finish_bias(bias.shares + (i64)number * (2 * bias::SLOTS));
   }
 }

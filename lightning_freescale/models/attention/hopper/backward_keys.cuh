@@ -170,14 +170,17 @@ struct Consumer {
   DEVICE u32 record(int i) const { return bias_base + RECORDS + i % STAGES * RECORD_BYTES; }
   DEVICE bias::Buckets buckets(int i) const { return BIAS ? strip.buckets(record(i)) : bias::Buckets{0}; }
 
+  // Half of the bias of a strip that has one. It is read before the scores are there.
+  DEVICE float constant(bias::Buckets buckets) const { return BIAS ? strip.constant(buckets) : 0.0f; }
+
   // Add the bias and hide scores where that is needed. Returns what is left to do before the activation.
-  DEVICE Affine prepare(float (&scores)[ROWS / 2], bias::Buckets buckets, int i) {
+  DEVICE Affine prepare(float (&scores)[ROWS / 2], bias::Buckets buckets, float constant, int i) {
     if constexpr (!BIAS) {
       if (hides(i)) hide_scores(scores, i, half_alpha);
       return {half_alpha, 0.0f};
     } else {
       bias_gradient.begin(buckets);
-      if (!hides(i) && buckets.constant()) return {half_alpha, strip.constant(buckets)};
+      if (!hides(i) && buckets.constant()) return {half_alpha, constant};
       strip.add<0>(scores, buckets, record(i), half_alpha);
       if (hides(i)) hide_scores(scores, i, 1.0f);
       return {1.0f, 0.0f};
@@ -196,7 +199,8 @@ struct Consumer {
     if (slot >= 2 * bias::SLOTS) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < (SPLIT ? 4 : 8); warp++) sum += load_shared_float(bias_base + SUMS + warp * SUM_BYTES + 4 * slot);
+    for (int warp = 0; warp < (SPLIT ? 4 : 8); warp++)
+      sum += bias::Gradient::total(bias_base + SUMS + warp * SUM_BYTES, slot);
     share[slot] = sum;
   }
 
@@ -217,11 +221,12 @@ struct Consumer {
                    u32 (&grads)[ROWS / 4]) {
     float dweights[ROWS / 2];
     start_out(dweights, i);
+    const bias::Buckets buckets = this->buckets(i);
+    const float constant = this->constant(buckets);
     wgmma_wait<2>();
     pin(scores);
     pin(weights);
-    const bias::Buckets buckets = this->buckets(i);
-    activate(weights, scores, prepare(scores, buckets, i));
+    activate(weights, scores, prepare(scores, buckets, constant, i));
     start_dv(dv, weights, base, i % STAGES);
     if constexpr (!LAST) start(next, i + 1);
     wgmma_wait<LAST ? 1 : 2>();
@@ -277,10 +282,11 @@ struct Consumer {
     for (int i = 0;; i++) {
       u32 weights[ROWS / 4], grads[ROWS / 4];
       const bias::Buckets buckets = this->buckets(i);
+      const float constant = this->constant(buckets);
       wgmma_wait<0>();
       pin(scores);
       pin(dweights);
-      const Affine affine = prepare(scores, buckets, i);
+      const Affine affine = prepare(scores, buckets, constant, i);
       wait_buffer(i);
 #pragma unroll
       for (int part = 0; part < ROWS / 16; part += PART) {
@@ -314,7 +320,8 @@ struct Consumer {
   }
 };
 
-DEVICE void consume(Consumer& consumer, u16* dk, u16* dv, Work work, int head, int heads) {
+// Strides: elements from one row of a gradient to the next.
+DEVICE void consume(Consumer& consumer, u16* dk, u16* dv, i64 dk_stride, i64 dv_stride, Work work, int head) {
   const float half_alpha = consumer.half_alpha;
   named_sync(threadIdx.x / 128, 128);  // LENGTH is written
   barrier_wait(consumer.base + KEY_FULL, 0);
@@ -323,11 +330,11 @@ DEVICE void consume(Consumer& consumer, u16* dk, u16* dv, Work work, int head, i
   else
     consumer.run_single();
   const int row = work.row + 64 * key_group();
-  const i64 first = (i64)(work.start + row) * heads + head;
-  store_rows(consumer.dk, dk + first * DQK + column_group() * KEY_COLUMNS, (i64)heads * DQK, work.length - row,
-             half_alpha, half_alpha);
-  store_rows(consumer.dv, dv + first * DV + column_group() * VALUE_COLUMNS, (i64)heads * DV, work.length - row, 1.0f,
-             1.0f);
+  const i64 first = work.start + row;
+  store_rows(consumer.dk, dk + first * dk_stride + head * DQK + column_group() * KEY_COLUMNS, dk_stride,
+             work.length - row, half_alpha, half_alpha);
+  store_rows(consumer.dv, dv + first * dv_stride + head * DV + column_group() * VALUE_COLUMNS, dv_stride,
+             work.length - row, 1.0f, 1.0f);
 }
 
 }  // namespace backward

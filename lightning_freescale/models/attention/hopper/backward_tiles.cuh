@@ -29,7 +29,7 @@ constexpr int GRAD = OUT + STAGES * OUT_BYTES, SHARED = 1024 + GRAD + BUFFERS * 
 
 // Places of the bias, in shared memory of their own: each warp's sums of its gradients, the tables, a record a stage, and
 // the rows of each warp.
-constexpr int RECORD_BYTES = bias::RECORD_BYTES, SUM_BYTES = 8 * bias::SLOTS;
+constexpr int RECORD_BYTES = bias::RECORD_BYTES, SUM_BYTES = bias::Gradient::BYTES;
 constexpr int SUMS = 0, TABLES = 8 * SUM_BYTES, RECORDS = TABLES + bias::TABLE_BYTES;
 constexpr int WARP_ROWS = RECORDS + STAGES * RECORD_BYTES, BIAS_BYTES = WARP_ROWS + 8 * bias::ROWS_BYTES;
 static_assert(!BIAS || ROWS == bias::EVENTS, "a query tile has one record");

@@ -99,27 +99,15 @@ struct Strip {
   // Times of columns 8 j + 2 (lane % 4) and the next.
   DEVICE static int2 column_times(u32 record, int j) { return load_shared2(record + 32 * j + threadIdx.x % 4 * 8); }
 
-  // Call use(i, whether the time between the rows and columns of element i is at least `edge`).
-  template <class Use>
-  DEVICE void compare_times(u32 record, int edge, Use use) const {
-    const int top = QUERIES ? subtract_saturated(upper(), edge) : add_saturated(upper(), edge);
-    const int bottom = QUERIES ? subtract_saturated(lower(), edge) : add_saturated(lower(), edge);
-#pragma unroll
-    for (int j = 0; j < COUNT / 4; j++) {
-      const int2 t = column_times(record, j);
-      use(4 * j, QUERIES ? t.x <= top : t.x >= top);
-      use(4 * j + 1, QUERIES ? t.y <= top : t.y >= top);
-      use(4 * j + 2, QUERIES ? t.x <= bottom : t.x >= bottom);
-      use(4 * j + 3, QUERIES ? t.y <= bottom : t.y >= bottom);
-    }
+  // What the times of columns are compared with: those of the upper and of the lower row, `edge` away.
+  DEVICE int2 time_bounds(int edge) const {
+    return QUERIES ? make_int2(subtract_saturated(upper(), edge), subtract_saturated(lower(), edge))
+                   : make_int2(add_saturated(upper(), edge), add_saturated(lower(), edge));
   }
-
-  // The same of the distance in events.
-  template <class Use>
-  DEVICE void compare_positions(u32 record, int edge, Use use) const {
-    const int rest = edge - distance(record);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) use(i, offset(i) >= rest);
+  // Whether the time between row and column of element i is at least that edge; `t`: column_times(record, i / 4).
+  DEVICE static bool time_reached(int i, int2 t, int2 bounds) {
+    const int column = i % 2 ? t.y : t.x, bound = i % 4 / 2 ? bounds.y : bounds.x;
+    return QUERIES ? column <= bound : column >= bound;
   }
 
   DEVICE float read_time(int from, int to) const {
@@ -140,7 +128,10 @@ struct Strip {
 #pragma unroll 1
       for (int k = b.position_low() + 1; k <= b.position_high(); k++) {
         const float step = half_position(k) - half_position(k - 1);
-        compare_positions(record, edge(k), [&](int i, bool reached) { if (reached) scores[FROM + i] += step; });
+        const int rest = edge(k) - distance(record);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+          if (offset(i) >= rest) scores[FROM + i] += step;
       }
     } else {
       const float nearest = __int2float_rn(distance(record) + 1);  // exact, as are sums with an offset
@@ -152,7 +143,14 @@ struct Strip {
 #pragma unroll 1
       for (int k = b.time_low() + 1; k <= b.time_high(); k++) {
         const float step = half_time(k) - half_time(k - 1);
-        compare_times(record, edge(k), [&](int i, bool reached) { if (reached) scores[FROM + i] += step; });
+        const int2 bounds = time_bounds(edge(k));
+#pragma unroll
+        for (int j = 0; j < COUNT / 4; j++) {
+          const int2 t = column_times(record, j);
+#pragma unroll
+          for (int i = 4 * j; i < 4 * j + 4; i++)
+            if (time_reached(i, t, bounds)) scores[FROM + i] += step;
+        }
       }
     } else {
       const int top = upper(), bottom = lower();
@@ -169,41 +167,40 @@ struct Strip {
   }
 };
 
-DEVICE float warp_sum(float x) {
+DEVICE float warp_sum(float x, int from = 16) {
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+  for (int lane = from; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
   return x;
 }
 
-// A warp's share of the gradients: sums of the score gradients by bucket, in shared memory. Strips in a row that have the
-// same lowest buckets are summed in a register first.
+// Add over the lanes that differ in bit BIT alone: `low` to lanes without the bit, `high` to lanes with it.
+template <int BIT>
+DEVICE float fold(float low, float high) {
+  const bool upper = threadIdx.x & BIT;
+  return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
+}
+
+// A warp's share of the gradients: sums of score gradients in shared memory, by bucket and by edge. A strip is added to its
+// lowest buckets, and what lies at or behind an edge to that edge: the sum over a bucket is what was added to it, plus what
+// was added to the edge before it, minus what was added to the edge behind it. Strips in a row that have the same lowest
+// buckets are summed in a register first.
 struct Gradient {
-  u32 sums;  // [2 SLOTS], this warp's
+  static constexpr int BY_BUCKET = 0, BY_EDGE = 8 * SLOTS, BYTES = 16 * SLOTS;  // positions, then times
+  u32 sums;
   float running = 0.0f;
   u32 code = 0;  // buckets of `running`
 
   DEVICE void clear() {
-    for (int i = threadIdx.x % 32; i < 2 * SLOTS; i += 32) store_shared(sums + 4 * i, 0.0f);
+    for (int i = threadIdx.x % 32; i < BYTES / 4; i += 32) store_shared(sums + 4 * i, 0.0f);
     __syncwarp();
   }
-  DEVICE static void add_shared(u32 address, float x) { store_shared(address, load_shared_float(address) + x); }
+  DEVICE void add_shared(int place, float x) const { store_shared(sums + place, load_shared_float(sums + place) + x); }
 
   DEVICE void flush() {
     const float total = warp_sum(running);
-    if (threadIdx.x % 32 == 0) {
-      add_shared(sums + 4 * Buckets{code}.position_low(), total);
-      add_shared(sums + 4 * (SLOTS + Buckets{code}.time_low()), total);
-    }
+    const int lane = threadIdx.x % 32, time = 4 * (SLOTS + Buckets{code}.time_low());
+    if (lane < 2) add_shared(BY_BUCKET + (lane ? time : 4 * Buckets{code}.position_low()), total);
     running = 0.0f;
-  }
-
-  // Move what lies at or behind the edge before bucket `bucket` of the table at `table` there from the bucket before.
-  DEVICE void move(u32 table, int bucket, float part) const {
-    const float total = warp_sum(part);
-    if (threadIdx.x % 32 == 0) {
-      add_shared(table + 4 * bucket, total);
-      add_shared(table + 4 * (bucket - 1), -total);
-    }
   }
 
   // Before the score gradients of a strip are added to `running`.
@@ -213,25 +210,66 @@ struct Gradient {
     code = b.code;
   }
 
-  // After that. All of the strip was added to its lowest buckets. `grads`: the score gradients, rounded, two a register.
+  // After that: add to the edges. `grads`: the score gradients, rounded, two a register.
   DEVICE void finish(const Strip<false>& strip, const u32 (&grads)[16], Buckets b, u32 record) const {
-    float part;
-    const auto add = [&](int i, bool reached) {
-      const float2 pair = unpack(grads[i / 2]);
-      if (reached) part += i % 2 ? pair.y : pair.x;
-    };
-#pragma unroll 1
-    for (int k = b.position_low() + 1; k <= b.position_high(); k++) {
-      part = 0.0f;
-      strip.compare_positions(record, strip.edge(k), add);
-      move(sums, k, part);
+    const int positions = b.position_high() - b.position_low(), times = b.time_high() - b.time_low();
+    if (positions == 1 && times == 1) {
+      add_edges<1, 1>(strip, grads, b, b.position_high(), b.time_high(), record);
+      return;
     }
 #pragma unroll 1
-    for (int k = b.time_low() + 1; k <= b.time_high(); k++) {
-      part = 0.0f;
-      strip.compare_times(record, strip.edge(k), add);
-      move(sums + 4 * SLOTS, k, part);
+    for (int k = b.position_low() + 1; k <= b.position_high(); k += 4)
+      add_edges<4, 0>(strip, grads, b, k, 0, record);
+#pragma unroll 1
+    for (int k = b.time_low() + 1; k <= b.time_high(); k += 4) add_edges<0, 4>(strip, grads, b, 0, k, record);
+  }
+
+  // Add to P edges of the positions and T edges of the times, from these edges on to the last one of the strip.
+  template <int P, int T>
+  DEVICE void add_edges(const Strip<false>& strip, const u32 (&grads)[16], Buckets b, int position, int time,
+                        u32 record) const {
+    constexpr int NEVER = 0x7fffffff;  // more than any distance between rows and columns, and than any time
+    int rest[P + 1];
+    int2 bounds[T + 1];
+    float parts[P + T] = {};
+    const int distance = P ? strip.distance(record) : 0;
+#pragma unroll
+    for (int k = 0; k < P; k++)
+      rest[k] = position + k <= b.position_high() ? strip.edge(position + k) - distance : NEVER;
+#pragma unroll
+    for (int k = 0; k < T; k++)
+      bounds[k] = time + k <= b.time_high() ? strip.time_bounds(strip.edge(time + k)) : make_int2(NEVER, NEVER);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int2 t = T ? strip.column_times(record, j) : int2{};
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; i++) {
+        const float2 pair = unpack(grads[i / 2]);
+        const float grad = i % 2 ? pair.y : pair.x;
+#pragma unroll
+        for (int k = 0; k < P; k++)
+          if (strip.offset(i) >= rest[k]) parts[k] += grad;
+#pragma unroll
+        for (int k = 0; k < T; k++)
+          if (strip.time_reached(i, t, bounds[k])) parts[P + k] += grad;
+      }
     }
+    const int lane = threadIdx.x % 32;
+    if constexpr (P + T == 2) {
+      const float total = warp_sum(fold<16>(parts[0], parts[1]), 8);
+      if (lane % 16 == 0) add_shared(BY_EDGE + 4 * (lane ? SLOTS + time : position), total);
+    } else {
+      const float total = warp_sum(fold<8>(fold<16>(parts[0], parts[2]), fold<16>(parts[1], parts[3])), 4);
+      const int edge = (P ? position : time) + lane / 16 * 2 + lane / 8 % 2;
+      if (lane % 8 == 0 && edge < SLOTS) add_shared(BY_EDGE + 4 * (T ? SLOTS + edge : edge), total);
+    }
+    __syncwarp();
+  }
+
+  // The warp's sum over bucket `slot`, from SLOTS on of the times. `sums`: of the warp.
+  DEVICE static float total(u32 sums, int slot) {
+    const float behind = slot % SLOTS == SLOTS - 1 ? 0.0f : load_shared_float(sums + BY_EDGE + 4 * (slot + 1));
+    return load_shared_float(sums + BY_BUCKET + 4 * slot) + load_shared_float(sums + BY_EDGE + 4 * slot) - behind;
   }
 };
 

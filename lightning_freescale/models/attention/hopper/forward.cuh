@@ -74,24 +74,44 @@ DEVICE void silu(float (&scores)[KEYS / 2], float half_scale, float offset) {
   }
 }
 
-// The same with the bias, for columns 2 FROM to 2 FROM + 64.
-template <int FROM>
-DEVICE void biased_silu(float (&scores)[KEYS / 2], const Strip& strip, u32 record, float half_alpha) {
-  const bias::Buckets buckets = strip.buckets(record);
+// What is read of the bias of a tile before its scores are there, for each 64 columns.
+struct TileBias {
+  u32 record;
+  bias::Buckets buckets[RECORDS];
+  float constants[RECORDS];  // half of the bias of a strip that has one
+};
+
+DEVICE TileBias read_bias(const Strip& strip, u32 record) {
+  TileBias tile = {record};
+  if constexpr (BIAS) {
+#pragma unroll
+    for (int i = 0; i < RECORDS; i++) tile.buckets[i] = strip.buckets(record + i * bias::RECORD_BYTES);
+#pragma unroll
+    for (int i = 0; i < RECORDS; i++) tile.constants[i] = strip.constant(tile.buckets[i]);
+  }
+  return tile;
+}
+
+// The same with the bias, for columns 64 PART to 64 (PART + 1).
+template <int PART>
+DEVICE void biased_silu(float (&scores)[KEYS / 2], const Strip& strip, const TileBias& tile, float half_alpha) {
+  constexpr int FROM = 32 * PART;
+  const u32 record = tile.record + PART * bias::RECORD_BYTES;
+  const bias::Buckets buckets = tile.buckets[PART];
   if (buckets.constant()) {
-    silu<FROM, FROM + 32>(scores, half_alpha, strip.constant(buckets));
+    silu<FROM, FROM + 32>(scores, half_alpha, tile.constants[PART]);
   } else {
     strip.add<FROM>(scores, buckets, record, half_alpha);
     silu<FROM, FROM + 32>(scores, 1.0f, 0.0f);
   }
 }
 
-// scores := silu(2 half_alpha scores + bias). `first`: the thread's first query minus its first key. `record`: of the tile.
-DEVICE void activate(float (&scores)[KEYS / 2], const Strip& strip, u32 record, float half_alpha, bool masked,
+// scores := silu(2 half_alpha scores + bias). `first`: the thread's first query minus its first key.
+DEVICE void activate(float (&scores)[KEYS / 2], const Strip& strip, const TileBias& tile, float half_alpha, bool masked,
                      int first) {
   if constexpr (BIAS) {
-    biased_silu<0>(scores, strip, record, half_alpha);
-    if constexpr (RECORDS == 2) biased_silu<KEYS / 2 - 32>(scores, strip, record + bias::RECORD_BYTES, half_alpha);
+    biased_silu<0>(scores, strip, tile, half_alpha);
+    if constexpr (RECORDS == 2) biased_silu<RECORDS - 1>(scores, strip, tile, half_alpha);
   } else {
     silu<0, KEYS / 2>(scores, half_alpha, 0.0f);
   }
@@ -128,7 +148,7 @@ DEVICE void consume(const Shared& s, const int* records, u16* out, Work work, in
   pin(scores);
   if (key_leader) barrier_arrive(s.key_empty);
   int block = blocks - 1;
-  activate(scores, strip, s.records, half_alpha, block * KEYS + KEYS > own + 1, first - block * KEYS);
+  activate(scores, strip, read_bias(strip, s.records), half_alpha, block * KEYS + KEYS > own + 1, first - block * KEYS);
   round_weights(weights, scores);
   for (int i = 1; i < blocks; i++) {
     const int stage = i % STAGES, before = (i - 1) % STAGES;
@@ -137,11 +157,11 @@ DEVICE void consume(const Shared& s, const int* records, u16* out, Work work, in
     start_scores(scores, query, key + (stage * KEY_BYTES >> 4));
     barrier_wait(s.value_full + 8 * before, (i - 1) / STAGES & 1);
     start_output(sums, weights, value + (before * VALUE_BYTES >> 4), i > 1);
+    const TileBias tile = read_bias(strip, s.records + i % RECORD_STAGES * RECORD_BYTES);
     wgmma_wait<1>();
     pin(scores);
     if (key_leader) barrier_arrive(s.key_empty + 8 * stage);
-    activate(scores, strip, s.records + i % RECORD_STAGES * RECORD_BYTES, half_alpha, block * KEYS + KEYS > own + 1,
-             first - block * KEYS);
+    activate(scores, strip, tile, half_alpha, block * KEYS + KEYS > own + 1, first - block * KEYS);
     wgmma_wait<0>();
     pin(weights);
     pin(sums);

@@ -15,6 +15,9 @@ from .plan import plan as make_plan
 
 DTYPES = (torch.bfloat16, torch.float16)
 Biases = tuple[Tensor, Tensor]  # of the position and of the time
+Grads = tuple[
+    Tensor, Tensor, Tensor
+]  # of q, k, v; heads lie side by side, rows may lie apart, by a multiple of 8 elements
 
 
 def available(device: torch.device | str | int | None = None) -> bool:
@@ -92,27 +95,59 @@ def _scaled(use: Kernels, dout: Tensor, plan: Plan) -> Tensor:
     return scaled
 
 
-def _backward(inputs: _Inputs, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and, if there are biases, of both tables."""
+def _backward(inputs: _Inputs, dout: Tensor, grads: Grads) -> Biases | None:
+    """Write the gradients of q, k, v to ``grads``. Returns those of both tables, float32, if there are biases."""
     use = inputs.kernels()
-    q, k, v, biases, _, plan = inputs
+    q, _, _, biases, _, plan = inputs
     c, heads, device = use.config, q.shape[1], q.device
     scaled = _scaled(use, dout, plan)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    dq, dk, dv = grads
+    strides = [ctypes.c_int64(x.stride(0)) for x in grads]
     tiles = plan.tiles(c.backward_rows)
     sums = torch.empty(tiles * heads * c.backward_rows * q.shape[-1], device=device)
     counters = torch.zeros(1 + tiles * heads * (c.backward_rows // 16), dtype=torch.int32, device=device)
     schedule = plan.schedule(c.backward_keys, c.backward_rows, True)
     blocks = len(schedule) * heads
     shares = None if biases is None else torch.zeros(blocks, 2 * BIAS_SLOTS, device=device)
-    arguments = [*inputs.maps(), tensor_map(scaled), inputs.bias(shares), sums, dk, dv, counters, schedule]
+    arguments = [
+        *inputs.maps(),
+        tensor_map(scaled),
+        inputs.bias(shares),
+        sums,
+        dk,
+        dv,
+        *strides[1:],
+        counters,
+        schedule,
+    ]
     use.launch("hstu_backward", blocks, 384, [*arguments, *inputs.rest()], c.backward_shared)
     schedule = plan.schedule(c.backward_rows, c.backward_rows, False)
-    use.launch("hstu_finish", len(schedule) * heads, 256, [sums, dq, schedule, *inputs.rest()])
+    use.launch("hstu_finish", len(schedule) * heads, 256, [sums, dq, strides[0], schedule, *inputs.rest()])
     if biases is None or shares is None:
-        return dq, dk, dv, None, None
+        return None
     total = shares.sum(0) / 2
-    return dq, dk, dv, total[: len(biases[0])], total[BIAS_SLOTS : BIAS_SLOTS + len(biases[1])]
+    return total[: len(biases[0])], total[BIAS_SLOTS : BIAS_SLOTS + len(biases[1])]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> Tensor:
+    """:func:`attention` without its checks and without a gradient. There must be events."""
+    with torch.cuda.device(q.device):
+        return _forward(_inputs(q, k, v, biases, alpha, plan))
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan, dout: Tensor, grads: Grads
+) -> Biases | None:
+    """The backward pass of :func:`forward`: writes the gradients of q, k, v to ``grads`` and returns those of the biases."""
+    with torch.cuda.device(q.device):
+        use_device(q.device.index)
+        return _backward(_inputs(q, k, v, biases, alpha, plan), dout, grads)
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> _Inputs:
+    if biases is not None:
+        biases = biases[0].float().contiguous(), biases[1].float().contiguous()
+    return _Inputs(_aligned(q), _aligned(k), _aligned(v), biases, alpha / 2, plan)
 
 
 class _Attention(torch.autograd.Function):
@@ -124,34 +159,28 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         position_bias: Tensor | None,
         time_bias: Tensor | None,
-        half_alpha: float,
+        alpha: float,
         plan: Plan,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
-        ctx.half_alpha, ctx.plan = half_alpha, plan
-        if not len(q):
-            return torch.empty_like(v)
-        with torch.cuda.device(q.device):
-            return _forward(_inputs(ctx, q, k, v, position_bias, time_bias))
+        ctx.alpha, ctx.plan = alpha, plan
+        return forward(q, k, v, _biases(position_bias, time_bias), alpha, plan) if len(q) else torch.empty_like(v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if not len(saved[0]):
+        q, k, v, position_bias, time_bias = saved = ctx.saved_tensors
+        if not len(q):
             return *(None if x is None else torch.zeros_like(x) for x in saved), None, None
-        with torch.cuda.device(saved[0].device):
-            use_device(saved[0].device.index)
-            found = _backward(_inputs(ctx, *saved), grads[0])
-        return *(None if x is None else dx.to(x.dtype) for x, dx in zip(saved, found, strict=True)), None, None  # type: ignore[union-attr]
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        biases = _biases(position_bias, time_bias)
+        found = backward(q, k, v, biases, ctx.alpha, ctx.plan, grads[0], (dq, dk, dv))
+        if biases is None or found is None:
+            return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, found[0].to(biases[0].dtype), found[1].to(biases[1].dtype), None, None
 
 
-def _inputs(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
-) -> _Inputs:
-    biases = None
-    if position_bias is not None and time_bias is not None:
-        biases = position_bias.float().contiguous(), time_bias.float().contiguous()
-    return _Inputs(q, k, v, biases, ctx.half_alpha, ctx.plan)
+def _biases(position_bias: Tensor | None, time_bias: Tensor | None) -> Biases | None:
+    return None if position_bias is None or time_bias is None else (position_bias, time_bias)
 
 
 def attention(
@@ -186,4 +215,4 @@ def attention(
     if biases and (plan.times is None or plan.edges is None):
         raise ValueError("plan: it has no times and edges, which attention with biases needs")
     q, k, v = (_aligned(x) for x in (q, k, v))
-    return _Attention.apply(q, k, v, *(biases or (None, None)), alpha / 2, plan)
+    return _Attention.apply(q, k, v, *(biases or (None, None)), alpha, plan)
