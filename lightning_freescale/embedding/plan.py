@@ -21,7 +21,9 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from lightning_freescale.embedding.distinct_ids import Dedup, add_cpu_kernel
 from lightning_freescale.embedding.table_optimizer import fused_params, has_own_optimizer
+from lightning_freescale.embedding.wire import Wire, parse_wire, torchrec_codecs
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
@@ -57,13 +59,15 @@ def rows_by_feature(module: nn.Module) -> dict[str, int]:
 
 
 def make_sharders(
-    module: nn.Module, options: Mapping[str, Any] | None, device: torch.device, dedup: bool = False
+    module: nn.Module,
+    options: Mapping[str, Any] | None,
+    device: torch.device,
+    dedup: Dedup = False,
+    wire: Wire = "float32",
 ) -> list[ModuleSharder]:
     """Sharders for both kinds of collection, with the fused optimizer that ``options`` (``embedding_optimizer``) asks for."""
-    if dedup and device.type != "cuda":
-        raise ConfigurationError(
-            f"dedup=True needs a CUDA device, because FBGEMM finds the distinct ids of a batch only there (not on {device.type})"
-        )
+    if dedup and device.type == "cpu":
+        add_cpu_kernel()
     if has_own_optimizer(embedding_modules(module).values()):
         if options is not None:
             raise ConfigurationError(
@@ -73,10 +77,13 @@ def make_sharders(
     else:
         params = fused_params(options, device)
     kinds = dict.fromkeys([EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())])
-    return [_make_sharder(kind, params, dedup) for kind in kinds]
+    sequences = {"use_index_dedup": bool(dedup), "qcomm_codecs_registry": torchrec_codecs(parse_wire(wire))}
+    return [_make_sharder(kind, params, sequences) for kind in kinds]
 
 
-def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool) -> ModuleSharder:
+def _make_sharder(
+    kind: type[nn.Module], params: Mapping[str, Any], sequence_options: Mapping[str, Any]
+) -> ModuleSharder:
     """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:
@@ -90,8 +97,7 @@ def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool)
         if kind is base
         else type(f"{kind.__name__}Sharder", (parent,), {"module_type": property(lambda _: kind)})
     )
-    options = {"use_index_dedup": dedup} if base is EmbeddingCollection else {}
-    return sharder(fused_params=dict(params), **options)
+    return sharder(fused_params=dict(params), **(sequence_options if base is EmbeddingCollection else {}))
 
 
 def choose_sharding(

@@ -34,6 +34,7 @@ from lightning_freescale.embedding.stages import (
     RoutedBatch,
     RowSet,
 )
+from lightning_freescale.embedding.wire import wire_types_of
 from lightning_freescale.runtime.streams import SideStream, current_stream, int64_on_device, mark_used_on
 
 _SPAN_OF = {COLLISION: Kind.ROW_EXCHANGE_COLLISION, EXCLUSIVE: Kind.ROW_EXCHANGE_EXCLUSIVE}
@@ -61,6 +62,7 @@ class PrioritizedEmbedding:
     ):
         self.module, self.copies = module, copies
         self.timeline = timeline or Timeline()
+        self.wire = wire_types_of(module)
         self.stats = RowExchangeStats()
         self.tables = LocalTables(module)
         self.device = self.tables.device
@@ -68,7 +70,9 @@ class PrioritizedEmbedding:
         self.finder = CollisionFinder(
             self.tables, module._env.process_group, self.ids_stream, self.table_stream, self.timeline
         )
-        self.gradients = GradientReturn(self.tables, self.finder, groups, self.table_stream, self.timeline)
+        self.gradients = GradientReturn(
+            self.tables, self.finder, groups, self.table_stream, self.timeline, self.wire.gradients
+        )
         self._groups, self._rank, self._world_size = groups, groups.collision.rank(), groups.collision.size()
         # TorchRec releases differ in the options of the module's output: pass those that this release has.
         options = inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters
@@ -158,7 +162,9 @@ class PrioritizedEmbedding:
         with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
             if not batch.buffers:
                 batch.buffers = [
-                    torch.empty(sum(sum(rows.by_owner) for rows in sets.values()), dim, device=self.device)
+                    torch.empty(
+                        sum(sum(rows.by_owner) for rows in sets.values()), dim, dtype=self.wire.rows, device=self.device
+                    )
                     for sets, dim in zip(batch.row_sets, self.tables.dims, strict=True)
                 ]
             for group, (sets, buffer) in enumerate(zip(batch.row_sets, batch.buffers, strict=True)):
@@ -181,6 +187,7 @@ class PrioritizedEmbedding:
                         self.timeline,
                         _SPAN_OF[kind],
                         places[list(sets).index(kind)],
+                        self.wire.rows,
                     )
                 )
 
