@@ -63,7 +63,7 @@ def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
 
 def test_the_monitor_agrees_with_the_profiler(tmp_path: Path) -> None:
     """On every rank, the bubble share of a synchronous run is within 3 points of (wall - busy) in a trace of the same steps."""
-    results = result_of("bubbles.py", folder=tmp_path)
+    results = result_of("bubbles.py", folder=tmp_path, reserve_sms=True)
     assert [one["rank"] for one in results] == [0, 1, 2, 3]
     for one in results:
         assert one["steps"] == 10
