@@ -33,19 +33,6 @@ class ContextBatch(SeqBatch):
 
     context: KeyedJaggedTensor | None = None
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> ContextBatch:
-        context = None if self.context is None else self.context.to(device, non_blocking=non_blocking)
-        return ContextBatch(**vars(super().to(device, non_blocking)), context=context)
-
-    def pin_memory(self) -> ContextBatch:
-        context = None if self.context is None else self.context.pin_memory()
-        return ContextBatch(**vars(super().pin_memory()), context=context)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        super().record_stream(stream)
-        if self.context is not None:
-            self.context.record_stream(stream)  # type: ignore[arg-type]
-
 
 @dataclass
 class ExchangeBatch(Pipelineable):

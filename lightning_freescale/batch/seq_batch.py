@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -68,21 +68,23 @@ class SeqBatch(Pipelineable):
             return torch.zeros_like(positions)
         return positions * self.features[NEGATIVES].lengths()
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> SeqBatch:
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> SeqBatch:
+    def pin_memory(self) -> Self:
         return self._map(lambda part: part.pin_memory())
 
-    def _map(self, change: Callable[[Any], Any]) -> SeqBatch:
-        """The batch with every field that is not ``None`` changed by ``change``."""
-        tensors = {name: getattr(self, name) for name in ("features", "timestamps", "targets", "users")}
-        return replace(self, **{name: change(part) for name, part in tensors.items() if part is not None})
+    def _tensors(self) -> dict[str, Any]:
+        """The tensors and jagged tensors, by field; also those of a subclass."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, (Tensor, KeyedJaggedTensor))}
+
+    def _map(self, change: Callable[[Any], Any]) -> Self:
+        """The batch with every tensor changed by ``change``."""
+        return replace(self, **{name: change(part) for name, part in self._tensors().items()})
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for part in (self.features, self.timestamps, self.targets, self.users):
-            if part is not None:
-                part.record_stream(stream)
+        for part in self._tensors().values():
+            part.record_stream(stream)
 
     def validate(self) -> None:
         """Raise :class:`InputError` if the fields do not fit together. The tensors must be in host memory."""

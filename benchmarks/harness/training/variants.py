@@ -69,8 +69,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 # The ids are random and teach little. With these values the loss falls within a few steps all the same, which shows that every
-# variant trains. They do not change the time of a step.
-INITIAL_VALUES: dict[str, Any] = {
+# variant trains. They do not change the time of a step. The masks of dropout depend on the step that the Trainer counts, which
+# TorchRec's pipelines do not have: without dropout the losses of all variants can be compared.
+MODEL_OPTIONS: dict[str, Any] = {
+    "dropout": 0.0,
+    "input_dropout": 0.0,
     "table_std": None,
     "scale_input": False,
     "linear_init": "torch",
@@ -108,7 +111,7 @@ class TrainingJob:
     def hstu(self, timestamps: StepTimestamps) -> TimestampedHSTU:
         """The model, equal on every call and rank. Its table is initialised when it is sharded."""
         pl.seed_everything(self.workload.seed, verbose=False)
-        options = {"max_history": self.workload.longest, "meta_tables": True} | INITIAL_VALUES | self.model
+        options = {"max_history": self.workload.longest, "meta_tables": True} | MODEL_OPTIONS | self.model
         if self.workload.context:
             names = self.workload.context_names
             model: TimestampedHSTU = ContextHSTU(self.workload.rows, **options)
@@ -189,9 +192,6 @@ class ScaledBatch(ContextBatch):
     """
 
     scale: float = 1.0
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> ScaledBatch:
-        return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
 def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[pl.Callback] = ()) -> TrainedVariant:
