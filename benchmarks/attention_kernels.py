@@ -1,11 +1,13 @@
-"""HSTU attention on a Hopper GPU: the kernels without bias, the Triton kernels with relative bias, and softmax attention.
+"""HSTU attention on a Hopper GPU: the kernels without and with relative bias, the Triton kernels, and softmax attention.
 
     python -m benchmarks.attention_kernels [--quick] [--json] [--output FILE] [--rounds 3]
 
 All kernels run in turn on the same inputs, in several rounds: bfloat16, 4 heads, about 64K tokens, median of event
 times in each round. TFLOP/s count only the causal pairs of the true lengths: 2 products in forward and 5 in backward.
-The softmax column is FlashAttention-2 of PyTorch (``varlen_attn``); its FLOPs are counted in the same way. The matrix
-product shows what the GPU computes at best.
+Backward with relative bias includes the gradients of both tables. Events are an hour apart on average, exponentially
+distributed; "constant strips" is the share of strips of 16 keys and 64 queries whose bias is one constant, for which the
+kernels have a fast path. The softmax row is FlashAttention-2 of PyTorch (``varlen_attn``); its FLOPs are counted in the
+same way. The matrix product shows what the GPU computes at best.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 
 from benchmarks.harness import report
 from benchmarks.hstu_attention import AttentionCase, make_inputs, milliseconds
-from lightning_freescale.models.attention import hopper, hstu_attention, plan_attention
+from lightning_freescale.models.attention import hopper, plan_attention
+from lightning_freescale.models.attention.buckets import log_bucket, relative_times
 
 TOKENS = 65_536
 HEADS = 4
@@ -52,14 +55,22 @@ def cases(quick: bool) -> list[AttentionCase]:
     return [AttentionCase(name, made, HEADS, width) for name, made in lengths.items() for width in (64, 128)]
 
 
-def functions(case: AttentionCase, inputs: dict[str, Tensor]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The kernels to compare, as functions of q, k and v."""
+def functions(case: AttentionCase, inputs: dict[str, Tensor]) -> dict[str, Callable[..., Tensor]]:
+    """The kernels to compare, as functions of q, k and v, and of both bias tables for those with "bias" in their name."""
+    from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
+
     offsets, times = inputs["offsets"], inputs["timestamps"]
-    biases = inputs["position_bias"], inputs["time_bias"]
-    plan, relative_plan = hopper.plan(offsets, sum(case.lengths)), plan_attention(offsets, times)
-    found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "Hopper, no bias": lambda q, k, v: hopper.attention(q, k, v, offsets, case.width**-0.5, plan),
-        "Triton, relative bias": lambda q, k, v: hstu_attention(q, k, v, offsets, times, *biases, plan=relative_plan),
+    plan, bias_plan, alpha = (
+        plan_attention(offsets, times, bias=False),
+        plan_attention(offsets, times),
+        case.width**-0.5,
+    )
+    found: dict[str, Callable[..., Tensor]] = {
+        "Hopper, no bias": lambda q, k, v: hopper.attention(q, k, v, offsets, alpha, plan.hopper),
+        "Hopper, relative bias": lambda q, k, v, *b: hopper.attention(q, k, v, offsets, alpha, bias_plan.hopper, b),
+        "Triton, relative bias": lambda q, k, v, *b: triton_attention.attention(
+            q, k, v, (b[0], b[1]), alpha, bias_plan.triton
+        ),
     }
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -73,8 +84,9 @@ def functions(case: AttentionCase, inputs: dict[str, Tensor]) -> dict[str, Calla
     return found
 
 
-def time_kernel(function: Callable[..., Tensor], inputs: dict[str, Tensor], repeats: int) -> Timing:
-    learned = [inputs[name] for name in ("q", "k", "v")]
+def time_kernel(name: str, function: Callable[..., Tensor], inputs: dict[str, Tensor], repeats: int) -> Timing:
+    tables = ("position_bias", "time_bias") if "relative bias" in name else ()
+    learned = [inputs[argument] for argument in ("q", "k", "v", *tables)]
     out = function(*learned)
     dout = torch.randn_like(out)
     return (
@@ -90,11 +102,11 @@ def measure(case: AttentionCase, repeats: int, rounds: int) -> list[dict[str, An
     timings: dict[str, list[Timing]] = {name: [] for name in compared}
     for _ in range(rounds):
         for name, function in compared.items():
-            timings[name].append(time_kernel(function, inputs, repeats))
+            timings[name].append(time_kernel(name, function, inputs, repeats))
     product = 2 * case.heads * case.width * sum(n * (n + 1) // 2 for n in case.lengths)  # FLOPs of one product
-    rows = []
+    rows, strips = [], round(constant_strips(case, inputs), 3)
     for name, found in timings.items():
-        row: dict[str, Any] = {"case": case.name, "width": case.width, "kernel": name}
+        row: dict[str, Any] = {"case": case.name, "width": case.width, "kernel": name, "constant strips": strips}
         for column, products, times in zip(
             ("forward", "backward", "both"), (2, 5, 7), zip(*found, strict=True), strict=True
         ):
@@ -103,6 +115,31 @@ def measure(case: AttentionCase, repeats: int, rounds: int) -> list[dict[str, An
             row[f"{column} spread"] = f"{min(rates):.0f} to {max(rates):.0f}"
         rows.append(row)
     return rows
+
+
+def constant_strips(case: AttentionCase, inputs: dict[str, Tensor]) -> float:
+    """Share of the strips of 16 keys and 64 queries in which all distances are in one bucket of positions and one of times."""
+    times = relative_times(inputs["timestamps"], inputs["offsets"]).split(case.lengths)
+    constant = strips = 0
+    for t in times:
+        row = torch.arange(len(t), dtype=torch.int32, device=t.device)
+        same = torch.ones((), dtype=torch.bool, device=t.device)
+        for x in (row, t):
+            keys, queries = (_bounds(x, size) for size in (16, 64))
+            low = log_bucket(queries[0] - keys[1][:, None], 2**31 - 1)
+            same = same & (low == log_bucket(queries[1] - keys[0][:, None], 2**31 - 1))
+        causal = (
+            torch.arange(same.shape[1], device=t.device) >= torch.arange(same.shape[0], device=t.device)[:, None] // 4
+        )
+        constant += int((same & causal).sum())
+        strips += int(causal.sum())
+    return constant / strips
+
+
+def _bounds(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Least and largest value of each ``size`` values; the last one is repeated to fill up."""
+    filled = torch.cat([x, x[-1:].expand(-len(x) % size)]).view(-1, size)
+    return filled.amin(1), filled.amax(1)
 
 
 def matrix_product(repeats: int) -> float:

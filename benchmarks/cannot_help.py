@@ -41,13 +41,13 @@ from benchmarks.harness.training.bubble_report import loss_lines
 from benchmarks.harness.training.variants import JobBatches, TrainedVariant, TrainingJob, train
 from benchmarks.harness.variant_names import FREESCALE, SYNC
 from benchmarks.harness.workload import LongTailWorkload
-from lightning_freescale.embedding.mode_trial import TrialTimes
+from lightning_freescale.embedding.mode_trial import FIRST_TRIAL_STEPS
 
 Figures = dict[str, Any]
 
 LARGEST_RATIO = 1.01  # of the step times, freescale to freescale_sync
 FIRST_BLOCK_STEPS = (
-    TrialTimes.steps + 5
+    FIRST_TRIAL_STEPS + 5
 )  # steps of the first block; for both variants, although only freescale has settings to try
 WAIT = 60.0  # longest wait of a rank for another, seconds
 FIGURES_FOLDER = "VARIANTS_FOLDER"  # environment variable of the ranks: where they leave their figures

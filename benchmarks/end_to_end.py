@@ -6,7 +6,11 @@ All variants train the same model on the same global batches. Histories have ind
 have unequal amounts of work. One large table is sharded row-wise over the ranks. 12% of a batch's rows collide with the
 previous batch. The FreeScale variants are Lightning Trainers with the strategy, so their times contain Lightning's
 overhead. The bubble of a variant is its step time minus the mean dense compute time of the ranks, which is measured
-alone in the same run. ``harness/training/bubble.py`` defines its parts.
+alone in the same run. ``harness/training/bubble.py`` defines its parts. Every variant warms up until its steps are steady.
+No bubble is given if a variant does not become steady, or if the compute of the same batches takes longer in one variant
+than in another (``harness/training/steadiness.py``).
+
+``--shapes`` measures several shapes of model and data and prints one table (``harness/training/shapes.py``).
 
 Between the ranks of this cluster NCCL uses TCP. The SM-free transport uses the memory of the one host, which is faster.
 Three variants separate the two effects. "+ SM-free" is the synchronous exchange over the link of "all". "all over NCCL"
@@ -40,7 +44,9 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 from benchmarks.harness import report
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
-from benchmarks.harness.training import bubble, bubble_report
+from benchmarks.harness.training import bubble, bubble_report, rounds, shapes
+from benchmarks.harness.training.shapes import SHAPES, shape_options, without_shapes
+from benchmarks.harness.training.steadiness import STEADY_STEPS, WARM_UP_STEPS
 from benchmarks.harness.variant_names import TRAINING_VARIANTS
 
 TIMEOUT = 400.0  # seconds for all variants
@@ -60,9 +66,30 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share", type=int, help="limit each rank to this percentage of the GPU's SMs instead of reserving SMs for it"
     )
+    parser.add_argument("--negatives", type=int, help="sampled negatives per sample; default 32, on cpu 8")
+    parser.add_argument("--context", type=int, default=0, help="pooled context features of a sample; default 0")
     parser.add_argument("--sides", nargs="+", metavar="VARIANT", help="train only these variants")
     parser.add_argument(
-        "--options", type=json.loads, default={}, help="further options of the strategy for the variant 'all', as JSON"
+        "--options",
+        type=json.loads,
+        default={},
+        help="further options of the strategy for the variants 'all ...', as JSON",
+    )
+    parser.add_argument("--model", type=json.loads, default={}, help="further arguments of HSTU, as JSON")
+    parser.add_argument("--rounds", type=int, default=1, help="train every variant this often; default 1")
+    parser.add_argument(
+        "--warm-up", type=int, metavar="STEPS", help="first steps of a variant, which do not count; default 10"
+    )
+    parser.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        help="give no bubble if steps are not steady or if the compute of the same batches differs; default: only on cuda",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        metavar="SHAPE",
+        help=f"train each of these shapes, by default all, and print one table: {', '.join(SHAPES)}",
     )
     parser.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="also trace three steps of each variant on rank 0"
@@ -75,6 +102,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := sorted(set(arguments.sides or ()) - set(TRAINING_VARIANTS)):
         known = ", ".join(map(repr, TRAINING_VARIANTS))
         parser.error(f"--sides: there is no variant {unknown[0]!r}; choose from {known}")
+    if unknown := sorted(set(arguments.shapes or ()) - set(SHAPES)):
+        parser.error(f"--shapes: there is no shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds: {arguments.rounds} is less than 1")
+    if arguments.strict is None:
+        arguments.strict = arguments.device == "cuda"
+    if arguments.strict and (arguments.warm_up or WARM_UP_STEPS) <= STEADY_STEPS:
+        parser.error(f"--warm-up: --strict needs more than {STEADY_STEPS} steps")
     if arguments.ranks < 2:
         parser.error("--ranks: a single rank exchanges nothing; use two or more")
     return arguments
@@ -82,7 +117,35 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
-    """Start this script on every rank; if a variant fails, start again without it."""
+    """Measure one shape."""
+    figures = measure(arguments, sys.argv[1:])
+    if figures is None:
+        return 1
+    publish(figures, arguments)
+    return _status(figures)
+
+
+def launch_shapes(arguments: argparse.Namespace) -> int:
+    """Measure the shapes, one after the other. What is measured is written to ``--output`` after each shape."""
+    words = without_shapes(sys.argv[1:])
+    found: dict[str, Any] = {}
+    names = arguments.shapes or list(SHAPES)
+    for name in names:
+        argv = [*words, *shape_options(name, arguments.device, arguments.quick)]
+        figures = measure(parse(argv), argv)
+        if figures is None:
+            return 1
+        found[name] = figures
+        publish({"title": "End to end, by shape", "shapes": found}, arguments, printed=name == names[-1])
+    return max(map(_status, found.values()))
+
+
+def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, Any] | None:
+    """Start this script on every rank; if a variant fails, start again without it. ``None`` if nothing could be measured.
+
+    Args:
+        words: the options of the script, from which ``arguments`` were parsed.
+    """
     env = {"OMP_NUM_THREADS": launcher.threads_per_rank(arguments)}
     gpu, share = arguments.device == "cuda", arguments.share
     reserve = gpu and share is None
@@ -90,7 +153,7 @@ def launch(arguments: argparse.Namespace) -> int:
         # Next to the output file, if there is one: if this process is killed, the figures so far remain.
         part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"
         part.unlink(missing_ok=True)
-        argv = ["-m", "benchmarks.end_to_end", *sys.argv[1:], "--part", str(part)]
+        argv = ["-m", "benchmarks.end_to_end", *words, "--part", str(part)]
         while True:
             try:
                 launcher.run(
@@ -100,11 +163,10 @@ def launch(arguments: argparse.Namespace) -> int:
             except ClusterFailed as failure:
                 if not _note_failure(part, failure):
                     print(failure, file=sys.stderr)
-                    return failure.status
+                    return None
         figures = finish(json.loads(part.read_text()))
         part.unlink()
-    publish(figures, arguments)
-    return _status(figures)
+    return figures
 
 
 def _note_failure(part: Path, failure: ClusterFailed) -> bool:
@@ -143,25 +205,32 @@ def run_rank(arguments: argparse.Namespace) -> int:
 def finish(figures: dict[str, Any]) -> dict[str, Any]:
     """The measured figures, and what follows from them."""
     figures.pop("under_way", None)
-    return bubble.summarise(figures)
+    later = [bubble.summarise({**figures, "sides": sides}) for sides in figures.pop("later_rounds", [])]
+    figures = bubble.summarise(figures)
+    return figures | {"rounds": rounds.collect([figures, *later])}
 
 
-def publish(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Print the result; write it to ``--output``."""
+def publish(figures: dict[str, Any], arguments: argparse.Namespace, printed: bool = True) -> None:
+    """Print the result, unless ``printed`` is false; write it to ``--output``."""
     text = json.dumps(report.head("end_to_end") | figures, indent=1)
     if arguments.output:
         arguments.output.write_text(text + "\n")
-    print(text if arguments.json else bubble_report.describe(figures), flush=True)
+    if printed:
+        describe = shapes.describe if "shapes" in figures else bubble_report.describe
+        print(text if arguments.json else describe(figures), flush=True)
 
 
 def _status(figures: dict[str, Any]) -> int:
-    """Exit status: 1 if a variant failed, or if the losses of the variants differ."""
-    return int(bool(figures["failed"]) or not figures.get("losses", {}).get("equal", False))
+    """Exit status: 1 if a variant failed, if the losses of the variants differ, or if the bubbles are doubtful."""
+    doubtful = figures["parameters"]["strict"] and figures["doubts"]
+    return int(bool(figures["failed"] or doubtful) or not figures.get("losses", {}).get("equal", False))
 
 
 def main() -> int:
     arguments = parse()
-    return run_rank(arguments) if "RANK" in os.environ else launch(arguments)
+    if "RANK" in os.environ:
+        return run_rank(arguments)
+    return launch(arguments) if arguments.shapes is None else launch_shapes(arguments)
 
 
 if __name__ == "__main__":

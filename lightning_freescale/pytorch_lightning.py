@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin
 from lightning_freescale.data.datamodule import SeqRecDataMixin
 from lightning_freescale.models.hstu import HSTUMixin
+from lightning_freescale.strategy.checkpoints import plain_loading
 from lightning_freescale.strategy.strategy import FreeScaleMixin
 
 __all__ = ["HSTU", "BubbleMonitor", "FreeScaleStrategy", "SeqRecDataModule"]
@@ -35,3 +36,4 @@ class HSTU(HSTUMixin, LightningModule):  # type: ignore[misc]
 
 
 FreeScaleStrategy.register_strategies(StrategyRegistry)
+plain_loading.install("pytorch_lightning")

@@ -23,6 +23,17 @@ FEATURE = "item"
 HOT_REPEATS = 8
 
 
+CONTEXT_ROWS = 100_000  # rows of the table of each context feature
+CONTEXT_IDS = 10  # ids of each sample and context feature
+
+
+@dataclass
+class ContextBatch(SeqBatch):
+    """Histories, and context features of each sample whose rows are pooled."""
+
+    context: KeyedJaggedTensor | None = None
+
+
 @dataclass
 class ExchangeBatch(Pipelineable):
     """The histories of one rank and step, in the form that TorchRec's pipelines require."""
@@ -105,6 +116,7 @@ class LongTailWorkload:
         negatives: sampled negatives per sample, drawn like the ids of the histories.
         collisions: share of the ids of a batch whose rows the previous batch uses, too.
         log_std: standard deviation of the logarithm of the lengths; 0 makes all lengths equal to ``longest``.
+        context: number of context features of a sample, each with :data:`CONTEXT_IDS` ids, which are pooled.
     """
 
     samples: int
@@ -114,6 +126,7 @@ class LongTailWorkload:
     collisions: float = 0.12
     log_std: float = 1.2
     seed: int = 0
+    context: int = 0
 
     def lengths(self, rank: int, step: int) -> Tensor:
         """``[samples]`` int64, events."""
@@ -144,7 +157,19 @@ class LongTailWorkload:
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         hours = torch.arange(int(lengths.sum())) - starts
         features = KeyedJaggedTensor([HISTORY, NEGATIVES], self.ids(rank, step, ranks), lengths=counts)
-        return SeqBatch(features, 3600 * hours)
+        if not self.context:
+            return SeqBatch(features, 3600 * hours)
+        return ContextBatch(features, 3600 * hours, context=self._context_features(rank, step))
+
+    @property
+    def context_names(self) -> list[str]:
+        return [f"context_{number}" for number in range(self.context)]
+
+    def _context_features(self, rank: int, step: int) -> KeyedJaggedTensor:
+        shape = (self.context * self.samples * CONTEXT_IDS,)
+        ids = torch.randint(CONTEXT_ROWS, shape, generator=_generator(self.seed, rank, step, 2))
+        lengths = torch.full((self.context * self.samples,), CONTEXT_IDS)
+        return KeyedJaggedTensor(self.context_names, ids, lengths=lengths)
 
 
 def draw_ids(count: int, hot: int, hot_rows: int, rows: int, step: int, generator: torch.Generator) -> Tensor:

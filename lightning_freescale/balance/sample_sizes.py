@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.balance.errors import CannotBalance
 from lightning_freescale.batch.contents import find_parts
-from lightning_freescale.batch.seq_batch import NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import SeqBatch
 
 SampleSizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
 
@@ -19,18 +19,15 @@ SampleSizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
 def sample_sizes(batch: Any, key: str | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the history lengths ``[n]`` and the candidate counts ``[n]`` of the samples of a batch on the host.
 
-    In a :class:`SeqBatch` the model scores every position except the last against the negatives of its sample. In any
-    other batch a sample has no candidates, and its length comes from the first KeyedJaggedTensor.
+    In a :class:`SeqBatch` the model scores every position except the last against negatives of its sample. In any other
+    batch a sample has no candidates, and its length comes from the first KeyedJaggedTensor.
 
     Args:
         batch: a batch of any type.
         key: the key that gives the length of a sample of other batch types. By default the lengths of all keys are added.
     """
     if isinstance(batch, SeqBatch):
-        lengths = batch.lengths.numpy().astype(np.int64)
-        keys = batch.features.keys()
-        negatives = batch.features[NEGATIVES].lengths().numpy() if NEGATIVES in keys else 0
-        return lengths, np.maximum(lengths - 1, 0) * negatives
+        return batch.lengths.numpy().astype(np.int64), batch.candidates.numpy()
     for features in find_parts(batch, KeyedJaggedTensor):
         jagged = features if key is None else features[key]
         lengths = jagged.lengths().numpy().astype(np.int64).reshape(-1, features.stride()).sum(axis=0)

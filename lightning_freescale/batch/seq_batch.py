@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,11 +31,17 @@ class SeqBatch(Pipelineable):
         timestamps: ``[sum(L)]`` int64, seconds, aligned with the values of ``"history"``.
         targets: ``[B]`` int64, the held-out next item of each sample. ``None`` in training, because there the target
             of every position is the next item of the history.
+        negatives_per_position: ``K``, equal on all ranks. The negatives of a sample are sets of ``K``, and each position is
+            scored against one of them. ``None``: each position is scored against all negatives of its sample.
+        users: ``[B]`` int64, the number of the user of each sample. Batches for ``predict`` have it, so that a recommendation
+            can name its user.
     """
 
     features: KeyedJaggedTensor
     timestamps: Tensor
     targets: Tensor | None = None
+    negatives_per_position: int | None = None
+    users: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -50,25 +58,33 @@ class SeqBatch(Pipelineable):
         """``[B]``, the number of events of each history."""
         return self.features[HISTORY].lengths()
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> SeqBatch:
-        return SeqBatch(
-            self.features.to(device, non_blocking=non_blocking),
-            self.timestamps.to(device, non_blocking=non_blocking),
-            None if self.targets is None else self.targets.to(device, non_blocking=non_blocking),
-        )
+    @property
+    def candidates(self) -> Tensor:
+        """``[B]`` int64, how many negatives are scored for each sample, over all of its positions."""
+        positions = (self.lengths.long() - 1).clamp(min=0)
+        if self.negatives_per_position is not None:
+            return positions * self.negatives_per_position
+        if NEGATIVES not in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
+            return torch.zeros_like(positions)
+        return positions * self.features[NEGATIVES].lengths()
 
-    def pin_memory(self) -> SeqBatch:
-        return SeqBatch(
-            self.features.pin_memory(),
-            self.timestamps.pin_memory(),
-            None if self.targets is None else self.targets.pin_memory(),
-        )
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        return self._map(lambda part: part.pin_memory())
+
+    def _tensors(self) -> dict[str, Any]:
+        """The tensors and jagged tensors, by field; also those of a subclass."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, (Tensor, KeyedJaggedTensor))}
+
+    def _map(self, change: Callable[[Any], Any]) -> Self:
+        """The batch with every tensor changed by ``change``."""
+        return replace(self, **{name: change(part) for name, part in self._tensors().items()})
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.features.record_stream(stream)
-        self.timestamps.record_stream(stream)
-        if self.targets is not None:
-            self.targets.record_stream(stream)
+        for part in self._tensors().values():
+            part.record_stream(stream)
 
     def validate(self) -> None:
         """Raise :class:`InputError` if the fields do not fit together. The tensors must be in host memory."""
@@ -86,8 +102,20 @@ class SeqBatch(Pipelineable):
                 raise InputError(
                     f"{key}: its lengths differ from those of {HISTORY!r}; an event feature needs one value per event"
                 )
-        if self.targets is not None and self.targets.numel() != self.num_samples:
-            raise InputError(f"targets: {self.targets.numel()} values for {self.num_samples} samples")
+        for name, values in (("targets", self.targets), ("users", self.users)):
+            if values is not None and values.numel() != self.num_samples:
+                raise InputError(f"{name}: {values.numel()} values for {self.num_samples} samples")
+        if self.negatives_per_position and NEGATIVES in self.features.keys():  # noqa: SIM118
+            counts, size = self.features[NEGATIVES].lengths(), self.negatives_per_position
+            if (bad := ((counts < size) | (counts % size != 0)).nonzero().flatten()).numel():
+                raise InputError(
+                    f"{NEGATIVES}: {int(counts[bad[0]])} at sample {int(bad[0])}; each sample needs whole sets of "
+                    f"negatives_per_position={size}"
+                )
 
 
-register_dataclass(SeqBatch, field_names=["features", "timestamps", "targets"], drop_field_names=[])
+register_dataclass(
+    SeqBatch,
+    field_names=["features", "timestamps", "targets", "negatives_per_position", "users"],
+    drop_field_names=[],
+)

@@ -39,7 +39,8 @@ def record_batch(timeline: Timeline, batch: Any) -> None:
     lengths = by_key[HISTORY] if HISTORY in by_key else torch.stack(list(by_key.values())).sum(0)
     timeline.keep("lengths", lengths)
     if HISTORY in by_key and NEGATIVES in by_key:
-        timeline.keep("candidates", (lengths - 1).clamp(min=0) * by_key[NEGATIVES])
+        per_position = getattr(batch, "negatives_per_position", None)
+        timeline.keep("candidates", (lengths - 1).clamp(min=0) * (per_position or by_key[NEGATIVES]))
 
 
 def add_batch_stats(step: Step, cost: SampleCost, cost_is_flops: bool) -> Step:

@@ -110,8 +110,16 @@ class Summary:
         return {**self._id_shares, **self._id_rates}
 
 
+# Dense bfloat16 products, from NVIDIA's data sheets, of GPUs that Lightning does not know or lists with sparsity.
+_PEAK_BF16 = {"H200": 989.4e12, "GH200": 989.4e12, "B200": 2250e12}
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of ``device`` at the Trainer's ``precision``; ``None`` if it is not known."""
     if device.type != "cuda":
         return None
-    return get_available_flops(device, torch.bfloat16 if "bf16" in precision else torch.float32)
+    if "bf16" in precision:
+        words = torch.cuda.get_device_name(device).split()
+        known = [peak for name, peak in _PEAK_BF16.items() if name in words]
+        return known[0] if known else get_available_flops(device, torch.bfloat16)
+    return get_available_flops(device, torch.float32)

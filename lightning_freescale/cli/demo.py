@@ -175,7 +175,7 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-history", type=int, metavar="N", default=1024, help="keep the latest N events of each history"
     )
-    group.add_argument("--num-negatives", type=int, metavar="N", default=64, help="sampled negatives per sample")
+    group.add_argument("--num-negatives", type=int, metavar="N", default=64, help="sampled negatives per position")
     group.add_argument(
         "--num-workers", type=int, metavar="N", default=0, help="DataLoader workers of each process; 0: none"
     )

@@ -32,6 +32,10 @@ COMMANDS = {
     ),
     "plan": Command("lightning_freescale.cli.plan:main", "show how much time balancing would save on your data"),
     "report": Command("lightning_freescale.cli.report:main", "show where the time of a training run went"),
+    "recommend": Command(
+        "lightning_freescale.cli.recommend:main", "write the best items of every user of a file, by a trained model"
+    ),
+    "evaluate": Command("lightning_freescale.cli.evaluate:main", "rank the last event of every user of a file"),
     "export": Command("lightning_freescale.cli.export:main", "write a checkpoint as one unsharded state dict"),
 }
 

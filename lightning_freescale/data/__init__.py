@@ -14,6 +14,7 @@ The files in this folder:
 * ``vocabulary.py``: integer codes for raw ids and values.
 * ``preprocess.py``: events of a source to histories.
 * ``histories.py``: ``Histories``, the preprocessed data.
+* ``catalogue.py``: ``Catalogue``, the ids behind the rows of a model, for checkpoints and other files.
 * ``cache.py``: the cache on disk, safe for many processes.
 * ``synthetic.py``: ``Synthetic``, generated histories.
 * ``raw_ids.py``: the ids of a file as 64-bit integers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.balance.sampler import GlobalBatchSampler, SequentialBatchSampler
 from lightning_freescale.data.cache import cached
+from lightning_freescale.data.catalogue import Catalogue
 from lightning_freescale.data.columns import TimeUnit
-from lightning_freescale.data.dataset import HistoryDataset
+from lightning_freescale.data.dataset import HistoryDataset, WholeHistoryDataset
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import Distribution, NegativeSampler
-from lightning_freescale.data.preprocess import preprocess
-from lightning_freescale.data.raw_ids import raw_item_ids
+from lightning_freescale.data.preprocess import read_histories
+from lightning_freescale.data.raw_ids import check_ids, raw_item_ids
 from lightning_freescale.data.samples import MIN_EVENTS
 from lightning_freescale.data.sources import Format, ParquetSource, open_source
 from lightning_freescale.data.stream import StreamDataset, StreamLoader
@@ -51,7 +52,9 @@ class SeqRecDataMixin:
             balanced here but by the strategy.
         num_workers: processes per rank that collate batches; 0 collates in the training process.
         seed: the seed of shuffling and negatives, and of synthetic data.
-        num_negatives: sampled negatives of each training sample.
+        num_negatives: sampled negatives that each position of a training sample is scored against.
+        negative_sets: the positions of a sample share up to this many sets of ``num_negatives``, one set for every 32 positions.
+            More sets learn faster, and more rows travel between the ranks.
         negatives: ``"uniform"``, or ``"popularity"``, which is proportional to how often an item occurs in training.
         format: the format of a path, ``"parquet"``, ``"csv"`` or ``"text"``. By default the suffix decides (``.parquet``,
             ``.pq``, ``.csv``, ``.tsv``, ``.txt``). A folder must contain Parquet files.
@@ -86,6 +89,7 @@ class SeqRecDataMixin:
         num_workers: int = 0,
         seed: int = 0,
         num_negatives: int = 64,
+        negative_sets: int = 4,
         negatives: Distribution = "uniform",
         format: Format | None = None,
         columns: Mapping[str, str | None] | None = None,
@@ -116,17 +120,12 @@ class SeqRecDataMixin:
             raise ConfigurationError(f"feature_columns: must be a sequence of names, not {feature_columns!r}")
         if num_items is not None and not streaming:
             raise ConfigurationError("num_items: needs streaming=True; without streaming the items are counted")
-        if ids not in ("dense", "raw"):
-            raise ConfigurationError(f"ids: {ids!r} is unknown; choose 'dense' or 'raw'")
-        if ids == "raw" and streaming:
-            raise ConfigurationError(
-                "ids: 'raw' needs streaming=False, because negatives are drawn from all known items"
-            )
-        self.ids = ids
+        self.ids = check_ids(ids, streaming)
         self.data, self.batch_size, self.max_history = data, batch_size, max_history
         self.planner = Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
-        self.num_negatives, self.negatives, self.held_out = num_negatives, negatives, held_out
+        self.num_negatives, self.negative_sets, self.negatives = num_negatives, negative_sets, negatives
+        self.held_out = held_out
         self.format, self.min_events, self.streaming, self._num_items = format, min_events, streaming, num_items
         self._source_options = {
             "columns": dict(columns or {}),
@@ -146,9 +145,7 @@ class SeqRecDataMixin:
             options = {"synthetic": asdict(self.synthetic)}
             return cached("synthetic", options, self._generate, Histories.load, self.cache_dir)
         source = open_source(self.data, self.format, **self._source_options)
-        identity = {**source.identity(), "min_events": self.min_events}
-        read = partial(preprocess, source, min_events=self.min_events)
-        return cached(source.path.stem, identity, read, Histories.load, self.cache_dir)
+        return read_histories(source, self.min_events, self.cache_dir)
 
     def _generate(self, folder: Path) -> None:
         self.synthetic.generate().save(folder)
@@ -182,6 +179,11 @@ class SeqRecDataMixin:
         return raw_item_ids(self.histories.item_ids) if self.ids == "raw" else np.arange(self.num_items)
 
     @property
+    def _item_ids(self) -> NDArray[np.int64] | None:
+        """The id of each item in the batches; ``None`` if the items keep their numbers."""
+        return self.catalogue if self.ids == "raw" else None
+
+    @property
     def feature_sizes(self) -> dict[str, int]:
         """Number of rows of the table of each event feature."""
         return self.stream_index.feature_sizes if self.streaming else self.histories.feature_sizes
@@ -202,6 +204,34 @@ class SeqRecDataMixin:
     def validation_targets(self) -> NDArray[np.int64]:
         """``[num_users]``, the item that validation holds out for each user; not with ``streaming``."""
         return self.histories.items[self.histories.offsets[1:] - self.held_out]
+
+    @property
+    def item_ids(self) -> NDArray:
+        """``[num_items]``, the id of each row of the item table in the data. A stream has rows as ids."""
+        return np.arange(self.num_items) if self.streaming else self.histories.item_ids
+
+    @property
+    def user_ids(self) -> NDArray:
+        """``[num_users]``, the id of each user in the data; not with ``streaming``."""
+        return self.histories.user_ids
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ids behind the rows of the tables, and how the data are read. Lightning saves it in every checkpoint."""
+        reading = {"max_history": self.max_history, "held_out": self.held_out, **self._source_options}
+        if self.streaming:
+            return {"reading": reading}
+        return {"reading": reading, "catalogue": Catalogue.of(self.histories).state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise :class:`InputError` if the rows of the tables stood for other items or features when the state was saved."""
+        if self.streaming or "catalogue" not in state_dict:
+            return
+        difference = Catalogue.from_state_dict(state_dict["catalogue"]).difference(Catalogue.of(self.histories))
+        if difference:
+            raise InputError(
+                f"data: the checkpoint was trained with another catalogue ({difference}), so its rows stand for other items; "
+                "use the data of that training"
+            )
 
     # ---- Lightning's hooks ---------------------------------------------------------------------------------------
     def prepare_data(self) -> None:
@@ -236,9 +266,18 @@ class SeqRecDataMixin:
             )
         return self._loader(None, skip=0, shuffle=False, drop_last=False)
 
+    def predict_dataloader(self) -> DataLoader:
+        """The whole history of every user, with the last event."""
+        if self.streaming:
+            raise ConfigurationError("streaming: predictions need the ids of the users; set streaming=False")
+        dataset = WholeHistoryDataset(self.histories, self.max_history, self._item_ids)
+        return self._loader_of(dataset, shuffle=False, drop_last=False)
+
     def _negative_sampler(self) -> NegativeSampler:
         counts = self.item_counts if self.negatives == "popularity" else None
-        return NegativeSampler(self.num_items, self.num_negatives, self.negatives, counts, self.seed)
+        return NegativeSampler(
+            self.num_items, self.num_negatives, self.negatives, counts, self.seed, self.negative_sets
+        )
 
     def _loader(
         self,
@@ -248,30 +287,40 @@ class SeqRecDataMixin:
         drop_last: bool,
         planner: Planner | None = None,
     ) -> DataLoader:
+        if not self.streaming:
+            dataset = HistoryDataset(self.histories, self.max_history, negatives, skip, self._item_ids)
+            return self._loader_of(dataset, shuffle, drop_last, planner)
+        trainer, ranks = self.trainer, self._rank_options(drop_last)
+        stream = StreamDataset(
+            self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, skip=skip, **ranks
+        )
+        epoch = (lambda: trainer.current_epoch) if trainer else None
+        return StreamLoader(stream, epoch=epoch, **self._worker_options())
+
+    def _loader_of(
+        self, dataset: HistoryDataset, shuffle: bool, drop_last: bool, planner: Planner | None = None
+    ) -> DataLoader:
+        kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
+        sampler = kind(dataset, self.batch_size, planner=planner, **self._rank_options(drop_last))
+        # Lightning creates the first iterator before it sets the epoch. After a resume the epoch is not 0.
+        sampler.set_epoch(self.trainer.current_epoch if self.trainer else 0)
+        return DataLoader(dataset, sampler=sampler, batch_size=None, **self._worker_options())
+
+    def _rank_options(self, drop_last: bool) -> dict[str, Any]:
         trainer = self.trainer
-        ranks: dict[str, Any] = {
+        return {
             "num_replicas": trainer.world_size if trainer else 1,
             "rank": trainer.global_rank if trainer else 0,
             "seed": self.seed,
             "drop_last": drop_last,
         }
-        workers: dict[str, Any] = {
+
+    def _worker_options(self) -> dict[str, Any]:
+        return {
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
             "pin_memory": self._on_cuda(),
         }
-        if self.streaming:
-            stream = StreamDataset(
-                self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, skip=skip, **ranks
-            )
-            return StreamLoader(stream, epoch=(lambda: trainer.current_epoch) if trainer else None, **workers)
-        item_ids = self.catalogue if self.ids == "raw" else None
-        dataset = HistoryDataset(self.histories, self.max_history, negatives, skip, item_ids)
-        kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
-        sampler = kind(dataset, self.batch_size, planner=planner, **ranks)
-        # Lightning creates the first iterator before it sets the epoch. After a resume the epoch is not 0.
-        sampler.set_epoch(trainer.current_epoch if trainer else 0)
-        return DataLoader(dataset, sampler=sampler, batch_size=None, **workers)
 
     def _on_cuda(self) -> bool:
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", torch.device("cpu"))

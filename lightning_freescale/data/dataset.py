@@ -1,4 +1,4 @@
-"""``HistoryDataset``: a map-style dataset that collates whole batches from memory-mapped histories."""
+"""Map-style datasets that collate whole batches from memory-mapped histories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import NegativeSampler
-from lightning_freescale.data.samples import MIN_EVENTS, collate, leave_one_out
+from lightning_freescale.data.samples import MIN_EVENTS, SampleArrays, collate, leave_one_out, whole_histories
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 
@@ -68,14 +68,26 @@ class HistoryDataset(Dataset):
         indices = np.atleast_1d(np.asarray(users, dtype=np.int64))
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"users: {indices.min()} to {indices.max()}, but there are {len(self)} users")
+        return collate(self._samples(indices), self.negatives, getattr(users, "epoch", 0), self.item_ids)
+
+    def _samples(self, indices: NDArray[np.int64]) -> SampleArrays:
         events = self.histories
-        samples = leave_one_out(
-            events.items,
-            events.timestamps,
-            events.features,
-            events.offsets,
-            indices,
-            self.max_history,
-            skip=self.skip,
-        )
-        return collate(samples, self.negatives, getattr(users, "epoch", 0), self.item_ids)
+        columns = (events.items, events.timestamps, events.features, events.offsets)
+        return leave_one_out(*columns, indices, self.max_history, skip=self.skip)
+
+
+class WholeHistoryDataset(HistoryDataset):
+    """One sample per user for predictions: the latest ``max_history`` events, with the last one. Users need one event."""
+
+    def __init__(self, histories: Histories, max_history: int, item_ids: NDArray[np.int64] | None = None):
+        self.histories, self.max_history, self.negatives = histories, max_history, None
+        self.item_ids = item_ids
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.minimum(self.histories.lengths, self.max_history)
+
+    def _samples(self, indices: NDArray[np.int64]) -> SampleArrays:
+        events = self.histories
+        columns = (events.items, events.timestamps, events.features, events.offsets)
+        return whole_histories(*columns, indices, self.max_history)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lightning_freescale.runtime.errors import ConfigurationError
 
 Distribution = Literal["uniform", "popularity"]
+POSITIONS_PER_SET = 32  # a history with fewer positions has one set of negatives
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -22,22 +23,34 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def random_bits(seed: int, epoch: int, users: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
     """Return ``[n, count]`` uniform 64-bit numbers for the users ``[n]``. The generator is counter-based, without state."""
+    return jagged_random_bits(seed, epoch, users, np.full(len(users), count)).reshape(len(users), count)
+
+
+def jagged_random_bits(
+    seed: int, epoch: int, users: NDArray[np.int64], counts: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """Return ``counts[i]`` uniform 64-bit numbers for each user ``users[i]``, one user after the other."""
     key = np.zeros(1, dtype=np.uint64)
     for part in (seed, epoch):
         key = _mix(key + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
     stream = _mix(key + users.astype(np.uint64) * _GOLDEN)
-    return _mix(stream[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    counters = np.arange(1, counts.sum() + 1) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _mix(np.repeat(stream, counts) + counters.astype(np.uint64) * _GOLDEN)
 
 
 class NegativeSampler:
-    """Draws items with replacement.
+    """Draws items with replacement, in sets of ``K``. Each position of a history is scored against one set of its sample.
+
+    A set that many positions share is a worse estimate of the softmax over all items than a set for each position. But each
+    negative is a row that travels between the ranks. So a history has one set for every 32 positions, and at most ``sets``.
 
     Args:
         num_items: items have the numbers 0 to ``num_items - 1``.
-        count: negatives per sample, ``K``.
+        count: negatives of a set, ``K``.
         distribution: ``"uniform"``, or ``"popularity"``, which is proportional to ``item_counts``.
         item_counts: ``[num_items]``, for ``"popularity"`` only.
         seed: the seed of the training, equal on all ranks.
+        sets: the largest number of sets of a sample.
     """
 
     def __init__(
@@ -47,12 +60,16 @@ class NegativeSampler:
         distribution: Distribution = "uniform",
         item_counts: NDArray[np.int64] | None = None,
         seed: int = 0,
+        sets: int = 1,
     ):
+        if sets < 1:
+            raise ConfigurationError(f"negative_sets: must be at least 1, not {sets}")
         if count < 0:
             raise ConfigurationError(f"num_negatives: must be at least 0, not {count}")
         if distribution not in ("uniform", "popularity"):
             raise ConfigurationError(f"negatives: {distribution!r} is unknown; choose 'uniform' or 'popularity'")
-        self.num_items, self.count, self.distribution, self.seed = num_items, count, distribution, seed
+        self.num_items, self.count, self.distribution = num_items, count, distribution
+        self.seed, self.sets = seed, sets
         self._edges: NDArray[np.float64] | None = None
         if distribution == "popularity":
             if item_counts is None or not item_counts.any():
@@ -62,9 +79,24 @@ class NegativeSampler:
             mass = np.cumsum(item_counts, dtype=np.float64)
             self._edges = mass / mass[-1]
 
-    def draw(self, users: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Return the negatives of the users ``[n]`` in this epoch, ``[n, K]`` int64."""
-        bits = random_bits(self.seed, epoch, users, self.count)
+    def counts(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many negatives histories of these lengths ``[n]`` have: a multiple of ``K``, ``[n]``."""
+        return self.count * np.clip(-(-(lengths - 1) // POSITIONS_PER_SET), 1, self.sets)
+
+    def draw(self, users: NDArray[np.int64], epoch: int, counts: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Return the negatives of the users ``[n]`` in this epoch.
+
+        Args:
+            users: their numbers, ``[n]``.
+            epoch: number of the epoch.
+            counts: negatives of each user, ``[n]``.
+
+        Returns:
+            ``[sum(counts)]`` int64, one user after the other; without ``counts`` one set for each user, ``[n, K]``.
+        """
+        if counts is None:
+            return self.draw(users, epoch, np.full(len(users), self.count)).reshape(len(users), self.count)
+        bits = jagged_random_bits(self.seed, epoch, users, counts)
         uniform = (bits >> np.uint64(11)) * 2.0**-53  # in [0, 1), all 53 bits of a double
         if self._edges is not None:
             return np.searchsorted(self._edges, uniform, side="right").astype(np.int64)

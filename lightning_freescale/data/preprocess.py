@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lightning_freescale.data.cache import save_arrays
+from lightning_freescale.data.cache import cached, save_arrays
 from lightning_freescale.data.columns import TICKS_PER_SECOND
-from lightning_freescale.data.histories import CHUNK_EVENTS, feature_file, time_order, user_chunks
+from lightning_freescale.data.histories import CHUNK_EVENTS, Histories, feature_file, time_order, user_chunks
 from lightning_freescale.data.sources import Source
 from lightning_freescale.data.vocabulary import Vocabulary
 from lightning_freescale.runtime.errors import InputError
@@ -66,6 +67,13 @@ def preprocess(source: Source, folder: Path, min_events: int = 3) -> None:
     raw = {"item_ids": vocabularies[0][0], "user_ids": user_ids, "offsets": offsets}
     raw |= {feature_file(at, "values"): values for at, (values, _) in enumerate(vocabularies[1:])}
     save_arrays(folder, raw, features=features)
+
+
+def read_histories(source: Source, min_events: int, cache_dir: Path | None = None) -> Histories:
+    """The histories of ``source``, memory-mapped from the cache. The first process preprocesses them, the others wait for it."""
+    identity = {**source.identity(), "min_events": min_events}
+    build = partial(preprocess, source, min_events=min_events)
+    return cached(source.path.stem, identity, build, Histories.load, cache_dir)
 
 
 @dataclass

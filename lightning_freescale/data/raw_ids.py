@@ -1,4 +1,4 @@
-"""``raw_item_ids``: the ids of a file as 64-bit integers, for tables with zero-collision ids."""
+"""``ids="raw"``: the ids of a file as 64-bit integers, for tables with zero-collision ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+
+
+def check_ids(ids: str, streaming: bool) -> str:
+    """The option ``ids`` of the data module. Raises :class:`ConfigurationError` if it is unknown or does not fit."""
+    if ids not in ("dense", "raw"):
+        raise ConfigurationError(f"ids: {ids!r} is unknown; choose 'dense' or 'raw'")
+    if ids == "raw" and streaming:
+        raise ConfigurationError("ids: 'raw' needs streaming=False, because negatives are drawn from all known items")
+    return ids
 
 
 def raw_item_ids(values: NDArray) -> NDArray[np.int64]:

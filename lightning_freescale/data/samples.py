@@ -26,7 +26,7 @@ class SampleArrays(NamedTuple):
         items: ``[sum(lengths)]``.
         timestamps: ``[sum(lengths)]``, seconds.
         features: by name, ``[sum(lengths)]``.
-        targets: ``[n]``, the item that follows each history.
+        targets: ``[n]``, the item that follows each history; ``None`` if the histories are whole.
     """
 
     users: NDArray[np.int64]
@@ -34,7 +34,7 @@ class SampleArrays(NamedTuple):
     items: NDArray[np.int64]
     timestamps: NDArray[np.int64]
     features: dict[str, NDArray[np.int64]]
-    targets: NDArray[np.int64]
+    targets: NDArray[np.int64] | None
 
 
 def leave_one_out(
@@ -58,15 +58,41 @@ def leave_one_out(
         skip: number of last events that are left out before the target is chosen.
     """
     last = offsets[indices + 1] - 1 - skip
-    lengths = np.minimum(last - offsets[indices], max_history)
-    starts = last - lengths
+    samples = _events_before(last, items, timestamps, features, offsets, indices, max_history)
+    return samples._replace(users=indices + first_user, targets=items[last])
+
+
+def whole_histories(
+    items: NDArray[np.int64],
+    timestamps: NDArray[np.int64],
+    features: Mapping[str, NDArray[np.int64]],
+    offsets: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    max_history: int,
+) -> SampleArrays:
+    """Return the latest events of the users ``indices [n]``, with the last one, and no targets. Arguments as above."""
+    return _events_before(offsets[indices + 1], items, timestamps, features, offsets, indices, max_history)
+
+
+def _events_before(
+    ends: NDArray[np.int64],
+    items: NDArray[np.int64],
+    timestamps: NDArray[np.int64],
+    features: Mapping[str, NDArray[np.int64]],
+    offsets: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    max_history: int,
+) -> SampleArrays:
+    """The latest ``max_history`` events of the users ``indices [n]`` before the events ``ends [n]``."""
+    lengths = np.minimum(ends - offsets[indices], max_history)
+    starts = ends - lengths
     return SampleArrays(
-        users=indices + first_user,
+        users=indices,
         lengths=lengths,
         items=gather(items, starts, lengths),
         timestamps=gather(timestamps, starts, lengths),
         features={name: gather(values, starts, lengths) for name, values in features.items()},
-        targets=items[last],
+        targets=None,
     )
 
 
@@ -80,7 +106,7 @@ def concatenate(parts: Sequence[SampleArrays]) -> SampleArrays:
         items=np.concatenate([part.items for part in parts]),
         timestamps=np.concatenate([part.timestamps for part in parts]),
         features={name: np.concatenate([part.features[name] for part in parts]) for name in parts[0].features},
-        targets=np.concatenate([part.targets for part in parts]),
+        targets=None if parts[0].targets is None else np.concatenate([part.targets for part in parts]),  # type: ignore[misc]
     )
 
 
@@ -92,20 +118,21 @@ def collate(
 ) -> SeqBatch:
     """Return a training batch with sampled negatives or, if ``negatives`` is ``None``, a validation batch with targets.
 
-    Both have the keys ``history, negatives, *features``, so that one EmbeddingCollection accepts both. In a validation batch
-    the negatives have length 0.
+    Samples without targets become a batch for predictions, which has the users. All have the keys
+    ``history, negatives, *features``, so that one EmbeddingCollection accepts them. Without sampled negatives they have length 0.
 
     Args:
         item_ids: ``[num_items]``, the id of each item in the batch. By default the items keep their numbers.
     """
-    count = 0 if negatives is None else negatives.count
+    counts = np.zeros_like(samples.lengths) if negatives is None else negatives.counts(samples.lengths)
     items, targets = [samples.items], samples.targets
     if negatives is not None:
-        items.append(negatives.draw(samples.users, epoch).reshape(-1))
+        items.append(negatives.draw(samples.users, epoch, counts))
     if item_ids is not None:
-        items, targets = [item_ids[part] for part in items], item_ids[targets]
+        items = [item_ids[part] for part in items]
+        targets = None if targets is None else item_ids[targets]
     values = np.concatenate([*items, *samples.features.values()])
-    lengths = [samples.lengths, np.full_like(samples.lengths, count), *[samples.lengths] * len(samples.features)]
+    lengths = [samples.lengths, counts, *[samples.lengths] * len(samples.features)]
     return SeqBatch(
         KeyedJaggedTensor(
             keys=[HISTORY, NEGATIVES, *samples.features],
@@ -114,5 +141,7 @@ def collate(
             stride=len(samples.users),
         ),
         torch.from_numpy(samples.timestamps),
-        torch.from_numpy(targets) if negatives is None else None,
+        torch.from_numpy(targets) if negatives is None and targets is not None else None,
+        None if negatives is None else negatives.count,
+        torch.from_numpy(samples.users) if targets is None else None,
     )

@@ -30,6 +30,8 @@ Files:
     index.py            index arithmetic as pure functions, and the names of the row orders
     stages.py           the stages of a batch as types; the operations take one stage and return the next
     all_to_all.py       the transfer itself
+    wire.py             the type of rows and gradients while they travel
+    distinct_ids.py     ``dedup``: each distinct row travels once
     local_tables.py     the rows that this rank owns: read and update
     collisions.py       finds the collisions of two batches, and divides a batch by them
     gradient_return.py  the way of a gradient from autograd to the table
@@ -37,6 +39,7 @@ Files:
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
+    mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups
     reference_step.py   the step as straight-line code, for readers and tests
 """

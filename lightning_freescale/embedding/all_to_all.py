@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline, TrackedTransfer
+from lightning_freescale.embedding.wire import to_wire
 
 
 class RowKind(StrEnum):
@@ -60,6 +61,7 @@ def start(
     timeline: Timeline,
     kind: Kind,
     into: Tensor | None = None,
+    wire: torch.dtype | None = None,
 ) -> PendingAllToAll:
     """Start an all-to-all of the rows ``source[order]``. Both ends list the rows in wire order.
 
@@ -70,15 +72,20 @@ def start(
         receive: ``[W]`` number of rows from each rank.
         group: the process group of the transfer.
         timeline: records the transfer as a span of ``kind``.
-        into: ``[sum(receive), ...]`` receive buffer; allocated here by default.
+        into: ``[sum(receive), ...]`` receive buffer of the type ``wire``; allocated here by default.
+        wire: the type that the rows have while they travel; that of ``source`` by default.
     """
-    rank = group.rank()
+    rank, wire = group.rank(), wire or source.dtype
     own = send[rank]
-    sent = source.index_select(0, order[: len(order) - own])
-    received = source.new_empty((sum(receive), *source.shape[1:])) if into is None else into
+    sent = to_wire(source.index_select(0, order[: len(order) - own]), wire)
+    received = source.new_empty((sum(receive), *source.shape[1:]), dtype=wire) if into is None else into
     from_others, from_self = received.split([len(received) - own, own])
     counts = [[0 if peer == rank else rows for peer, rows in enumerate(side)] for side in (receive, send)]
     work = dist.all_to_all_single(from_others, sent, counts[0], counts[1], group=group, async_op=True)
-    if own:  # copied while the other rows travel
-        torch.index_select(source, 0, order[len(order) - own :], out=from_self)
+    if own:  # copied while the other rows travel; rounded like them, so that a result does not depend on the owner
+        kept = order[len(order) - own :]
+        if wire == source.dtype:
+            torch.index_select(source, 0, kept, out=from_self)
+        else:
+            from_self.copy_(to_wire(source.index_select(0, kept), wire))
     return PendingAllToAll(work, received, sent, timeline.transfer(kind, work, sent.nbytes))

@@ -14,6 +14,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
@@ -51,6 +52,8 @@ class ExchangeMode:
         self.schedule: ExchangeSchedule | None = None
         self.choice: ModeChoice | None = None
         self._trial: ModeTrial | None = None
+        self._review: ModeReview | None = None
+        self._reopen: Callable[[], None] = lambda: None  # makes a schedule like the first one
         self._backend: str | None = None
         self._groups: ExchangeGroups | None = None
 
@@ -92,28 +95,57 @@ class ExchangeMode:
         if self._prioritize == "auto" and dist.get_world_size() == 1:
             log_once("prioritize='auto': synchronous exchange, because a single rank exchanges nothing with others")
             return
-        if self._groups is None:
-            self._groups = ExchangeGroups(self._new_group("high"), self._new_group("low"))
-        self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
+
+        def make_schedule() -> None:
+            if self._groups is None:
+                self._groups = ExchangeGroups(self._new_group("high"), self._new_group("low"))
+            if self.schedule is None:
+                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
+            if self._prioritize == "auto":
+                self._trial = ModeTrial(self.schedule, device, gather)
+
+        make_schedule()
         if self._prioritize == "auto":
-            self.choice, self._trial = None, ModeTrial(self.schedule, device, gather)
+            self.choice, self._review, self._reopen = None, ModeReview(gather), make_schedule
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
         assert self._backend is not None
         return transport.new_group(self._backend, priority, self._timeout)
 
-    def before_step(self) -> None:
-        """While ``"auto"`` measures both modes: set the mode of the next step."""
+    def before_step(self, ids: int) -> None:
+        """While ``"auto"`` measures both modes: set the mode of the next step. Later: measure again if much has changed.
+
+        Args:
+            ids: number of ids of this rank's batch.
+        """
+        if self._review is None:
+            return
+        self._review.add_step(ids)
         if self._trial is None:
+            if (change := self._review.change(self.schedule)) is None:
+                return
+            log_once(f"prioritize='auto': measures again, because {change}")
+            self._reopen()
+        assert self._trial is not None
+        choice = self._trial.before_step()
+        if choice is None:
             return
-        self.choice = self._trial.before_step()
-        if self.choice is None:
-            return
-        self._trial = None
-        if not self.choice.prioritized:  # synchronous steps need neither the schedule nor its process groups
+        self.choice, self._trial = choice, None
+        assert self.schedule is not None
+        self._review.choice_made(self.schedule)
+        if not choice.prioritized:  # synchronous steps need neither the schedule nor its process groups
             self._close_schedule()
             if self._backend == "gloo":  # A group of gloo has a thread that wakes a hundred times a second.
                 self._leave_groups()
+
+    def stop_clock(self) -> None:
+        """Leave the time until :meth:`start_clock` out of the measurement of ``"auto"``: it is no part of a step."""
+        if self._trial is not None:
+            self._trial.stop_clock()
+
+    def start_clock(self) -> None:
+        if self._trial is not None:
+            self._trial.start_clock()
 
     def close(self, failed: bool = False) -> None:
         """Apply all gradients, remove the schedule from the modules, and leave the process groups.
@@ -129,7 +161,7 @@ class ExchangeMode:
             for module in self.schedule.modules:
                 module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)
-        self._trial = self.schedule = self._groups = None
+        self._trial = self._review = self.schedule = self._groups = None
 
     def _close_schedule(self) -> None:
         self._trial = None

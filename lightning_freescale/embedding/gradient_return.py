@@ -47,15 +47,15 @@ class JoinRows(torch.autograd.Function):
         order: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """Return ``rows[order]``.
+        """Return ``rows[order]`` in float32.
 
         Args:
             anchor: ``[0]``, requires a gradient, so that autograd calls backward. The rows themselves are no leaf of the graph.
             order: ``[m]`` position in ``rows`` of each id of the batch.
-            rows: ``[m, D]`` the collision rows, and then the exclusive rows.
+            rows: ``[m, D]`` the collision rows, and then the exclusive rows, in the type of the wire.
         """
         ctx.returns, ctx.batch, ctx.group = returns, batch, group
-        return rows.index_select(0, order)
+        return rows.index_select(0, order).float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -71,6 +71,7 @@ class GradientReturn:
         finder: divides a batch into collision rows and exclusive rows.
         groups: process groups of the transfers.
         table_stream: the stream on which tables are read and updated.
+        wire: the type of gradients while they travel.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class GradientReturn:
         groups: ExchangeGroups,
         table_stream: SideStream,
         timeline: Timeline,
+        wire: torch.dtype = torch.float32,
     ):
         self._tables, self._finder, self._groups = tables, finder, groups
-        self._stream, self._timeline = table_stream, timeline
+        self._stream, self._timeline, self._wire = table_stream, timeline, wire
         self._world_size = groups.collision.size()
         self._pacer = HostPacer(tables.device)
         self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
@@ -178,6 +180,7 @@ class GradientReturn:
                         self._groups.of(kind),
                         self._timeline,
                         Kind.GRADIENT_EXCHANGE,
+                        wire=self._wire,
                     )
                 )
 
@@ -200,7 +203,7 @@ class GradientReturn:
         """Update rows with ``received``, the ``[n, D]`` gradients in wire order."""
         if not received.numel():
             return
-        gradient = received.index_select(0, rows.wire_position)  # a gather of rows is faster than a scatter
+        gradient = received.index_select(0, rows.wire_position).float()  # a gather of rows is faster than a scatter
         if batch.settings.divide_by_ranks:
             gradient.div_(self._world_size)
         self._tables.update(group, rows.features, gradient, batch.settings)

@@ -23,7 +23,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from lightning_freescale.batch.jagged_checks import ANY_ID
+from lightning_freescale.embedding.distinct_ids import Dedup, add_cpu_kernel
 from lightning_freescale.embedding.table_optimizer import fused_params, has_own_optimizer
+from lightning_freescale.embedding.wire import Wire, parse_wire, torchrec_codecs
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollisionCollection
 from lightning_freescale.embedding.zero_collision.sharded import ZeroCollisionSharder, check_bucket_sharding
 from lightning_freescale.runtime.errors import ConfigurationError
@@ -82,13 +84,15 @@ def rows_by_feature(module: nn.Module) -> dict[str, int]:
 
 
 def make_sharders(
-    module: nn.Module, options: Mapping[str, Any] | None, device: torch.device, dedup: bool = False
+    module: nn.Module,
+    options: Mapping[str, Any] | None,
+    device: torch.device,
+    dedup: Dedup = False,
+    wire: Wire = "float32",
 ) -> list[ModuleSharder]:
     """Sharders for both kinds of collection, with the fused optimizer that ``options`` (``embedding_optimizer``) asks for."""
-    if dedup and device.type != "cuda":
-        raise ConfigurationError(
-            f"dedup=True needs a CUDA device, because FBGEMM finds the distinct ids of a batch only there (not on {device.type})"
-        )
+    if dedup and device.type == "cpu":
+        add_cpu_kernel()
     if has_own_optimizer(embedding_modules(module).values()):
         if options is not None:
             raise ConfigurationError(
@@ -98,17 +102,20 @@ def make_sharders(
     else:
         params = fused_params(options, device)
     kinds = dict.fromkeys([EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())])
-    return [_make_sharder(kind, params, dedup, device) for kind in kinds]
+    sequences = {"use_index_dedup": bool(dedup), "qcomm_codecs_registry": torchrec_codecs(parse_wire(wire))}
+    return [_make_sharder(kind, params, sequences, device) for kind in kinds]
 
 
-def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool, device: torch.device) -> ModuleSharder:
+def _make_sharder(
+    kind: type[nn.Module], params: Mapping[str, Any], sequence_options: Mapping[str, Any], device: torch.device
+) -> ModuleSharder:
     """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
     if kind is ZeroCollisionCollection:
-        if dedup:
-            raise ConfigurationError("dedup=True: tables with zero-collision ids do not support it yet; leave it out")
+        if sequence_options["use_index_dedup"]:
+            raise ConfigurationError("dedup: tables with zero-collision ids do not support it yet; leave it out")
         if device.type not in ZERO_COLLISION_DEVICES:
             raise ConfigurationError(f"zero_collision: such tables train on CPU only for now, not on {device.type}")
-        return ZeroCollisionSharder(params)
+        return ZeroCollisionSharder(params, sequence_options)
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:
         raise ConfigurationError(
@@ -121,8 +128,7 @@ def _make_sharder(kind: type[nn.Module], params: Mapping[str, Any], dedup: bool,
         if kind is base
         else type(f"{kind.__name__}Sharder", (parent,), {"module_type": property(lambda _: kind)})
     )
-    options = {"use_index_dedup": dedup} if base is EmbeddingCollection else {}
-    return sharder(fused_params=dict(params), **options)
+    return sharder(fused_params=dict(params), **(sequence_options if base is EmbeddingCollection else {}))
 
 
 def choose_sharding(

@@ -36,6 +36,7 @@ from lightning_freescale.embedding.stages import (
     RoutedBatch,
     RowSet,
 )
+from lightning_freescale.embedding.wire import wire_types_of
 from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.streams import SideStream, current_stream, int64_on_device, mark_used_on
@@ -71,6 +72,7 @@ class PrioritizedEmbedding:
         else:
             self.collection = module
         self.timeline = timeline or Timeline()
+        self.wire = wire_types_of(self.collection)
         self.stats = RowExchangeStats()
         self.tables = LocalTables(self.collection)
         self.device = self.tables.device
@@ -78,7 +80,9 @@ class PrioritizedEmbedding:
         self.finder = CollisionFinder(
             self.tables, module._env.process_group, self.ids_stream, self.table_stream, self.timeline
         )
-        self.gradients = GradientReturn(self.tables, self.finder, groups, self.table_stream, self.timeline)
+        self.gradients = GradientReturn(
+            self.tables, self.finder, groups, self.table_stream, self.timeline, self.wire.gradients
+        )
         self._groups, self._rank, self._world_size = groups, groups.collision.rank(), groups.collision.size()
         # TorchRec releases differ in the options of the module's output: pass those that this release has.
         options = inspect.signature(EmbeddingCollectionAwaitable.__init__).parameters
@@ -206,7 +210,9 @@ class PrioritizedEmbedding:
         with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
             if not batch.buffers:
                 batch.buffers = [
-                    torch.empty(sum(sum(rows.by_owner) for rows in sets.values()), dim, device=self.device)
+                    torch.empty(
+                        sum(sum(rows.by_owner) for rows in sets.values()), dim, dtype=self.wire.rows, device=self.device
+                    )
                     for sets, dim in zip(batch.row_sets, self.tables.dims, strict=True)
                 ]
             self._write_fresh_rows(batch, kind)
@@ -230,6 +236,7 @@ class PrioritizedEmbedding:
                         self.timeline,
                         _SPAN_OF[kind],
                         places[list(sets).index(kind)],
+                        self.wire.rows,
                     )
                 )
 

@@ -16,7 +16,7 @@ class RowExchangeStats:
         ids: ids of these batches; a repeated id counts each time.
         rows: rows that this rank requested: as many as ids, or with ``dedup`` one for each distinct id of a batch.
         collisions: rows among them that the previous batch updates.
-        row_bytes: bytes of all requested rows. The same number of bytes of gradients returns.
+        row_bytes: bytes of all requested rows in float32. The same number of bytes of gradients returns.
         id_bytes: bytes if every id had a row of its own.
     """
 

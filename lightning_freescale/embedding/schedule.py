@@ -27,7 +27,7 @@ reached the host when it needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -232,9 +232,23 @@ class ExchangeSchedule:
         """Names of the modules whose exchange is prioritized at present."""
         return [module.name for module in self.modules if module.active and module.kjt_index is not None]
 
-    def activate(self, active: bool) -> None:
-        """Prioritize from the next step on, or use TorchRec's own exchange. Both give the same training."""
+    @property
+    def names(self) -> list[str]:
+        """Names of all modules."""
+        return [module.name for module in self.modules]
+
+    @property
+    def capable(self) -> list[str]:
+        """Names of the modules that have not been found to stay synchronous for good."""
+        return [module.name for module in self.modules if module.synchronous_reason is None]
+
+    def activate(self, names: Collection[str]) -> None:
+        """Prioritize these modules from the next step on, and use TorchRec's own exchange for the others.
+
+        All settings give the same training.
+        """
         for module in self.modules:
+            active = module.name in names
             if module.active and not active:
                 module.exchange.gradients.apply_late()
                 module.drop()

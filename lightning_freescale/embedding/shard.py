@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
+from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
+from lightning_freescale.embedding.wire import Wire
 
 
 def shard(
@@ -26,7 +29,8 @@ def shard(
     local_size: int = 1,
     sharding: Mapping[str, str] | str | None = None,
     optimizer: Mapping[str, Any] | None = None,
-    dedup: bool = False,
+    dedup: Dedup = False,
+    wire: Wire = "float32",
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> DistributedModelParallel:
     """Shard the tables of ``module``, and wrap its other parameters in DDP. All ranks must call it.
@@ -36,10 +40,10 @@ def shard(
     Args:
         group: process group of all ranks, on which TorchRec exchanges ids, rows and gradients.
         local_size: number of ranks on this host.
-        sharding, optimizer, dedup: the strategy's ``sharding``, ``embedding_optimizer`` and ``dedup``.
+        sharding, optimizer, dedup, wire: the strategy's ``sharding``, ``embedding_optimizer``, ``dedup`` and ``wire``.
         ddp_kwargs: arguments of DDP for the dense parameters.
     """
-    sharders = make_sharders(module, optimizer, device, dedup)
+    sharders = make_sharders(module, optimizer, device, dedup, wire)
     plan = make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
     weights = _table_weights(module)
     with _own_random_numbers(group.rank(), device):
@@ -53,6 +57,10 @@ def shard(
         )
     _fill_shards(module, weights)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
+    if dedup == "auto":
+        for name, child in module.named_modules():
+            if isinstance(child, ShardedEmbeddingCollection):
+                DedupTrial(name, child)
     return sharded
 
 

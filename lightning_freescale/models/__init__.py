@@ -4,10 +4,12 @@ Modules:
 
 * :mod:`.hstu`: the model :class:`HSTU`, a LightningModule.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
+* :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
 * :mod:`.norm` and :mod:`.norm_triton`: layer norms, and scaling of rows to length 1.
+* :mod:`.dropout` and :mod:`.dropout_triton`: dropout whose mask is a function of the sample.
 * :mod:`.loss`: sampled softmax over the next item.
 * :mod:`.metrics`: HR@k, NDCG@k and MRR.
 * :mod:`.tiles`: histories cut into tiles, for the loss and for the CUDA kernels.

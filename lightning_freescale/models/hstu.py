@@ -15,11 +15,13 @@ from torchrec import EmbeddingCollection
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.attention.buckets import num_buckets
+from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
 from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
+from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.runtime.errors import ConfigurationError
 
 ITEM_TABLE = "item"
@@ -38,6 +40,7 @@ class HSTULayer(nn.Module):
         position_buckets: size of the position bias; 0 for attention without bias.
         dropout: dropout rate of the gated attention output.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
+        number: number of the layer in its model. The dropout masks of layers with different numbers differ.
     """
 
     position_bias: Tensor | None
@@ -52,6 +55,7 @@ class HSTULayer(nn.Module):
         position_buckets: int,
         dropout: float = 0.0,
         linear_init: LinearInit = "hstu",
+        number: int = 1,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -61,20 +65,41 @@ class HSTULayer(nn.Module):
         for name, buckets in (("position_bias", position_buckets), ("time_bias", TIME_BUCKETS)):
             self.register_parameter(name, nn.Parameter(torch.zeros(buckets)) if position_buckets else None)
         self.attention_norm = nn.LayerNorm(heads * v_dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = SampleDropout(dropout, number)
         self.f2 = nn.Linear(heads * v_dim, dim)
         if linear_init == "hstu":
             draw_linear_maps(self.f1, self.f2)
 
-    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any) -> Tensor:
-        """``x`` and the result are flat, ``[sum(L), D]``; the other arguments are those of ``hstu_attention``."""
+    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
+        """``x`` and the result are flat, ``[sum(L), D]``.
+
+        The other arguments are those of ``hstu_attention``, and ``keys [sum(L)]`` from ``row_keys`` for dropout in training.
+        """
+        if x.is_cuda and len(x):
+            return self._fused(x, plan, keys)
+        return self.plain(x, offsets, timestamps, plan, keys)
+
+    def plain(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
+        """:meth:`forward` part by part: on a CPU, and what the fused layer is compared with."""
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = hstu_attention(q, k, v, offsets, timestamps, self.position_bias, self.time_bias, plan=plan)
-        return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u)))
+        return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
+
+    def _fused(self, x: Tensor, plan: Any, keys: Tensor | None) -> Tensor:
+        from lightning_freescale.models.fused_layer import fused_layer  # Triton is installed on CUDA machines only
+        from lightning_freescale.models.norm_triton import Drop
+
+        drop = None
+        if self.training and self.dropout.rate:
+            assert keys is not None, "keys: None; dropout needs the result of row_keys"
+            drop = Drop(keys, self.dropout.number, self.dropout.rate)
+        biases = self.position_bias, self.time_bias
+        norms = self.norm, self.f1, biases, self.attention_norm, self.f2
+        return fused_layer(x, *norms, self.heads, self.split, plan, drop)
 
 
-class HSTUMixin(RankingEvaluation):
+class HSTUMixin(RankingEvaluation, Recommending):
     """HSTU as a LightningModule. :class:`HSTU` combines it with ``lightning``, and another class with ``pytorch_lightning``.
 
     Args:
@@ -95,9 +120,9 @@ class HSTUMixin(RankingEvaluation):
         table_std: standard deviation of the initial values of the tables. ``None`` draws rows of length about 1.
         scale_input: multiply the rows of the tables by ``sqrt(D)`` where they enter the layers.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
-        dropout: dropout rate of the gated attention output. It is 0 by default, because a dropout mask depends on the rank:
-            balanced and unbalanced training would differ. The published value is 0.2.
-        input_dropout: dropout rate of the input of the layers; 0 by default. The published value is 0.2.
+        dropout: dropout rate of the gated attention output. The mask of a sample does not depend on its rank
+            (:mod:`.dropout`), so balanced and unbalanced training are equal.
+        input_dropout: dropout rate of the input of the layers, likewise.
         lr: learning rate of AdamW. Tables that the strategy shards have their own optimizer, an argument of the strategy.
         betas: the two decay rates of AdamW.
         weight_decay: weight decay of AdamW.
@@ -105,7 +130,8 @@ class HSTUMixin(RankingEvaluation):
         max_steps: step at which a cosine has lowered the learning rate to 0; without it the learning rate stays constant.
         max_eval_items: validation and test rank all items of a catalogue up to this size. Of a larger catalogue they rank the
             target and a random sample of this size.
-        filter_seen: validation and test do not rank the items of the user's own history, except the target.
+        filter_seen: validation, test and predictions leave out the items of the user's own history, except the target.
+        top_k: number of items that ``trainer.predict`` recommends to each user.
         meta_tables: put the tables on the meta device, for tables that do not fit one rank. The strategy allocates and
             initializes the shards; without such a strategy the model cannot run.
     """
@@ -130,8 +156,8 @@ class HSTUMixin(RankingEvaluation):
         table_std: float | None = 0.02,
         scale_input: bool = True,
         linear_init: LinearInit = "hstu",
-        dropout: float = 0.0,
-        input_dropout: float = 0.0,
+        dropout: float = 0.2,
+        input_dropout: float = 0.2,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.0,
@@ -139,6 +165,7 @@ class HSTUMixin(RankingEvaluation):
         max_steps: int | None = None,
         max_eval_items: int = 50_000,
         filter_seen: bool = False,
+        top_k: int = 10,
         meta_tables: bool = False,
     ) -> None:
         super().__init__()
@@ -157,11 +184,11 @@ class HSTUMixin(RankingEvaluation):
         self.event_encoding = None
         if embeds_positions or bias == "input":
             self.event_encoding = EventEncoding(embedding_dim, max_history * embeds_positions, times=bias == "input")
-        self.input_dropout = nn.Dropout(input_dropout)
+        self.input_dropout = SampleDropout(input_dropout)
         position_buckets = num_buckets(max_history) if bias == "relative" else 0
         self.layers = nn.ModuleList(
-            HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init)
-            for _ in range(num_layers)
+            HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init, layer)
+            for layer in range(1, num_layers + 1)
         )
         self.register_buffer("log_q", None, persistent=False)
         self._make_metrics()
@@ -181,11 +208,18 @@ class HSTUMixin(RankingEvaluation):
         x = x * self.input_scale
         if self.event_encoding is not None:
             x = self.event_encoding(x, offsets, batch.timestamps)
-        x = self.input_dropout(x)
+        keys = self.dropout_keys(batch)
+        x = self.input_dropout(x, keys)
         plan = plan_attention(offsets, batch.timestamps, bias=self.hparams["bias"] == "relative")
         for layer in self.layers:
-            x = layer(x, offsets, batch.timestamps, plan)
+            x = layer(x, offsets, batch.timestamps, plan, keys)
         return unit_rows(x)
+
+    def dropout_keys(self, batch: SeqBatch) -> Tensor | None:
+        """``row_keys`` of the batch in this training step; ``None`` if nothing is dropped."""
+        if not self.training or not (self.hparams["dropout"] or self.hparams["input_dropout"]):
+            return None
+        return row_keys(batch, self.global_step)
 
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the positions of this rank that predict an item."""
@@ -209,6 +243,8 @@ class HSTUMixin(RankingEvaluation):
                 drawn,
                 _offsets(batch.lengths),
                 self.log_q,
+                batch.features[NEGATIVES].lengths(),
+                batch.negatives_per_position or None,
             )
         return total / self.num_predicted(batch).clamp(min=1)
 
@@ -259,7 +295,7 @@ class HSTUMixin(RankingEvaluation):
         ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward.
         ``b``: causal attention has ``L^2 / 2`` pairs of events. A pair takes ``2 H`` times ``4 Dqk`` (the scores, the scores
         again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer. Biases add no products.
-        ``c``: ``6 D`` per candidate. A sample of ``L`` events and ``K`` negatives has ``(L - 1) * K`` candidates.
+        ``c``: ``6 D`` per candidate. A sample of ``L`` events has ``(L - 1) * K`` candidates, with ``K`` negatives per position.
         """
         dim, heads, layers = self.hparams["embedding_dim"], self.hparams["num_heads"], len(self.layers)
         linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)
@@ -278,6 +314,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"num_heads: {heads} does not divide embedding_dim {dim}; choose another num_heads, or set qk_dim and v_dim"
         )
+    if options["top_k"] < 1:
+        raise ConfigurationError(f"top_k: must be at least 1, not {options['top_k']}")
     for name, kind in (("bias", Bias), ("linear_init", LinearInit)):
         known = get_args(kind)
         if options[name] not in known:

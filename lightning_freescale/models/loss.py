@@ -24,12 +24,17 @@ def sampled_softmax(
     negative_ids: Tensor,
     offsets: Tensor,
     log_q: Tensor | None = None,
+    counts: Tensor | None = None,
+    set_size: int | None = None,
 ) -> Tensor:
-    """Sum over all positions that predict an item of ``-log softmax`` of the target among itself and the sample's negatives.
+    """Sum over all positions that predict an item of ``-log softmax`` of the target among itself and negatives of the sample.
 
     The target of position ``t`` of a history is item ``t + 1``. The last position predicts nothing, so a history of one event
     adds 0. A negative that equals the target of a position is not a candidate there. Logits are dot products: divide the
     outputs by a temperature before the call, and normalize both sides for a cosine.
+
+    The negatives of a sample are one or more sets of ``K``. Its first 32 positions are scored against the first set, the next 32
+    against the second, and so on; after the last set the first one follows again.
 
     Positions are scored in tiles of one history, so work and memory are proportional to ``sum(L)`` and not to the longest
     history. The number of tiles is bounded by shapes alone, so the host does not wait for the device. Forward also computes
@@ -39,10 +44,12 @@ def sampled_softmax(
         outputs: ``[sum(L), D]`` output of the model at every event.
         items: ``[sum(L), D]`` embeddings of the items of the histories.
         item_ids: ``[sum(L)]`` their ids.
-        negatives: ``[B * K, D]`` embeddings of the negatives, ``K`` for every sample.
-        negative_ids: ``[B * K]`` their ids.
+        negatives: ``[sum(counts), D]`` embeddings of the negatives.
+        negative_ids: ``[sum(counts)]`` their ids.
         offsets: ``[B + 1]``, from 0 to ``sum(L)``.
         log_q: ``[num_items]`` log probability that an item is drawn as a negative; subtracted from the item's logit.
+        counts: ``[B]`` negatives of each sample, a multiple of ``set_size``. Without ``set_size`` it is not used.
+        set_size: ``K``. By default each sample has one set, and all samples have the same number of negatives.
 
     Returns:
         Scalar. It has a gradient even if no position predicts an item; that gradient is 0.
@@ -50,16 +57,22 @@ def sampled_softmax(
     samples = len(offsets) - 1
     if len(outputs) == 0:
         return (outputs.sum() + items.sum() + negatives.sum()) * 0.0
-    if len(negatives) % samples:
-        raise InputError(
-            f"negatives: {len(negatives)} for {samples} samples; every sample must have the same number of negatives"
-        )
-    negatives, negative_ids = negatives.view(samples, -1, negatives.shape[-1]), negative_ids.view(samples, -1)
+    sample, rows, predicted = _position_tiles(offsets, len(outputs))
+    if set_size is None:
+        if len(negatives) % samples:
+            raise InputError(
+                f"negatives: {len(negatives)} for {samples} samples; every sample must have the same number of negatives"
+            )
+        num_sets, set_of_tile = samples, sample
+    else:
+        assert counts is not None
+        num_sets = len(negatives) // set_size
+        set_of_tile = _set_of_tile(sample, rows[:, 0] - offsets[sample], counts.long() // set_size)
+    negatives, negative_ids = negatives.view(num_sets, -1, negatives.shape[-1]), negative_ids.view(num_sets, -1)
     target_ids = item_ids.roll(-1)  # wrong for the last event of each history, which predicts nothing
     correction = None if log_q is None else (log_q[target_ids], log_q[negative_ids])
-    return _SampledSoftmax.apply(
-        outputs, items, negatives, target_ids, negative_ids, correction, _position_tiles(offsets, len(outputs))
-    )
+    tiles = set_of_tile, rows, predicted
+    return _SampledSoftmax.apply(outputs, items, negatives, target_ids, negative_ids, correction, tiles)
 
 
 class _SampledSoftmax(torch.autograd.Function):
@@ -85,11 +98,11 @@ class _SampledSoftmax(torch.autograd.Function):
         negatives_t = negatives.mT.contiguous()
         if correction is not None:
             positive -= correction[0]
-        for sample, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
-            logits = outputs[row] @ negatives_t[sample]  # [tiles, LOSS_TILE, K]
+        for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
+            logits = outputs[row] @ negatives_t[chosen]  # [tiles, LOSS_TILE, K]
             if correction is not None:
-                logits -= correction[1][sample][:, None]
-            logits.masked_fill_(target_ids[row][:, :, None] == negative_ids[sample][:, None], -torch.inf)
+                logits -= correction[1][chosen][:, None]
+            logits.masked_fill_(target_ids[row][:, :, None] == negative_ids[chosen][:, None], -torch.inf)
             log_sum = logits.logsumexp(-1)
             margin = log_sum - positive[row]  # loss = log(1 + exp(margin))
             loss += (F.softplus(margin) * predicted).sum()
@@ -97,8 +110,8 @@ class _SampledSoftmax(torch.autograd.Function):
             # Padding has the row number of a real position. Its gradient is 0, so it must be added and not copied there.
             dpositive.index_add_(0, row.flatten(), -dmargin.flatten())
             dlogits = logits.sub_(log_sum[..., None]).exp_().nan_to_num_(0.0).mul_(dmargin[..., None])
-            doutputs.index_add_(0, row.flatten(), (dlogits @ negatives[sample]).flatten(0, 1))
-            dnegatives.index_add_(0, sample, dlogits.mT @ outputs[row])
+            doutputs.index_add_(0, row.flatten(), (dlogits @ negatives[chosen]).flatten(0, 1))
+            dnegatives.index_add_(0, chosen, dlogits.mT @ outputs[row])
         dpositive = dpositive[:-1, None]
         doutputs[:-1].addcmul_(dpositive, targets)
         ditems = torch.zeros_like(items)
@@ -110,6 +123,18 @@ class _SampledSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *(grad * part for part in ctx.saved_tensors), None, None, None, None
+
+
+def _set_of_tile(sample: Tensor, row: Tensor, sets: Tensor) -> Tensor:
+    """Which set of negatives the positions of each tile are scored against, ``[N]``.
+
+    Args:
+        sample: ``[N]`` the sample of each tile.
+        row: ``[N]`` the first position of the tile in its history.
+        sets: ``[B]`` number of sets of each sample. The sets of a sample follow those of the sample before.
+    """
+    first = sets.cumsum(0) - sets
+    return first[sample] + (row // LOSS_TILE) % sets[sample].clamp(min=1)
 
 
 def _position_tiles(offsets: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,8 @@
 """Norms of rows on CUDA: one Triton kernel forward and one backward. They compute in float32 for inputs of any type.
 
+The kernels of the layer norm can also multiply by a gate or by the SiLU of a gate, drop elements, and add an array to the
+gradient of the input: what surrounds the norms in a layer of HSTU then takes no pass over memory of its own.
+
 A program takes a tile of whole rows. In the backward pass of a layer norm, each of at most ``PROGRAMS`` programs walks over
 several tiles and accumulates its share of the gradients of weight and bias. The shares are summed afterwards: without atomics,
 so every sum has a fixed order. The output and the gradient of a row have the same bits in any batch.
@@ -8,16 +11,19 @@ so every sum has a fixed order. The output and the gradient of a row have the sa
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_freescale.models.dropout import threshold
+from lightning_freescale.models.dropout_triton import is_kept
 from lightning_freescale.models.tiles import unit_stride
 
 ELEMENTS = 4096  # elements of a tile
+BACKWARD_ELEMENTS = 2048  # of a tile in backward, which holds more arrays in registers
 PROGRAMS = (
     512  # most programs in backward; it does not follow the number of SMs, so sums have the same order on every GPU
 )
@@ -48,45 +54,68 @@ def _standardized(x, cols, eps, D: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, out_ptr, x_row, gate_row, count, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr,
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, out_ptr, x_row, gate_row, count, eps, number, limit, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Layer norm of one tile of rows, times the gate if ``GATED``."""
+    """Layer norm of one tile of rows; times the gate if ``GATED``, or its SiLU if ``SILU``; with dropout if ``DROP``."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     x, _ = _standardized(_load(x_ptr, rows, x_row, cols, count, D), cols, eps, D)
     out = x * weight[None, :] + bias[None, :]
     if GATED:
-        out *= _load(gate_ptr, rows, gate_row, cols, count, D)
+        gate = _load(gate_ptr, rows, gate_row, cols, count, D)
+        out *= gate * tl.sigmoid(gate) if SILU else gate
+    if DROP:
+        out = tl.where(is_kept(keys_ptr, rows, cols, count, number, limit), out * scale, 0.0)
     _store(out_ptr, rows, D, cols, count, D, out)
 
 
 @triton.jit
 def _backward(
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, dout_ptr, dx_ptr, dgate_ptr, dweight_ptr, dbias_ptr,
-    x_row, gate_row, dout_row, count, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr,
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, dout_ptr, dx_ptr, dgate_ptr, shares_ptr,
+    x_row, gate_row, added_row, dout_row, dgate_row, count, eps, number, limit, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ``x`` and the gate, and this program's share of those of weight and bias."""
+    """Gradients of ``x`` (plus ``added`` if ``ADD``) and the gate, and this program's share of the sums over rows.
+
+    ``shares_ptr [3, programs, D]`` receives the shares: of the gradients of weight and bias, and of the sum of the gate's.
+    """
     cols = tl.arange(0, COLS)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-    dweight, dbias = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
+    # Summed over their rows at the end: that needs other threads' values.
+    dweight, dbias = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+    dgates = tl.zeros([ROWS, COLS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         rows = tile * ROWS + tl.arange(0, ROWS)
         x, inverse = _standardized(_load(x_ptr, rows, x_row, cols, count, D), cols, eps, D)
         dout = _load(dout_ptr, rows, dout_row, cols, count, D)
+        if DROP:
+            dout = tl.where(is_kept(keys_ptr, rows, cols, count, number, limit), dout * scale, 0.0)
         if GATED:
-            _store(dgate_ptr, rows, D, cols, count, D, dout * (x * weight[None, :] + bias[None, :]))
-            dout *= _load(gate_ptr, rows, gate_row, cols, count, D)
-        dweight += tl.sum(dout * x, 0)
-        dbias += tl.sum(dout, 0)
+            gate = _load(gate_ptr, rows, gate_row, cols, count, D)
+            dgate = dout * (x * weight[None, :] + bias[None, :])
+            if SILU:
+                sigmoid = tl.sigmoid(gate)
+                dgate *= sigmoid * (1.0 + gate * (1.0 - sigmoid))
+                gate *= sigmoid
+                dgates += dgate
+            _store(dgate_ptr, rows, dgate_row, cols, count, D, dgate)
+            dout *= gate
+        dweight += dout * x
+        dbias += dout
         dout *= weight[None, :]
-        dx = dout - (tl.sum(dout, 1) / D)[:, None] - x * (tl.sum(dout * x, 1) / D)[:, None]
-        _store(dx_ptr, rows, D, cols, count, D, dx * inverse[:, None])
-    tl.store(dweight_ptr + tl.program_id(0) * D + cols, dweight, mask=cols < D)
-    tl.store(dbias_ptr + tl.program_id(0) * D + cols, dbias, mask=cols < D)
+        dx = (dout - (tl.sum(dout, 1) / D)[:, None] - x * (tl.sum(dout * x, 1) / D)[:, None]) * inverse[:, None]
+        if ADD:
+            dx += _load(added_ptr, rows, added_row, cols, count, D)
+        _store(dx_ptr, rows, D, cols, count, D, dx)
+    share, step = shares_ptr + tl.program_id(0) * D + cols, tl.num_programs(0) * D
+    tl.store(share, tl.sum(dweight, 0), mask=cols < D)
+    tl.store(share + step, tl.sum(dbias, 0), mask=cols < D)
+    if SILU:
+        tl.store(share + 2 * step, tl.sum(dgates, 0), mask=cols < D)
 
 
 @triton.jit
@@ -123,7 +152,7 @@ class _UnitRows(torch.autograd.Function):
         ctx.eps = eps
         out = torch.empty(x.shape, device=x.device)
         if len(x):
-            tile = _tile(x)
+            tile = _tile(x, ELEMENTS)
             _unit_forward[(triton.cdiv(len(x), tile["ROWS"]),)](x, out, x.stride(0), len(x), eps, **tile)
         return out
 
@@ -132,10 +161,86 @@ class _UnitRows(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dout, dx = unit_stride(grads[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if len(x):
-            tile = _tile(x)
+            tile = _tile(x, ELEMENTS)
             grid = (triton.cdiv(len(x), tile["ROWS"]),)
             _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), len(x), ctx.eps, **tile)
         return dx, None
+
+
+class Drop(NamedTuple):
+    """Dropout of the output; the arguments of :func:`.dropout_triton.drop`."""
+
+    keys: Tensor
+    number: int
+    rate: float
+
+    def constants(self) -> tuple[int, int, float]:
+        return self.number, threshold(self.rate), 1 / (1 - self.rate)
+
+
+class Norm(NamedTuple):
+    """A layer norm of rows of ``D`` elements, and what is done to its output.
+
+    Args:
+        weight: ``[D]``.
+        bias: ``[D]``.
+        eps: added to the variance.
+        silu: multiply by the SiLU of the gate and not by the gate itself.
+        drop: dropout of the output.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    silu: bool = False
+    drop: Drop | None = None
+
+    def _constants(self, x: Tensor, gate: Tensor | None, elements: int) -> dict[str, Any]:
+        return _tile(x, elements) | {"GATED": gate is not None, "SILU": self.silu, "DROP": self.drop is not None}
+
+    def forward(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The norm of ``x [N, D]``, times the gate ``[N, D]`` if there is one; ``[N, D]`` of type ``dtype``."""
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        if len(x):
+            some_gate, drop = (
+                x if gate is None else gate,
+                self.drop or Drop(x, 0, 0.0),
+            )  # the kernel needs some pointers
+            constants = self._constants(x, gate, ELEMENTS)
+            _forward[(triton.cdiv(len(x), constants["ROWS"]),)](
+                x, some_gate, self.weight, self.bias, drop.keys, out,
+                x.stride(0), some_gate.stride(0), len(x), self.eps, *drop.constants(), **constants,
+            )  # fmt: skip
+        return out
+
+    def backward(
+        self, x: Tensor, gate: Tensor | None, dout: Tensor, dgate: Tensor | None = None, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients, given that of the output.
+
+        Args:
+            x: ``[N, D]``, not empty.
+            gate: ``[N, D]`` or nothing.
+            dout: ``[N, D]``, gradient of the output.
+            dgate: ``[N, D]``, receives the gradient of the gate. Its rows may lie apart.
+            added: ``[N, D]``, is added to the gradient of ``x``.
+
+        Returns:
+            The gradient of ``x``. ``[3, D]`` float32: the gradients of weight and bias, and the sum over the rows of ``dgate``,
+            which is undefined unless ``silu``.
+        """
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        constants = self._constants(x, gate, BACKWARD_ELEMENTS) | {"ADD": added is not None}
+        programs = min(PROGRAMS, triton.cdiv(len(x), constants["ROWS"]))
+        shares = torch.empty(3, programs, x.shape[1], device=x.device)
+        some_gate, some_dgate, some_added = (dx if y is None else y for y in (gate, dgate, added))
+        drop = self.drop or Drop(x, 0, 0.0)
+        _backward[(programs,)](
+            x, some_gate, self.weight, self.bias, drop.keys, some_added, dout, dx, some_dgate, shares,
+            x.stride(0), some_gate.stride(0), some_added.stride(0), dout.stride(0), some_dgate.stride(0),
+            len(x), self.eps, *drop.constants(), **constants,
+        )  # fmt: skip
+        return dx, shares.sum(1)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -147,38 +252,22 @@ class _LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, gate, weight, bias)
         ctx.eps = eps
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        gate_or_x = x if gate is None else gate  # the kernel needs some pointer
-        if len(x):
-            tile = _tile(x) | {"GATED": gate is not None}
-            grid = (triton.cdiv(len(x), tile["ROWS"]),)
-            _forward[grid](x, gate_or_x, weight, bias, out, x.stride(0), gate_or_x.stride(0), len(x), eps, **tile)
-        return out
+        return Norm(weight, bias, eps).forward(x, gate, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, bias = ctx.saved_tensors
-        dout = unit_stride(grads[0])
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
         if not len(x):
-            return dx, dgate, torch.zeros_like(weight), torch.zeros_like(bias), None, None
-        tile = _tile(x) | {"GATED": gate is not None}
-        programs = min(PROGRAMS, triton.cdiv(len(x), tile["ROWS"]))
-        shares = torch.empty(2, programs, x.shape[1], device=x.device)
-        gate_or_x, dgate_or_dx = (x, dx) if gate is None else (gate, dgate)
-        _backward[(programs,)](
-            x, gate_or_x, weight, bias, dout, dx, dgate_or_dx, shares[0], shares[1],
-            x.stride(0), gate_or_x.stride(0), dout.stride(0), len(x), ctx.eps, **tile,
-        )  # fmt: skip
-        dweight, dbias = shares.sum(1)
+            return torch.empty_like(x), dgate, torch.zeros_like(weight), torch.zeros_like(bias), None, None
+        dx, (dweight, dbias, _) = Norm(weight, bias, ctx.eps).backward(x, gate, unit_stride(grads[0]), dgate)
         return dx, dgate, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
 
 
-def _tile(x: Tensor) -> dict[str, Any]:
+def _tile(x: Tensor, elements: int) -> dict[str, Any]:
     """Constants of a kernel for ``x [N, D]``: the shape of a tile and the number of warps."""
     cols = triton.next_power_of_2(x.shape[1])
-    return {"D": x.shape[1], "ROWS": max(1, ELEMENTS // cols), "COLS": cols, "num_warps": WARPS}
+    return {"D": x.shape[1], "ROWS": max(1, elements // cols), "COLS": cols, "num_warps": WARPS}
 
 
 def layer_norm(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

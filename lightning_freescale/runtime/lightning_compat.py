@@ -7,6 +7,7 @@ installed Lightning and behave as described. No other file of the package uses a
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -148,6 +149,28 @@ def forward_signal(launcher: Any, signum: int) -> None:
     """Send the signal to the processes that ``launcher`` has started, if there is a launcher."""
     if launcher is not None:
         launcher.kill(signal.Signals(signum))
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+Loading = Callable[..., Any]
+
+
+def wrap_load_from_checkpoint(package: str, wrap: Callable[[Loading], Loading]) -> None:
+    """Replace the function ``(path_or_url, map_location, weights_only)`` with which ``load_from_checkpoint`` reads a path."""
+    core = "lightning.pytorch" if package == "lightning" else package
+    _wrap_once(importlib.import_module(f"{core}.core.saving"), wrap)
+
+
+def wrap_checkpoint_io(package: str, wrap: Callable[[Loading], Loading]) -> None:
+    """Replace the function ``(path_or_url, map_location, weights_only)`` with which ``TorchCheckpointIO`` reads a path."""
+    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
+    _wrap_once(importlib.import_module(f"{fabric}.plugins.io.torch_io"), wrap)
+
+
+def _wrap_once(module: Any, wrap: Callable[[Loading], Loading]) -> None:
+    if not hasattr(module.pl_load, "wrapped_by_freescale"):
+        module.pl_load = wrap(module.pl_load)
+        module.pl_load.wrapped_by_freescale = True
 
 
 # ---- names for the contract test -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_freescale.bubbles.monitor import BubbleMonitor
+from lightning_freescale.strategy.checkpoints import plain_loading
 from lightning_freescale.strategy.strategy import FreeScaleMixin
 
 
@@ -30,3 +31,4 @@ class FreeScaleStrategy(FreeScaleMixin, DDPStrategy):
 
 
 FreeScaleStrategy.register_strategies(StrategyRegistry)
+plain_loading.install("lightning")

@@ -103,6 +103,10 @@ class Control:
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Control:
+        """This object itself. Process groups cannot be copied, but users copy callbacks, which may refer to the Trainer."""
+        return self
+
     # ---- process groups --------------------------------------------------------------------------------------------
     @property
     def group(self) -> Any:
@@ -221,6 +225,8 @@ class Control:
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order. A collective."""
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(values, value, group=self.group)

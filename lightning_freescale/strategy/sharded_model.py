@@ -65,7 +65,7 @@ def shard_once(
     Args:
         group: returns the group of the ranks that share the tables. TorchRec's own exchanges use it.
         local_size: ranks on this host.
-        options: ``sharding``, ``optimizer`` and ``dedup`` of :func:`~lightning_freescale.embedding.shard.shard`.
+        options: ``sharding``, ``optimizer``, ``dedup`` and ``wire`` of :func:`~lightning_freescale.embedding.shard.shard`.
         ddp_kwargs: options of the data-parallel wrapper of the dense part.
     """
     done: ShardedModel | None = getattr(module, _ATTRIBUTE, None)

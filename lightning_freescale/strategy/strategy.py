@@ -17,9 +17,11 @@ from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin, add_monitor
 from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.embedding.distinct_ids import check_dedup
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.mode_trial import ModeChoice
 from lightning_freescale.embedding.plan import embedding_modules
+from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.log import log_once
@@ -75,7 +77,10 @@ class FreeScaleMixin(StepHooks, _Base):
         prioritize: ``True`` exchanges rows that the next batch does not share behind dense compute, and shared rows
             first. The training stays the same bit for bit. ``False`` exchanges synchronously, as TorchRec does.
             ``"auto"`` measures both in the first steps and keeps the faster one.
-        dedup: request each distinct row of a batch once, and sum its gradients before they are sent (CUDA only).
+        dedup: request each distinct row of a batch once, and sum its gradients before they are sent. This changes the order
+            of a sum, and so its rounding. ``"auto"`` does it for a module in whose first batch enough ids are repeated.
+        wire: the type of rows and gradients while they travel: ``"float32"``, ``"bfloat16"``, or a mapping such as
+            ``{"rows": "bfloat16"}``. It applies to ``EmbeddingCollection``. ``"bfloat16"`` rounds, so the training differs.
         transport: what moves ids, rows and gradients. ``"host"`` uses copy engines and host memory, so that the exchange
             takes no SMs from the compute. ``"auto"`` is gloo on CPU. On CUDA it is ``"host"`` if exchanges are
             prioritized and all ranks share a host, and NCCL otherwise.
@@ -109,7 +114,8 @@ class FreeScaleMixin(StepHooks, _Base):
         balance: Literal["auto", "fixed", "variable", "zigzag", "off"] | Planner = "auto",
         fit_costs: bool | int = False,
         prioritize: bool | Literal["auto"] = "auto",
-        dedup: bool = False,
+        dedup: bool | Literal["auto"] = False,
+        wire: Mapping[str, str] | str = "float32",
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
         uneven: Literal["error", "stop", "continue"] = "error",
@@ -124,9 +130,11 @@ class FreeScaleMixin(StepHooks, _Base):
                 "use the default launcher or torchrun"
             )
         check_options(fit_costs, uneven, embedding_optimizer)
+        check_dedup(dedup)
+        parse_wire(wire)
         self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(timeout=self._wait, **ddp_kwargs)
-        self._sharding, self._embedding_optimizer, self._dedup = sharding, embedding_optimizer, dedup
+        self._sharding, self._embedding_optimizer, self._dedup, self._wire = sharding, embedding_optimizer, dedup, wire
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
         check_format(checkpoint)
         self._uneven, self._checkpoint_format, self._monitor = uneven, checkpoint, monitor
@@ -250,7 +258,12 @@ class FreeScaleMixin(StepHooks, _Base):
             self._exchange_mode.table_group,
             self.root_device,
             local_size=self.num_processes,
-            options={"sharding": self._sharding, "optimizer": self._embedding_optimizer, "dedup": self._dedup},
+            options={
+                "sharding": self._sharding,
+                "optimizer": self._embedding_optimizer,
+                "dedup": self._dedup,
+                "wire": self._wire,
+            },
             ddp_kwargs=self._ddp_kwargs,
         )
         self._sharded, self._pipeline.rows = self._sharded_model.sharded, self._sharded_model.rows

@@ -44,9 +44,10 @@ def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
     ids = {key: batch.features[key].values() for key in (HISTORY, NEGATIVES)}
     embedded = {key: F.embedding(values, table.weight) for key, values in ids.items()}
     offsets = F.pad(batch.lengths.cumsum(0), (1, 0))
-    x = embedded[HISTORY] * model.input_scale
+    keys = model.dropout_keys(batch)
+    x = model.input_dropout(embedded[HISTORY] * model.input_scale, keys)
     for layer in model.layers:
-        x = layer(x, offsets, batch.timestamps, None)
+        x = layer(x, offsets, batch.timestamps, None, keys)
     total = sampled_softmax(
         F.normalize(x, dim=-1) / model.hparams["temperature"],
         F.normalize(embedded[HISTORY], dim=-1),
@@ -54,6 +55,9 @@ def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
         F.normalize(embedded[NEGATIVES], dim=-1),
         ids[NEGATIVES],
         offsets,
+        None,
+        batch.features[NEGATIVES].lengths(),
+        batch.negatives_per_position,
     )
     return total / model.num_predicted(batch)
 
@@ -73,7 +77,7 @@ def loader(
     rank: int, world: int, planner: Planner | None, way: str, group: dist.ProcessGroup | None, batch_size: int = 16
 ) -> Iterable[SeqBatch]:
     """Return the local batches: not balanced without a planner, else balanced by the sampler or by exchange."""
-    negatives = NegativeSampler(HISTORIES.num_items, 4)
+    negatives = NegativeSampler(HISTORIES.num_items, 4, sets=3)  # histories of up to 64 events have two sets
     dataset = HistoryDataset(HISTORIES, 64, negatives)
     source = planner if way == "sampler" else None
     sampler = GlobalBatchSampler(dataset, batch_size // world, num_replicas=world, rank=rank, planner=source)

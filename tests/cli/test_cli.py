@@ -52,7 +52,7 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
 
 def test_a_subcommand_imports_the_package() -> None:
     done = freescale("export", "missing.ckpt", "out.pt")
-    assert "freescale export: error: missing.ckpt does not exist" in done.stderr
+    assert "freescale export: error: Checkpoint file not found: missing.ckpt" in done.stderr
     assert "lightning_freescale" in done.stderr.splitlines()[-1]  # START detects imports
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -50,11 +51,39 @@ def test_export_to_a_lightning_checkpoint(saved: tuple[Path, dict[str, Tensor]],
     assert len(resumed[0][0]) == 5
 
 
-def test_a_folder_is_refused_by_load_from_checkpoint_but_the_log_says_what_to_do(
-    saved: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_load_from_checkpoint_reads_a_folder(saved: tuple[Path, dict[str, Tensor]], package: str) -> None:
+    """In both namespaces, by path and by text, and to the device that ``map_location`` names."""
+    folder, weights = saved
+    core = "lightning.pytorch" if package == "lightning" else package
+    load = importlib.import_module(f"{core}.core.saving").pl_load
+    whole = load(folder / "sharded.ckpt", weights_only=True)
+    assert toy.same(dict(whole["state_dict"]), weights)
+    assert "optimizer_states" not in whole
+    other = torch.empty(0, device="meta").untyped_storage()
+    for place in ("meta", torch.device("meta"), {"cpu": "meta"}, lambda storage, location: other):
+        moved = load(str(folder / "sharded.ckpt"), map_location=place, weights_only=True)
+        assert {value.device.type for value in moved["state_dict"].values()} == {"meta"}
+    if package == "lightning":
+        model = Model.load_from_checkpoint(folder / "sharded.ckpt")
+        assert model.hparams.width == 6
+        assert toy.same(dict(model.state_dict()), weights)
+
+
+def test_other_folders_are_left_to_lightning_and_damage_is_named(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     with pytest.raises(IsADirectoryError):
-        Model.load_from_checkpoint(saved[0] / "sharded.ckpt")
+        Model.load_from_checkpoint(tmp_path)
+    damaged = tmp_path / "damaged.ckpt"
+    shutil.copytree(saved[0] / "sharded.ckpt", damaged)
+    shards = sorted(damaged.glob("*.distcp"))
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=shards[0].name):
+        Model.load_from_checkpoint(damaged)
+
+
+def test_the_log_names_the_export_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(checkpoint_format, "log_once", messages.append)
     monkeypatch.setattr(checkpoint_format, "total_bytes", lambda weights: 300 << 20)
@@ -77,8 +106,9 @@ def other_strategies(rank: int, path: str) -> dict[str, Any]:
     return found
 
 
-def test_ddp_evaluates_our_file(saved: tuple[Path, dict[str, Tensor]]) -> None:
-    found = run_ranks(other_strategies, args=(str(saved[0] / "file.ckpt"),))[0]
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ddp_evaluates_our_checkpoint(saved: tuple[Path, dict[str, Tensor]], kind: str) -> None:
+    found = run_ranks(other_strategies, args=(str(saved[0] / f"{kind}.ckpt"),))[0]
     assert found["DDPStrategy"] == found["FreeScaleStrategy"]
 
 

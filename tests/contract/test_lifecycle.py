@@ -20,6 +20,7 @@ from lightning_freescale import ConfigurationError, FreeScaleStrategy
 from lightning_freescale.embedding import exchange_mode
 from lightning_freescale.strategy import control
 from tests import toy
+from tests.contract.test_plain_ddp import Dense
 from tests.ranks import RankFailed, run_ranks
 
 # ``FREESCALE_SOAK=200`` runs the long soak: it takes minutes. Leaks of one Trainer show after a few.
@@ -35,7 +36,8 @@ def held() -> dict[str, int]:
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "shared memory": len(os.listdir("/dev/shm")),
+        # Only what this process maps: other processes use the folder, too.
+        "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm/"),
         "process groups": len(torch.distributed.distributed_c10d._world.pg_map),
         "MiB": resident_pages * os.sysconf("SC_PAGE_SIZE") >> 20,
     }
@@ -215,3 +217,35 @@ def test_models_without_tables_can_be_copied_and_others_say_what_to_do() -> None
     for messages in run_ranks(copy_models):
         assert len(messages) == 3
         assert all("save_checkpoint" in message and "freescale export" in message for message in messages)
+
+
+def before_set_up(rank: int, folder: str) -> dict[str, Any]:
+    """Callbacks that refer to the Trainer are copied; a checkpoint is read before any set-up."""
+
+    class Keeper(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            self.trainer = trainer
+
+    found: dict[str, Any] = {}
+    for name, strategy in (("ddp", "ddp"), ("ours", FreeScaleStrategy())):
+        trainer = toy.trainer(strategy, 2, max_steps=1, callbacks=[Keeper()])
+        trainer.fit(Dense(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
+        found[f"{name} copies"] = len(copy.deepcopy(trainer.callbacks)) - len(trainer.callbacks)
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+        fresh = toy.trainer("ddp" if name == "ddp" else FreeScaleStrategy(), 2)
+        checkpoint = fresh.strategy.load_checkpoint(f"{folder}/{name}.ckpt", weights_only=True)
+        found[f"{name} step"] = checkpoint["global_step"]
+        with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+            toy.trainer(type(strategy)() if name == "ours" else "ddp", 2).fit(
+                Dense(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2), ckpt_path=f"{folder}/none.ckpt"
+            )
+    return found
+
+
+def test_callbacks_are_copied_and_checkpoints_are_read_before_set_up(tmp_path: Path) -> None:
+    assert run_ranks(before_set_up, args=(str(tmp_path),))[0] == {
+        "ddp copies": 0,
+        "ours copies": 0,
+        "ddp step": 1,
+        "ours step": 1,
+    }

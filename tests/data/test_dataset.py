@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,31 @@ def test_the_first_negatives_do_not_depend_on_their_number() -> None:
     assert np.array_equal(few.draw(users, 2), many.draw(users, 2)[:, :3])
 
 
+def test_long_histories_have_several_sets_of_negatives() -> None:
+    """One set for every 32 positions, at most ``sets``. The first set is that of a sampler with one set."""
+    sampler = NegativeSampler(50, 3, sets=4)
+    lengths = np.array([1, 2, 33, 34, 65, 66, 500])
+    assert sampler.counts(lengths).tolist() == [3, 3, 3, 6, 6, 9, 12]
+    users = np.arange(7)
+    drawn = np.split(sampler.draw(users, 1, sampler.counts(lengths)), np.cumsum(sampler.counts(lengths))[:-1])
+    first = NegativeSampler(50, 3).draw(users, 1)
+    assert all(np.array_equal(own[:3], alone) for own, alone in zip(drawn, first, strict=True))
+    assert not np.array_equal(drawn[-1][:3], drawn[-1][3:6])
+    long = Synthetic(users=20, items=50, clusters=5, mean_length=60, min_length=4).generate()
+    data = HistoryDataset(long, 100, sampler)
+    batch = data[[3, 7, 11, 19]]
+    batch.validate()
+    assert batch.negatives_per_position == 3
+    counts = batch.features["negatives"].lengths()
+    assert counts.tolist() == sampler.counts(batch.lengths.numpy()).tolist()
+    assert len(counts.unique()) > 1
+    assert batch.candidates.tolist() == data.candidates[[3, 7, 11, 19]].tolist()
+    assert rows(data[[11]], "negatives") == [rows(batch, "negatives")[2]]
+    batch.negatives_per_position = 2
+    with pytest.raises(InputError, match="each sample needs whole sets of negatives_per_position=2"):
+        batch.validate()
+
+
 @pytest.mark.parametrize("distribution", ["uniform", "popularity"])
 def test_distribution_of_negatives(distribution: str) -> None:
     counts = np.array([0, 1, 2, 3, 0, 4])
@@ -121,6 +148,7 @@ def test_a_batch_moves_and_pickles() -> None:
     moved = batch.to(torch.device("cpu"))
     assert torch.equal(moved.features.values(), batch.features.values())
     assert moved.num_samples == 3
+    assert moved.negatives_per_position == pickle.loads(pickle.dumps(batch)).negatives_per_position == 4
 
 
 def test_bad_requests() -> None:
@@ -132,6 +160,8 @@ def test_bad_requests() -> None:
         dataset(max_history=0)
     with pytest.raises(ConfigurationError, match="num_negatives"):
         NegativeSampler(5, -1)
+    with pytest.raises(ConfigurationError, match="negative_sets: must be at least 1"):
+        NegativeSampler(5, 1, sets=0)
     with pytest.raises(ConfigurationError, match="'often' is unknown"):
         NegativeSampler(5, 1, "often")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="'popularity' needs"):

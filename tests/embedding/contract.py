@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale.embedding import plan as sharding
+from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
@@ -49,6 +50,7 @@ PINNED = {
     "_lookups": ShardedEmbeddingCollection,
     "_need_indices": ShardedEmbeddingCollection,
     "_sharding_type_to_sharding": ShardedEmbeddingCollection,
+    "_use_index_dedup": ShardedEmbeddingCollection,
     "_dmp_wrapped_module": DistributedModelParallel,
     "_in_backward_optimizers": nn.Parameter,
     "_managed_collision_modules": ShardedManagedCollisionCollection,
@@ -88,7 +90,23 @@ def check_names(rank: int, world: int) -> None:
         check_optimizer(module, rank)
         check_forward(module)
     check_gradient_division()
+    check_dedup_can_be_turned_off(world)
     check_model_parallel(world)
+
+
+def check_dedup_can_be_turned_off(world: int) -> None:
+    """The module reads ``_use_index_dedup`` in every call."""
+    add_cpu_kernel()
+    module = build("row_wise", "sgd", world, use_index_dedup=True)
+    kjt = to_kjt([[[1, 1, 1], [2], [2]]])
+    requested = []
+    for dedup in (True, False):
+        assert hasattr(module, "_use_index_dedup")
+        module._use_index_dedup = dedup
+        context = module.create_context()
+        module.input_dist(context, kjt).wait().wait()
+        requested.append(sum(context.sharding_contexts[0].input_splits))
+    assert requested == [2, 5]
 
 
 def output_parameters() -> set[str]:

@@ -4,7 +4,8 @@
 profiled steps as the monitor measures it, and as it follows from the trace (``tests/bubbles/profiled.py`` compares the two).
 
 The model is large, so that its kernels take longer than their launches. Rows travel over NCCL, which is slow in the virtual
-cluster, so that there is a bubble to measure.
+cluster, so that there is a bubble to measure. Every rank has SMs of its own. Otherwise a kernel of the model may wait until a
+NCCL kernel of another rank frees SMs. The trace shows this as idle time, and the monitor counts it as slow compute.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=17, help="last profiled step")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures to this JSON file")
     options = parser.parse_args()
+    reserved_sms.use(torch.device("cuda"))
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(os.environ.get("FOLDER") or tempfile.gettempdir())
     profiling = Profiling(options.first, options.last, folder / f"profile_{rank}.json")
@@ -138,7 +140,9 @@ def main() -> None:
         print("RESULT " + json.dumps(everybody), flush=True)
         if options.output:
             machine = f"{torch.cuda.get_device_name()} as {NODES} ranks: {reserved_sms.describe()}"
-            head = report.head("profiler", machine, f"-m benchmarks.cluster {NODES} -- tests/gpu/bubbles.py")
+            head = report.head(
+                "profiler", machine, f"-m benchmarks.cluster {NODES} --own-cores -- tests/gpu/bubbles.py"
+            )
             options.output.write_text(json.dumps(head | {"rows": everybody}, indent=1) + "\n")
 
 

@@ -85,10 +85,8 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
-    results = {}
-    for optimizer in ("rowwise_adagrad", "adam"):
-        results[optimizer] = {str(mode): fit(mode, steps, optimizer, folder, "nccl") for mode in (False, True)}
-    results["host"] = {str(mode): fit(mode, steps, "adam", folder, "host") for mode in (True,)}
+    results = {"synchronous": fit(False, steps, "adam", folder, "nccl")}
+    results |= {transport: fit(True, steps, "adam", folder, transport) for transport in ("nccl", "host")}
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
 

@@ -38,10 +38,11 @@ def test_ranks_have_sms_of_their_own() -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "freescale"])
 def test_prioritized_equals_synchronous(backend: str) -> None:
-    """Losses agree within 1e-6, weights and optimizer state within 1e-5 of their size. So far no run has differed at all."""
+    """Losses agree within 1e-6, weights and optimizer state within 1e-5 of their size, also in bfloat16 on the wire."""
     results = result_of("prioritized.py", backend)
     assert results["unordered"] > 1e-3  # the comparison can fail
-    assert len(results["cases"]) == 20
+    assert len(results["cases"]) == 12
+    assert sum(case["dedup"] for case in results["cases"]) == 2
     for case in results["cases"]:
         assert case["lane"] == "prioritized", case
         assert case["loss"] <= 1e-6, case
@@ -52,11 +53,9 @@ def test_prioritized_equals_synchronous(backend: str) -> None:
 def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
     """Losses agree within 1 %, also over the SM-free transport. With bf16, the order of sums changes the rounding."""
     results = result_of("hstu.py", "40", folder=tmp_path)
-    synchronous = {name: results[name]["False"] for name in ("rowwise_adagrad", "adam")} | {
-        "host": results["adam"]["False"]
-    }
-    for name, expected in synchronous.items():
-        got = results[name]["True"]
+    expected = results["synchronous"]
+    for name in ("nccl", "host"):
+        got = results[name]
         assert got["losses"] == pytest.approx(expected["losses"], rel=0.01), name
         assert got["losses"][-1] < 0.7 * got["losses"][0]
         assert got["checkpoint"]
@@ -64,7 +63,7 @@ def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
 
 def test_the_monitor_agrees_with_the_profiler(tmp_path: Path) -> None:
     """On every rank, the bubble share of a synchronous run is within 3 points of (wall - busy) in a trace of the same steps."""
-    results = result_of("bubbles.py", folder=tmp_path)
+    results = result_of("bubbles.py", folder=tmp_path, reserve_sms=True)
     assert [one["rank"] for one in results] == [0, 1, 2, 3]
     for one in results:
         assert one["steps"] == 10
@@ -77,7 +76,8 @@ def test_the_monitor_agrees_with_the_profiler(tmp_path: Path) -> None:
 
 def test_all_ranks_fit_the_same_costs(tmp_path: Path) -> None:
     """Measured with CUDA events, in both exchange modes. Losses are within 1 % of the unbalanced run, because of bf16."""
-    results = result_of("learning.py", "60", folder=tmp_path)
+    # Ranks that share SMs disturb each other: the time of a rank would depend on the samples of the others.
+    results = result_of("learning.py", "40", folder=tmp_path, reserve_sms=True)
     expected = results.pop("off")["losses"]
     for name, found in results.items():
         learnt = found["learnt"]

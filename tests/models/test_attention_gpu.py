@@ -1,4 +1,4 @@
-"""The compiled Triton kernels against the dense reference in float64, on the same rounded inputs.
+"""The kernels that this GPU selects, and the Triton kernels, against the dense reference in float64 on the same rounded inputs.
 
 Errors are ``|got - expected| / |expected|``. A product of float32 inputs is three TF32 products, which is close to float32.
 With inputs of 16 bits the weights and the score gradients are rounded before a product, and the results are rounded once more.
@@ -31,7 +31,11 @@ TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)
 
 
 def check(inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
-    assert_close(run_attention(hstu_attention, inputs), dense_result(inputs), TOLERANCE[dtype])
+    """Compare with the reference. A bias gradient is a sum of terms that cancel in part, so its relative error is larger."""
+    got, expected = run_attention(hstu_attention, inputs), dense_result(inputs)
+    assert_close(got, {name: expected[name] for name in NAMES[:4]}, TOLERANCE[dtype])
+    factor = 1 if dtype == torch.float32 else 4
+    assert_close(got, {name: expected[name] for name in NAMES[4:]}, factor * TOLERANCE[dtype])
 
 
 @TYPES
@@ -47,13 +51,23 @@ def test_mixed_lengths_with_empty_histories(width: int, dtype: torch.dtype) -> N
     check(attention_inputs(lengths, heads=4, qk_dim=width, v_dim=width, dtype=dtype, device="cuda"), dtype)
 
 
-@TYPES
-@pytest.mark.parametrize("width", [32, 64])
-@pytest.mark.parametrize("hopper_kernels", [True, False])
-def test_without_bias(width: int, dtype: torch.dtype, hopper_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[True, False], ids=["selected", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that this GPU selects, and the Triton kernels on every GPU."""
-    if not hopper_kernels:
+    if not request.param:
         monkeypatch.setattr(hopper, "available", lambda device: False)
+
+
+@TYPES
+@pytest.mark.usefixtures("kernels")
+def test_both_kernels(dtype: torch.dtype) -> None:
+    check(attention_inputs([300, 0, 65, 1], qk_dim=64, v_dim=32, dtype=dtype, device="cuda"), dtype)
+
+
+@TYPES
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("width", [32, 64])
+def test_without_bias(width: int, dtype: torch.dtype) -> None:
     lengths = [0, 700, 1, 64, 0, 129, 33, 2, 0]
     inputs = zero_bias(attention_inputs(lengths, heads=4, qk_dim=width, v_dim=width, dtype=dtype, device="cuda"))
     expected = dense_result(inputs, NAMES[:4])

@@ -6,7 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.models.attention.buckets import log_bucket, num_buckets, relative_times
+from lightning_freescale.models.attention.buckets import bucket_edges, log_bucket, num_buckets, relative_times
+
+
+def test_edges() -> None:
+    """An edge is the smallest distance of its bucket or of a later one."""
+    edges = bucket_edges(63)
+    bucket = torch.arange(1, 63)
+    assert bool((log_bucket(edges[1:], 99) >= bucket).all())
+    assert bool((log_bucket(edges[1:] - 1, 99) < bucket).all())
+    assert edges[:6].tolist() == [0, 1, 1, 2, 3, 5]
+    assert bucket_edges(64)[63] == 2**31 - 1
 
 
 def naive_bucket(distance: int) -> int:

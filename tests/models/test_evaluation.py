@@ -103,7 +103,7 @@ def test_validation_needs_targets(tmp_path: Path) -> None:
 
 def test_validation_ranks_by_brute_force(tmp_path: Path) -> None:
     held_out, targets = planted(20, seed=1)
-    model = tiny()
+    model = tiny().eval()
     logged = trainer(tmp_path).validate(model, loader([make_batch(held_out, targets=targets)]), verbose=False)[0]
     items = torch.nn.functional.normalize(model.embedding.embeddings["item"].weight, dim=-1)
     hits, gains = [], []

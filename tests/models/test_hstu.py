@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.models import HSTU
+from lightning_freescale.models.dropout import SampleDropout
 from lightning_freescale.models.metrics import popularity_hit_rate
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 from tests.models.cases import make_batch
@@ -292,11 +293,22 @@ def test_which_input_embeddings_exist(bias: str, position_embedding: bool | None
     assert ("layers.0.position_bias" in names) == ("layers.1.time_bias" in names) == (bias == "relative")
 
 
-def test_dropout_of_the_input() -> None:
-    model = tiny(input_dropout=0.5)
-    batch = make_batch([[1, 2, 3]])
-    assert not torch.equal(model(batch), model(batch))
-    assert torch.equal(model.eval()(batch), tiny(input_dropout=0.0)(batch))
+@pytest.mark.parametrize("option", ["input_dropout", "dropout"])
+def test_dropout(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(**{"dropout": 0.0, "input_dropout": 0.0, option: 0.5})
+    batch = training_batch([[1, 2, 3]])
+    first = model(batch)
+    assert torch.equal(model(batch), first)  # a step has one mask
+    monkeypatch.setattr(HSTU, "global_step", 1)
+    assert not torch.equal(model(batch), first)
+    assert torch.equal(model.eval()(batch), tiny(dropout=0.0, input_dropout=0.0)(batch))
+
+
+def test_published_dropout_is_the_default() -> None:
+    model = tiny()
+    assert [module.rate for module in model.modules() if isinstance(module, SampleDropout)] == [0.2, 0.2, 0.2]
+    numbers = [module.number for module in model.modules() if isinstance(module, SampleDropout)]
+    assert len(set(numbers)) == 3  # different masks
 
 
 @pytest.mark.parametrize("option", ["bias", "linear_init"])

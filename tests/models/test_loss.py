@@ -34,15 +34,22 @@ def naive(
     negative_ids: Tensor,
     offsets: Tensor,
     log_q: Tensor | None = None,
+    counts: Tensor | None = None,
+    set_size: int | None = None,
     mask: bool = True,
 ) -> Tensor:
     """One position at a time, with ``torch.nn.functional.cross_entropy``."""
     samples = len(offsets) - 1
-    per_sample = len(negatives) // samples
+    if counts is None:
+        counts = torch.full((samples,), len(negatives) // samples)
+    first_negative = [0, *counts.cumsum(0).tolist()]
     total = 0.0 * (outputs.sum() + items.sum() + negatives.sum())
     for b in range(samples):
-        drawn = slice(b * per_sample, (b + 1) * per_sample)
         for t in range(int(offsets[b]), int(offsets[b + 1]) - 1):
+            drawn = slice(first_negative[b], first_negative[b + 1])
+            if set_size is not None:
+                turn = (t - int(offsets[b])) // 32 % (int(counts[b]) // set_size)
+                drawn = slice(drawn.start + turn * set_size, drawn.start + (turn + 1) * set_size)
             target = item_ids[t + 1]
             kept = negative_ids[drawn] != target if mask else slice(None)
             logits = torch.cat([items[t + 1][None], negatives[drawn][kept]]) @ outputs[t]
@@ -52,9 +59,12 @@ def naive(
     return total
 
 
-def assert_equal_with_gradients(inputs: list[Tensor], log_q: Tensor | None = None) -> None:
+def assert_equal_with_gradients(
+    inputs: list[Tensor], log_q: Tensor | None = None, counts: Tensor | None = None, set_size: int | None = None
+) -> None:
     learned = [inputs[0], inputs[1], inputs[3]]
-    got, expected = sampled_softmax(*inputs, log_q), naive(*inputs, log_q)
+    options = (log_q, counts, set_size)
+    got, expected = sampled_softmax(*inputs, *options), naive(*inputs, *options)
     torch.testing.assert_close(got, expected)
     for ours, theirs in zip(
         torch.autograd.grad(got * 3, learned), torch.autograd.grad(expected * 3, learned), strict=True
@@ -79,6 +89,31 @@ def test_sampling_correction() -> None:
     inputs = make_inputs([9, 30], 5)
     assert_equal_with_gradients(inputs, log_q)
     assert not torch.isclose(sampled_softmax(*inputs, log_q), sampled_softmax(*inputs))
+
+
+def with_sets(sets: list[int], set_size: int, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """``inputs`` with this many sets for each sample, and the numbers of negatives."""
+    counts = torch.tensor(sets) * set_size
+    rng = torch.Generator().manual_seed(9)
+    rows = torch.randn(int(counts.sum()), 3, generator=rng, dtype=torch.float64).requires_grad_()
+    ids = torch.randint(7, (int(counts.sum()),), generator=rng)
+    return [*inputs[:3], rows, ids, inputs[5]], counts
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_positions_take_turns_with_the_sets_of_their_sample(corrected: bool) -> None:
+    """Fewer sets than tiles, as many, and more; with histories that end at the end of a tile and in the middle."""
+    inputs, counts = with_sets([2, 1, 3, 4, 1], 5, make_inputs([100, 33, 96, 7, 1], 0))
+    log_q = torch.linspace(-5, -1, 7, dtype=torch.float64) if corrected else None
+    assert_equal_with_gradients(inputs, log_q, counts, 5)
+    in_order = sampled_softmax(*inputs, log_q, counts, 5)
+    inputs[3], inputs[4] = inputs[3].roll(5, 0), inputs[4].roll(5, 0)  # negative control: the sets one sample further
+    assert not torch.isclose(sampled_softmax(*inputs, log_q, counts, 5), in_order)
+
+
+def test_one_set_for_each_sample_is_the_default() -> None:
+    inputs, counts = with_sets([1, 1], 6, make_inputs([70, 5], 0))
+    assert torch.equal(sampled_softmax(*inputs, None, counts, 6), sampled_softmax(*inputs))
 
 
 def test_a_negative_that_is_the_target_is_masked() -> None:

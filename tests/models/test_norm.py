@@ -78,7 +78,8 @@ def interpreted(x, weight, bias, gate=None):
     return norm_triton.layer_norm(x, gate, weight, bias, EPS, x.dtype)
 
 for rows, width, elements, programs in ((1, 8, 64, 4), (37, 12, 64, 3), (50, 16, 4096, 512)):
-    norm_triton.ELEMENTS, norm_triton.PROGRAMS = elements, programs  # a program has several tiles, the last one is not full
+    norm_triton.ELEMENTS = norm_triton.BACKWARD_ELEMENTS = elements
+    norm_triton.PROGRAMS = programs  # a program has several tiles, the last one is not full
     for gated in (False, True):
         inputs = norm_inputs(rows, width, gated=gated)
         assert_close(run_norm(interpreted, inputs), exact(inputs), 1e-6)

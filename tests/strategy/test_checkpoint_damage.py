@@ -101,7 +101,7 @@ def empty_meta(path: Path) -> str:
 
 def gone(path: Path) -> str:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return "does not exist"
+    return "Checkpoint file not found"
 
 
 def empty(path: Path) -> str:

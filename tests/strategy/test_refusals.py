@@ -30,7 +30,6 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
         ({"sharding": {"items": "row_wise"}}, {}, ["sharding", "'items'", "item, shop"]),
         ({"sharding": "diagonal"}, {}, ["sharding", "'diagonal'", "row_wise"]),
         ({"transport": "nccl"}, {}, ["transport='nccl'", "gloo"]),
-        ({"dedup": True}, {}, ["dedup=True", "CUDA"]),
         ({"model_averaging_period": 4}, {}, ["model_averaging_period=4"]),
         ({}, {"precision": "16-true"}, ["precision", "'16-true'", "bf16-mixed"]),
         ({}, {"precision": "64-true"}, ["precision", "'64-true'"]),
@@ -50,6 +49,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="fit_costs: True, False or a number of steps, not -1"):
         FreeScaleStrategy(fit_costs=-1)
+    with pytest.raises(ConfigurationError, match="dedup='maybe' is unknown"):
+        FreeScaleStrategy(dedup="maybe")
+    with pytest.raises(ConfigurationError, match="wire='float8' is unknown; choose one of float32, bfloat16"):
+        FreeScaleStrategy(wire={"rows": "float8"})
+    with pytest.raises(ConfigurationError, match="wire: 'ids' is unknown; the keys are rows, gradients"):
+        FreeScaleStrategy(wire={"ids": "bfloat16"})
     with pytest.raises(ConfigurationError, match="uneven='sometimes' is unknown"):
         FreeScaleStrategy(uneven="sometimes")
     for optimizer in ({"optimizer": "adam"}, {"optimizer": "sgd", "weight_decay": 0.1}):

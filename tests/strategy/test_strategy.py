@@ -13,7 +13,6 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.embedding import mode_trial
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -83,40 +82,6 @@ def test_prefetching_and_the_prioritized_exchange_change_nothing(options: dict[s
         assert ahead["seen"] == plain["seen"]
         assert ahead["losses"] == plain["losses"]
         assert toy.same(ahead["weights"], plain["weights"])
-
-
-class Auto(FreeScaleStrategy):
-    """Leaves on the model what the trial found, and whether anything stands between the model and TorchRec."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "prioritize": "auto", "balance": "off"})
-
-    def teardown(self) -> None:
-        choice, module = self.mode_choice, self.lightning_module
-        module.lanes = choice and (
-            choice.prioritized,
-            self.schedule is not None,
-            "forward" in vars(module.embeddings),
-        )
-        super().teardown()
-
-
-@pytest.mark.parametrize(("gain", "prioritized"), [(0.0, False), (1e9, True)])
-def test_auto_keeps_the_faster_path_and_switching_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, gain: float, prioritized: bool
-) -> None:
-    monkeypatch.setattr(mode_trial, "MAX_TIME_RATIO", gain)  # whatever is measured
-    options = {"max_epochs": 3, "max_steps": 42, "limit_val_batches": 1, "val_check_interval": 0.5}
-    plain, auto = (run_ranks(fit, args=(strategy, 2, options)) for strategy in (Plain, Auto))
-    assert [rank["losses"] for rank in auto] == [rank["losses"] for rank in plain]
-    assert all(toy.same(a["weights"], b["weights"]) for a, b in zip(auto, plain, strict=True))
-    assert auto[0]["lanes"] == auto[1]["lanes"] == (prioritized,) * 3
-
-
-def test_auto_decides_alike_on_all_ranks() -> None:
-    auto = run_ranks(fit, args=(Auto, 2, {"max_epochs": 3, "max_steps": 42}))
-    assert auto[0]["lanes"] == auto[1]["lanes"]
-    assert auto[0]["lanes"] is not None  # the trial is over
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])

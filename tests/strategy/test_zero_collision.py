@@ -122,6 +122,16 @@ def test_both_exchanges_with_validation_in_between(world: int) -> None:
     assert (identities >= 0).sum() > 40
 
 
+def test_rows_and_gradients_of_two_bytes() -> None:
+    """``wire="bfloat16"`` rounds the same in both exchanges. The slots do not depend on it."""
+    runs = [run_ranks(fit, 2, args=(2, {"prioritize": mode, "wire": "bfloat16"}, {})) for mode in (True, False)]
+    assert all(same(a, b) for a, b in zip(*runs, strict=True))
+    exact = run_ranks(fit, 2, args=(2, {"prioritize": True}, {}))[0]
+    assert exact["losses"] != runs[0][0]["losses"]
+    identities = f"{MODULES}.item._hash_zch_identities"
+    assert torch.equal(exact["state"][identities], runs[0][0]["state"][identities])
+
+
 def test_the_exchange_may_change_while_training() -> None:
     """``prioritize="auto"`` changes between the exchanges in the first steps, and ends with either of them."""
     runs = [run_ranks(fit, 2, args=(2, {"prioritize": mode}, {"max_epochs": 4})) for mode in ("auto", False)]

@@ -206,6 +206,21 @@ def monitor(found: StoredResult) -> Claim:
     )
 
 
+def plain_ddp(found: StoredResult) -> Claim:
+    """The row without a logger: CPU time, which other work on the machine changes least."""
+    row = next(row for row in found["rows"] if row["logger"] == "none")
+    ratios = row["CPU time ratio, rounds"]
+    return Claim(
+        "cost of the strategy for a model without tables",
+        f"{found['ranks']} ranks, CPU time of a step",
+        short_machine(found),
+        f"{row['CPU time ms, ddp']:.2f} ms (`ddp`)",
+        f"{row['CPU time ms, freescale']:.2f} ms (`freescale`)",
+        f"ratio {row['CPU time ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        command(found),
+    )
+
+
 def quality(found: StoredResult) -> Claim:
     """The largest difference over all data sets."""
     data = found["data"].values()
@@ -248,6 +263,7 @@ MAKERS: dict[str, Callable[[StoredResult], Claim | None]] = {
     "balance": partition,
     "balance_exchange": sample_exchange,
     "monitor_overhead": monitor,
+    "plain_ddp": plain_ddp,
     "quality": quality,
     "simulate": simulated,
 }

@@ -55,8 +55,9 @@ def blocks(results: Results) -> dict[str, str]:
         "no speed-up expected": _with_commands(results, "cannot_help", cannot_help(results)),
         "quality": _with_commands(results, "quality", quality(results)),
         "simulator": _with_commands(results, "simulate", simulator(results)),
+        "learning": _with_commands(results, "learning", learning(results)),
         "attention": _with_commands(results, "attention_kernels", attention(results)),
-        "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead")),
+        "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead", "plain_ddp")),
     }
 
 
@@ -105,6 +106,24 @@ def attention(results: Results) -> Iterator[Row]:
                 "kernel": row["kernel"],
                 "TFLOP/s": f"{row['both TFLOP/s']:.0f} ({row['both spread']})",
                 "relative to softmax": f"{row['both TFLOP/s'] / softmax[row['case'], row['width']]:.2f}x",
+            }
+
+
+def learning(results: Results) -> Iterator[Row]:
+    """HR@10 and NDCG@10 by epoch: mean over the seeds, and the smallest and the largest HR@10."""
+    for found in _of(results, "learning"):
+        cases: dict[tuple[str, str, int], list[Row]] = {}
+        for row in found["rows"]:
+            cases.setdefault((row["data"].split(".")[0], row["variant"], row["epoch"]), []).append(row)
+        for (data, variant, epoch), rows in sorted(cases.items()):
+            hits = [row["HR@10"] for row in rows]
+            yield {
+                "data": data,
+                "variant": variant,
+                "epoch": epoch,
+                "HR@10": f"{sum(hits) / len(hits):.3f} ({min(hits):.3f} to {max(hits):.3f})",
+                "NDCG@10": f"{sum(row['NDCG@10'] for row in rows) / len(rows):.3f}",
+                "seeds": len(rows),
             }
 
 

@@ -20,12 +20,14 @@ from benchmarks.harness.gpu_cluster import link_bandwidth
 from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.rank_setup import describe_machine, silence_libraries, use_device
 from benchmarks.harness.report import versions
-from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS, Figures, account, global_losses
+from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS, Figures, account, global_losses, step_ms
+from benchmarks.harness.training.steadiness import WARM_UP_STEPS, steady_after
 from benchmarks.harness.training.variants import JobBatches, TrainedVariant, TrainingJob, train
-from benchmarks.harness.variant_names import TRAINING_VARIANTS
+from benchmarks.harness.variant_names import DENSE_ONLY, TRAINING_VARIANTS
 from benchmarks.harness.workload import LongTailWorkload, collision_rate
+from lightning_freescale.bubbles.summary import peak_flops
 
-UNCOUNTED_FIRST_STEPS = 6  # first steps of a variant, which do not count
+MAX_TRAININGS = 3  # a variant whose steps do not become steady is trained this often
 
 
 def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None, wait: float) -> Figures:
@@ -47,16 +49,20 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
     figures = known
     batches = JobBatches(job)
     wanted = [name for name in TRAINING_VARIANTS if not arguments.sides or name in arguments.sides]
-    done = {*figures["sides"], *figures["failed"]}
-    for name in [name for name in wanted if name not in done]:
-        figures["under_way"] = name
-        _keep(figures, keep)
-        began = time.perf_counter()
-        variant = _gather(train(name, job, batches), counted)
-        figures["sides"][name] = variant | {"took_seconds": time.perf_counter() - began}
-        if job.rank == 0:
-            took, step = figures["sides"][name]["took_seconds"], variant["step_ms"]["mean"]
-            print(f"{name}: {step:.1f} ms per step; took {took:.1f} s", file=sys.stderr, flush=True)
+    if job.device.type == "cuda":
+        train(DENSE_ONLY, job, batches)  # compiles the kernels for the batches that count, too
+    for number in range(arguments.rounds):
+        sides = figures["sides"] if number == 0 else figures["later_rounds"][number - 1]
+        for name in [name for name in wanted if name not in {*sides, *figures["failed"]}]:
+            figures["under_way"] = name
+            _keep(figures, keep)
+            began = time.perf_counter()
+            sides[name] = _measure(name, job, batches, counted, MAX_TRAININGS if arguments.strict else 1)
+            sides[name]["took_seconds"] = took = time.perf_counter() - began
+            if job.rank == 0:
+                step, warm_up = sides[name]["step_ms"]["mean"], sides[name]["warm_up"]["steps"]
+                text = f"{name}: {step:.1f} ms per step after {warm_up} warm-up steps; took {took:.1f} s"
+                print(text, file=sys.stderr, flush=True)
     figures["under_way"] = None
     _keep(figures, keep)
     return figures
@@ -66,19 +72,22 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
     """What to train, and which steps count."""
     cuda, quick = arguments.device == "cuda", arguments.quick
     tiny = quick and not cuda
-    warm = 2 if tiny else UNCOUNTED_FIRST_STEPS
+    warm = arguments.warm_up or (
+        2 if tiny and not arguments.strict else WARM_UP_STEPS
+    )  # first steps of a variant, which do not count
     steps = arguments.steps or (3 if tiny else 12 if quick else 24)
     workload = LongTailWorkload(
         samples=arguments.batch_size or (128 if cuda else 4 if tiny else 16),
         longest=arguments.longest or (8192 if cuda else 64 if tiny else 512),
         rows=arguments.rows or (8_000_000 if cuda else 3_000 if tiny else 200_000),
-        negatives=32 if cuda else 8,
+        negatives=arguments.negatives or (32 if cuda else 8),
+        context=arguments.context,
     )
     model = {
         "embedding_dim": arguments.dim or (128 if cuda else 16 if tiny else 32),
         "num_layers": arguments.layers or (4 if cuda else 1 if tiny else 2),
         "num_heads": arguments.heads or (4 if cuda else 2),
-    }
+    } | arguments.model
     job = TrainingJob(
         use_device(arguments.device),
         int(os.environ["RANK"]),
@@ -89,6 +98,7 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
         wait,
         arguments.traces,
         arguments.options,
+        warm,
     )
     return job, slice(warm, warm + steps)
 
@@ -109,9 +119,33 @@ def _head(arguments: argparse.Namespace, job: TrainingJob, counted: slice) -> Fi
         "counted": counted.stop - counted.start,
         "global_batch": job.workload.samples * job.ranks,
         "collisions": collision_rate(*two_batches),
+        "flops": job.flops(range(counted.start, counted.stop)),
+        "peak_flops": _peak_flops(job.device),
         "sides": {},
+        "later_rounds": [{} for _ in range(arguments.rounds - 1)],
         "failed": {},
     }
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of all GPUs together, of which ranks may share one; ``None`` if it is not known. A collective."""
+    gpus: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
+    peak = peak_flops(device, "bf16-mixed")
+    return None if peak is None else peak * len(set(gpus))
+
+
+def _measure(name: str, job: TrainingJob, batches: JobBatches, counted: slice, trainings: int) -> Figures:
+    """The figures of a variant. It is trained again, up to ``trainings`` times, if its steps were not steady. A collective."""
+    before = 0  # warm-up steps of trainings that were not steady
+    for attempt in range(trainings):
+        variant = _gather(train(name, job, batches), counted)
+        steady = steady_after(variant["warm_up_ms"])
+        if steady is not None:
+            break
+        before += counted.start if attempt < trainings - 1 else 0
+    steps = before + (counted.start if steady is None else 1 + steady)  # the time of the first step is unknown
+    return variant | {"warm_up": {"steps": steps, "steady": steady is not None}}
 
 
 def _gather(trained: TrainedVariant, counted: slice) -> Figures:
@@ -122,12 +156,16 @@ def _gather(trained: TrainedVariant, counted: slice) -> Figures:
         "losses": torch.stack(timestamps.losses).double().tolist(),
         "predicted": torch.stack(timestamps.predicted).double().tolist(),
         "peak_bytes": trained.peak_bytes,
+        "sent_bytes": trained.sent_bytes / len(timestamps.losses),
         "late": sum(timestamps.late[counted]) / max(1, len(timestamps.late[counted])),
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     losses, predicted = (np.array([rank[key] for rank in ranks]) for key in ("losses", "predicted"))
-    return account(np.stack([rank["seconds"] for rank in ranks]), counted) | {
+    seconds = np.stack([rank["seconds"] for rank in ranks])
+    return account(seconds, counted) | {
+        "warm_up_ms": step_ms(seconds, slice(1, counted.start)).tolist(),
+        "sent_bytes": float(np.mean([rank["sent_bytes"] for rank in ranks])),  # of a rank and step, to other ranks
         "losses": global_losses(losses, predicted),
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "host_late": max(rank["late"] for rank in ranks),  # share of the steps in which the device waited for the host

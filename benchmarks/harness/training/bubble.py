@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.training.steadiness import compute_apart, doubts
 from benchmarks.harness.variant_names import ALL, DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
 # The points of a step at which time stamps are taken.
@@ -48,6 +49,12 @@ TRAINING_LOSS_TOLERANCE = {"cpu": 1e-5, "cuda": 5e-3}
 Figures = dict[str, Any]
 
 
+def step_ms(seconds: NDArray[np.float64], steps: slice) -> NDArray[np.float64]:
+    """Time of each of these steps on the slowest rank, in milliseconds. The arguments are those of :func:`account`."""
+    ends = 1e3 * seconds[:, :, POINTS.index("end")]
+    return (ends[:, steps] - ends[:, steps.start - 1 : steps.stop - 1]).max(axis=0)
+
+
 def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
     """Times of a variant from its time stamps, in milliseconds.
 
@@ -58,7 +65,7 @@ def account(seconds: NDArray[np.float64], counted: slice) -> Figures:
     ms = 1e3 * seconds
     column = {name: ms[:, counted, index] for index, name in enumerate(POINTS)}
     began = ms[:, counted.start - 1 : counted.stop - 1, POINTS.index("end")]
-    steps = (column["end"] - began).max(axis=0)
+    steps = step_ms(seconds, counted)
     compute = column["forward"] - column["arrived"] + column["gradient"] - column["begun"]
 
     def least(start: NDArray[np.float64], end: NDArray[np.float64]) -> float:
@@ -95,7 +102,9 @@ def summarise(figures: Figures) -> Figures:
     """Add to the measured figures: bubbles, their parts, removed shares of the baselines' bubbles, equality of the losses."""
     variants = figures["sides"]
     trained = {name: variant for name, variant in variants.items() if name != DENSE_ONLY}
-    if DENSE_ONLY in variants:
+    figures["doubts"] = doubts(variants)
+    figures["compute_apart"] = compute_apart(variants)
+    if DENSE_ONLY in variants and not (figures["parameters"]["strict"] and figures["doubts"]):
         alone = variants[DENSE_ONLY]
         figures["dense_ms"] = statistics.mean(alone["rank_ms"])
         for variant in trained.values():
@@ -106,6 +115,8 @@ def summarise(figures: Figures) -> Figures:
     for variant in trained.values():
         variant["samples_per_second"] = figures["global_batch"] / variant["step_ms"]["mean"] * 1e3
         variant["straggler_percent"] = 100 * variant["parts_ms"]["straggler"] / variant["step_ms"]["mean"]
+        if "flops" in figures and figures["peak_flops"]:
+            variant["mfu"] = figures["flops"] / (variant["step_ms"]["mean"] / 1e3) / figures["peak_flops"]
         variant["gone"] = {
             name: 1 - variant["bubble_ms"] / variants[name]["bubble_ms"]
             for name in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)

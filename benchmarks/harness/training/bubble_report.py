@@ -13,6 +13,9 @@ def describe(figures: Figures) -> str:
     lines = [_title(figures), "", *_steps_table(figures["sides"])]
     if "dense_ms" in figures:
         lines += _bubble_lines(figures)
+    if figures["doubts"]:
+        lines += ["", "No bubble is given:" if figures["parameters"]["strict"] else "Do not trust the bubbles:"]
+        lines += figures["doubts"]
     lines.append("")
     notes = {name: found["notes"]["verdict"] for name, found in figures["sides"].items() if "verdict" in found["notes"]}
     lines += [f"{name}: {verdict}" for name, verdict in notes.items()]
@@ -30,7 +33,22 @@ def _title(figures: Figures) -> str:
 
 
 def _steps_table(variants: Figures) -> list[str]:
-    rows = [["", "ms/step", "median", "spread", "samples/s", "straggler", "bubble", "GiB", "last loss"]]
+    rows = [
+        [
+            "",
+            "ms/step",
+            "median",
+            "spread",
+            "samples/s",
+            "MFU",
+            "straggler",
+            "bubble",
+            "MB sent",
+            "GiB",
+            "warm-up",
+            "last loss",
+        ]
+    ]
     for name, found in variants.items():
         if "samples_per_second" not in found:
             continue
@@ -40,9 +58,12 @@ def _steps_table(variants: Figures) -> list[str]:
                 name,
                 *(f"{step[key]:.1f}" for key in ("mean", "median", "spread")),
                 f"{found['samples_per_second']:.0f}",
+                f"{found['mfu']:.1%}" if "mfu" in found else "-",
                 f"{found['straggler_percent']:.1f} %",
                 _number(found.get("bubble_ms")),
+                f"{found['sent_bytes'] / 1e6:.2f}",
                 f"{found['peak_bytes'] / 2**30:.1f}" if found["peak_bytes"] else "-",
+                f"{found['warm_up']['steps']}{'' if found['warm_up']['steady'] else ', not steady'}",
                 f"{found['losses'][-1]:.5f}",
             ]
         )

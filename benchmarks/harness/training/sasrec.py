@@ -38,7 +38,8 @@ class SASRec(TimestampedHSTU):
         offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
         assert self.event_encoding is not None
         x = self.input_dropout(
-            self.event_encoding(embedded[HISTORY].values() * self.input_scale, offsets, batch.timestamps)
+            self.event_encoding(embedded[HISTORY].values() * self.input_scale, offsets, batch.timestamps),
+            self.dropout_keys(batch),
         )
         padded = nn.utils.rnn.pad_sequence(list(x.split(lengths.tolist())), batch_first=True)  # [B, longest, D]
         longest = padded.shape[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 import lightning_freescale as fs
 from benchmarks.harness.gpu_cluster.transports import as_separate_host
 from benchmarks.harness.lightning_trainer import plain_trainer
+from benchmarks.harness.training.context import CONTEXT, ContextHSTU, context_tables, with_context
+from benchmarks.harness.training.sent_bytes import SentBytes
+from benchmarks.harness.training.steadiness import WARM_UP_BATCHES
 from benchmarks.harness.training.step_timestamps import (
     ProfilerTrace,
     StepTimestamps,
@@ -44,7 +47,8 @@ from benchmarks.harness.variant_names import (
     TORCHREC_BASE,
     TORCHREC_SPARSE_DIST,
 )
-from benchmarks.harness.workload import LongTailWorkload
+from benchmarks.harness.workload import CONTEXT_ROWS, ContextBatch, LongTailWorkload
+from lightning_freescale.balance import CostModel
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.embedding.shard import shard
 
@@ -65,8 +69,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 # The ids are random and teach little. With these values the loss falls within a few steps all the same, which shows that every
-# variant trains. They do not change the time of a step.
-INITIAL_VALUES: dict[str, Any] = {
+# variant trains. They do not change the time of a step. The masks of dropout depend on the step that the Trainer counts, which
+# TorchRec's pipelines do not have: without dropout the losses of all variants can be compared.
+MODEL_OPTIONS: dict[str, Any] = {
+    "dropout": 0.0,
+    "input_dropout": 0.0,
     "table_std": None,
     "scale_input": False,
     "linear_init": "torch",
@@ -87,6 +94,11 @@ class TrainingJob:
     timeout: float  # longest wait of a rank for another, seconds
     traces: Path | None = None  # folder for profiler traces of rank 0
     options: dict[str, Any] = field(default_factory=dict)  # further options of the strategy for the variant "all"
+    warm_up: int = 0  # number of first steps that do not count
+
+    def batch_of(self, step: int) -> int:
+        """Number of the batch of a step. The steps of the warm-up alternate between the first batches that count."""
+        return step if step >= self.warm_up else self.warm_up + (step - self.warm_up) % WARM_UP_BATCHES
 
     def timestamps(self, variant: str) -> StepTimestamps:
         """Time stamps for one training. With ``traces``, three of its last steps are also traced."""
@@ -99,10 +111,24 @@ class TrainingJob:
     def hstu(self, timestamps: StepTimestamps) -> TimestampedHSTU:
         """The model, equal on every call and rank. Its table is initialised when it is sharded."""
         pl.seed_everything(self.workload.seed, verbose=False)
-        options = {"max_history": self.workload.longest, "meta_tables": True} | INITIAL_VALUES | self.model
-        model = TimestampedHSTU(self.workload.rows, **options)
+        options = {"max_history": self.workload.longest, "meta_tables": True} | MODEL_OPTIONS | self.model
+        if self.workload.context:
+            names = self.workload.context_names
+            model: TimestampedHSTU = ContextHSTU(self.workload.rows, **options)
+            model.context = context_tables(names, CONTEXT_ROWS, model.hparams["embedding_dim"])
+        else:
+            model = TimestampedHSTU(self.workload.rows, **options)
         model.timestamps = timestamps
         return model
+
+    def flops(self, steps: Iterable[int]) -> float:
+        """FLOPs of forward and backward of a global batch, mean over ``steps``."""
+        cost = CostModel(*self.hstu(self.timestamps("")).cost_coefficients())
+        totals = []
+        for step in steps:
+            lengths = torch.cat([self.workload.lengths(rank, step) for rank in range(self.ranks)]).numpy()
+            totals.append(float(cost(lengths, (lengths - 1) * self.workload.negatives).sum()))
+        return sum(totals) / len(totals)
 
     def autocast(self) -> torch.autocast:
         """The autocast of Lightning's ``bf16-mixed``; disabled on a CPU."""
@@ -120,6 +146,7 @@ class TrainedVariant:
 
     timestamps: StepTimestamps
     peak_bytes: int = 0  # device memory beyond what was allocated before
+    sent_bytes: int = 0  # to other ranks, in all-to-alls
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,11 +154,12 @@ class JobBatches:
     """This rank's batches of all steps; in pinned memory if there is a GPU, as a data loader would have left them."""
 
     def __init__(self, job: TrainingJob):
-        workload = job.workload
-        self._batches = [workload.batch(job.rank, step, job.ranks) for step in range(job.steps)]
+        workload, numbers = job.workload, [job.batch_of(step) for step in range(job.steps)]
+        made = {number: workload.batch(job.rank, number, job.ranks) for number in sorted(set(numbers))}
         if job.device.type == "cuda":
-            self._batches = [batch.pin_memory() for batch in self._batches]
-        predicted = [[workload.predicted(rank, step) for rank in range(job.ranks)] for step in range(job.steps)]
+            made = {number: batch.pin_memory() for number, batch in made.items()}
+        self._batches = [made[number] for number in numbers]
+        predicted = [[workload.predicted(rank, number) for rank in range(job.ranks)] for number in numbers]
         self.scales = [own[job.rank] * job.ranks / sum(own) for own in predicted]
 
     def __len__(self) -> int:
@@ -139,28 +167,31 @@ class JobBatches:
 
     def __iter__(self) -> Iterator[SeqBatch]:
         for batch in self._batches:  # new objects on every pass: jagged tensors cache what they compute
-            features = batch.features
-            again = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths())
-            again.offset_per_key()  # computed on the host: on a GPU every variant would have to synchronize
-            yield SeqBatch(again, batch.timestamps)
+            if isinstance(batch, ContextBatch):
+                yield ContextBatch(_new(batch.features), batch.timestamps, context=_new(batch.context))
+            else:
+                yield SeqBatch(_new(batch.features), batch.timestamps)
 
     def scaled(self) -> Iterator[ScaledBatch]:
         """The batches with the factors of their losses, for TorchRec's pipelines."""
         for batch, scale in zip(self, self.scales, strict=True):
-            yield ScaledBatch(batch.features, batch.timestamps, scale=scale)
+            yield ScaledBatch(**vars(batch), scale=scale)
+
+
+def _new(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    again = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths())
+    again.offset_per_key()  # computed on the host: on a GPU every variant would have to synchronize
+    return again
 
 
 @dataclass
-class ScaledBatch(SeqBatch):
+class ScaledBatch(ContextBatch):
     """A batch with a factor for this rank's loss, which makes the mean over the ranks the mean over the global batch.
 
     The strategy weights the losses itself. A TorchRec user whose ranks have batches of unequal size has to write this.
     """
 
     scale: float = 1.0
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> ScaledBatch:
-        return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
 def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[pl.Callback] = ()) -> TrainedVariant:
@@ -177,14 +208,17 @@ def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[
         torch.cuda.reset_peak_memory_stats(job.device)
         before = torch.cuda.memory_allocated(job.device)
     dist.barrier()
-    if name == DENSE_ONLY:
-        trained = dense_alone(job, batches, job.timestamps(name))
-    elif name in PIPELINES:
-        trained = torchrec_pipeline(PIPELINES[name], job, batches, job.timestamps(name))
-    else:
-        options = STRATEGIES[name] | (job.options if name == ALL else {})
-        with as_separate_host(job.rank) if name == ALL_OVER_TCP else nullcontext():
-            trained = freescale(options, job, batches, job.timestamps(name), callbacks)
+    sent = SentBytes()
+    with sent.counting():
+        if name == DENSE_ONLY:
+            trained = dense_alone(job, batches, job.timestamps(name))
+        elif name in PIPELINES:
+            trained = torchrec_pipeline(PIPELINES[name], job, batches, job.timestamps(name))
+        else:
+            options = STRATEGIES[name] | (job.options if name.startswith(ALL) else {})
+            with as_separate_host(job.rank) if name == ALL_OVER_TCP else nullcontext():
+                trained = freescale(options, job, batches, job.timestamps(name), callbacks)
+    trained.sent_bytes = sent.total
     job.synchronize()
     if job.device.type == "cuda":
         trained.peak_bytes = torch.cuda.max_memory_allocated(job.device) - before
@@ -194,17 +228,22 @@ def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[
 # ---- the variants ------------------------------------------------------------------------------------------------------------
 def dense_alone(job: TrainingJob, batches: JobBatches, timestamps: StepTimestamps) -> TrainedVariant:
     """The dense compute of this rank's batches. The rows are already on the rank; nothing is exchanged."""
-    model = job.hstu(timestamps)
+    model, workload = job.hstu(timestamps), job.workload
     del model.embedding
+    if workload.context:
+        del model.context
     model.to(job.device)
     optimizer = model.configure_optimizers()
     for batch in batches:
         on_device = batch.to(job.device, non_blocking=True)
-        embedded = {}
+        embedded: dict[str, Any] = {}
         for key in (HISTORY, NEGATIVES):
             lengths, count = on_device.features[key].lengths(), batch.features[key].values().numel()
             rows = torch.randn(count, model.hparams["embedding_dim"], device=job.device, requires_grad=True)
             embedded[key] = JaggedTensor(rows, lengths=lengths)
+        if workload.context:
+            shape = workload.samples, workload.context * model.hparams["embedding_dim"]
+            embedded[CONTEXT] = torch.randn(shape, device=job.device, requires_grad=True)
         timestamps.take("batch")
         with job.autocast():
             loss = model.loss(embedded, on_device)
@@ -225,9 +264,9 @@ class _DenseHSTU(nn.Module):
         super().__init__()
         self.model, self._job = model, job
 
-    def forward(self, embedded: Any, batch: ScaledBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, embedded: Any, batch: ScaledBatch, pooled: Any = None) -> tuple[Tensor, Tensor]:
         with self._job.autocast():
-            loss = self.model.loss(embedded, batch)
+            loss = self.model.loss(embedded if pooled is None else with_context(embedded, pooled), batch)
         return loss * batch.scale, loss.detach()
 
 
@@ -244,10 +283,23 @@ class PipelinedHSTU(nn.Module):
         return self.dense(self.embedding(batch.features), batch)
 
 
+class PipelinedContextHSTU(PipelinedHSTU):
+    """The same with pooled context features."""
+
+    def __init__(self, model: ContextHSTU, job: TrainingJob):
+        context = model.context
+        del model.context
+        super().__init__(model, job)
+        self.context = context
+
+    def forward(self, batch: ScaledBatch) -> tuple[Tensor, Tensor]:
+        return self.dense(self.embedding(batch.features), batch, self.context(batch.context))
+
+
 def torchrec_pipeline(kind: Any, job: TrainingJob, batches: JobBatches, timestamps: StepTimestamps) -> TrainedVariant:
     """One of TorchRec's training pipelines. Tables are sharded and initialised as by the strategy."""
     hstu = job.hstu(timestamps)
-    model = PipelinedHSTU(hstu, job)
+    model = PipelinedContextHSTU(hstu, job) if isinstance(hstu, ContextHSTU) else PipelinedHSTU(hstu, job)
     assert dist.group.WORLD is not None
     sharded = shard(model, dist.group.WORLD, job.device)
     optimizer = hstu.configure_optimizers()

@@ -202,6 +202,8 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
     if hasattr(item, "__dict__"):
         twin = copy.copy(item)
         for key, value in vars(item).items():
+            if isinstance(item, SeqBatch) and key == "negatives_per_position":
+                continue  # a number that is equal on all ranks
             object.__setattr__(twin, key, map_tensors(visit, f"{name}.{key}", value))  # a dataclass may be frozen
         return twin
     raise CannotBalance(f"{name}: of type {type(item).__name__}, not a tensor with a row per sample")

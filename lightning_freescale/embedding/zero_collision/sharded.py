@@ -111,12 +111,12 @@ class ZeroCollisionSharder(ManagedCollisionEmbeddingCollectionSharder):
 
     Args:
         fused_params: FBGEMM's arguments of the optimizer of the tables.
+        options: options of the sharder of the ``EmbeddingCollection``.
     """
 
-    def __init__(self, fused_params: Mapping[str, Any]):
-        super().__init__(
-            EmbeddingCollectionSharder(fused_params=dict(fused_params)), ManagedCollisionCollectionSharder()
-        )
+    def __init__(self, fused_params: Mapping[str, Any], options: Mapping[str, Any]):
+        inner = EmbeddingCollectionSharder(fused_params=dict(fused_params), **options)
+        super().__init__(inner, ManagedCollisionCollectionSharder())
 
     def shard(
         self,

@@ -16,10 +16,10 @@ Modules:
 
 * :mod:`.buckets`: the logarithmic buckets of the two biases.
 * :mod:`.cpu`: for CPU tensors. Groups of histories of similar length; the work is about ``sum(L^2)``.
-* :mod:`.triton_attention` and :mod:`.triton_kernels`: for CUDA tensors. The work is about ``sum(L^2) / 2``, and no array of
-  size ``L^2`` is stored.
-* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs, for attention without bias.
-* :mod:`.cuda_without_bias`: attention without bias on CUDA: selects the Hopper kernels or the Triton kernels.
+* :mod:`.cuda`: for CUDA tensors: selects the Hopper kernels or the Triton kernels. The work of both is about
+  ``sum(L^2) / 2``, and no array of size ``L^2`` is stored.
+* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs.
+* :mod:`.triton_attention` and :mod:`.triton_kernels`: kernels for all other GPUs.
 * :func:`dense_attention` in this file: the reference, padded to the longest history. Tests and benchmarks compare with it.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.models.attention import cpu, cuda_without_bias
+from lightning_freescale.models.attention import cpu, cuda
 from lightning_freescale.models.attention.buckets import log_bucket, relative_times
 from lightning_freescale.runtime.errors import InputError
 
@@ -45,11 +45,7 @@ def plan_attention(offsets: Tensor, timestamps: Tensor, bias: bool = True) -> An
         bias: whether the attention has the two biases. Without them the times are not used.
     """
     if offsets.device.type == "cuda":
-        if not bias:
-            return cuda_without_bias.BiasFreePlan(offsets, len(timestamps))
-        from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
-
-        return triton_attention.plan(offsets, relative_times(timestamps, offsets))
+        return cuda.CudaPlan(offsets, timestamps, bias)
     return cpu.CpuPlan(offsets, relative_times(timestamps, offsets) if bias else None)
 
 
@@ -88,13 +84,8 @@ def hstu_attention(
         raise InputError("position_bias, time_bias: one of them is None; give both or neither")
     alpha = q.shape[-1] ** -0.5 if alpha is None else alpha
     plan = plan_attention(offsets, timestamps, bias=position_bias is not None) if plan is None else plan
-    if q.device.type != "cuda":
-        return cpu.attention(q, k, v, position_bias, time_bias, alpha, plan)
-    if position_bias is None or time_bias is None:
-        return cuda_without_bias.attention(q, k, v, alpha, plan)
-    from lightning_freescale.models.attention import triton_attention
-
-    return triton_attention.attention(q, k, v, position_bias, time_bias, alpha, plan)
+    implementation: Any = cuda if q.device.type == "cuda" else cpu
+    return implementation.attention(q, k, v, position_bias, time_bias, alpha, plan)
 
 
 def dense_attention(

@@ -29,6 +29,21 @@ def log_bucket(distance: Tensor, buckets: int) -> Tensor:
     return (code - BUCKET_BASE).clamp_(max=buckets - 1)
 
 
+def bucket_edges(buckets: int) -> Tensor:
+    """The smallest distance of each bucket or of a later one; ``[buckets]`` int32, on the CPU.
+
+    A distance ``d`` is in bucket ``b`` or a later one if ``d >= edges[b]``. Buckets behind the last one have the largest int32.
+    """
+    low, high = torch.zeros(2, buckets, dtype=torch.int64)
+    high += 2**31 - 1
+    bucket = torch.arange(buckets)
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        reached = log_bucket(middle.int(), 2**31 - 1) >= bucket
+        low, high = torch.where(reached, low, middle + 1).minimum(high), torch.where(reached, middle, high)
+    return low.int()
+
+
 def num_buckets(max_distance: int) -> int:
     """Number of buckets needed for distances up to ``max_distance``."""
     return int(log_bucket(torch.tensor([max_distance], dtype=torch.int32), 2**31 - 1)) + 1

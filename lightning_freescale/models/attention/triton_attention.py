@@ -23,6 +23,7 @@ from lightning_freescale.models.attention import triton_kernels
 from lightning_freescale.models.tiles import cut_tiles, unit_stride
 from lightning_freescale.runtime.errors import InputError
 
+Biases = tuple[Tensor, Tensor]  # tables of the position and of the time
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -100,7 +101,7 @@ def _launch(
     schedule: TileSchedule,
     jagged: tuple[Tensor, ...],
     shares: tuple[Tensor, ...],
-    biases: tuple[Tensor, Tensor],
+    biases: Biases | None,
     times: Tensor,
     alpha: float,
     **slots: int,
@@ -113,6 +114,7 @@ def _launch(
         slots: sizes of these shares, as constants of the kernel.
     """
     q, _, v = jagged[:3]
+    tables = (times, times) if biases is None else [bias.float() for bias in biases]  # the kernel needs some pointers
     heads, programs = q.shape[1], len(schedule.row) * q.shape[1]
     if not programs:
         return
@@ -122,24 +124,68 @@ def _launch(
         *(x.stride(1) for x in jagged),
         *shares,
         times,
-        *biases,
+        *tables,
         *schedule,
         alpha,
         heads,
-        len(biases[0]),
-        len(biases[1]),
+        len(tables[0]),
+        len(tables[1]),
         QK=q.shape[-1],
         V=v.shape[-1],
         QK_BLOCK=max(16, triton.next_power_of_2(q.shape[-1])),
         V_BLOCK=max(16, triton.next_power_of_2(v.shape[-1])),
         TILE=config.tile,
         BLOCK=config.block,
+        BIASED=biases is not None,
         # Matters for float32 inputs only.
         PRECISION="tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
         **slots,
     )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: TritonPlan) -> Tensor:
+    """:func:`attention` without its checks and without a gradient."""
+    config = configs(q.dtype, max(q.shape[-1], v.shape[-1]))["forward"]
+    out = v.new_empty(v.shape)
+    schedule = plan.schedule(config.tile, keys=False)
+    _launch(triton_kernels.forward, config, schedule, (q, k, v, out), (), biases, plan.times, alpha)
+    return out
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Biases | None,
+    alpha: float,
+    plan: TritonPlan,
+    dout: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> Biases | None:
+    """The backward pass of :func:`forward`: writes the gradients of q, k, v to ``grads`` and returns those of the biases."""
+    dout, (dq, dk, dv) = unit_stride(dout), grads
+    config = configs(q.dtype, max(q.shape[-1], v.shape[-1]))
+    inputs = biases, plan.times, alpha
+    # Each program writes its share of the bias gradients. Without atomics, the sum over the shares has a fixed order.
+    schedule = plan.schedule(config["queries"].tile, keys=False)
+    slots = [1, 1] if biases is None else [triton.next_power_of_2(len(bias)) for bias in biases]
+    programs = 0 if biases is None else len(schedule.row) * q.shape[1]
+    shares = tuple(torch.empty(programs, size, device=q.device) for size in slots)
+    _launch(
+        triton_kernels.backward_queries,
+        config["queries"],
+        schedule,
+        (q, k, v, dout, dq),
+        shares,
+        *inputs,
+        POSITION_SLOTS=slots[0],
+        TIME_SLOTS=slots[1],
+    )
+    schedule = plan.schedule(config["keys"].tile, keys=True)
+    _launch(triton_kernels.backward_keys, config["keys"], schedule, (q, k, v, dout, dk, dv), (), *inputs)
+    return None if biases is None else (shares[0].sum(0)[: len(biases[0])], shares[1].sum(0)[: len(biases[1])])
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -149,55 +195,40 @@ class _TritonAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        position_bias: Tensor,
-        time_bias: Tensor,
+        position_bias: Tensor | None,
+        time_bias: Tensor | None,
         alpha: float,
         plan: TritonPlan,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
         ctx.alpha, ctx.plan = alpha, plan
-        config = configs(q.dtype, max(q.shape[-1], v.shape[-1]))["forward"]
-        out = v.new_empty(v.shape)
-        biases = position_bias.float(), time_bias.float()
-        schedule = plan.schedule(config.tile, keys=False)
-        _launch(triton_kernels.forward, config, schedule, (q, k, v, out), (), biases, plan.times, alpha)
-        return out
+        return forward(q, k, v, _biases(position_bias, time_bias), alpha, plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, position_bias, time_bias = ctx.saved_tensors
-        plan, dout = ctx.plan, unit_stride(grads[0])
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        config = configs(q.dtype, max(q.shape[-1], v.shape[-1]))
-        inputs = (position_bias.float(), time_bias.float()), plan.times, ctx.alpha
-        # Each program writes its share of the bias gradients. Without atomics, the sum over the shares has a fixed order.
-        schedule = plan.schedule(config["queries"].tile, keys=False)
-        slots = [triton.next_power_of_2(len(bias)) for bias in (position_bias, time_bias)]
-        shares = tuple(torch.empty(len(schedule.row) * q.shape[1], size, device=q.device) for size in slots)
-        _launch(
-            triton_kernels.backward_queries,
-            config["queries"],
-            schedule,
-            (q, k, v, dout, dq),
-            shares,
-            *inputs,
-            POSITION_SLOTS=slots[0],
-            TIME_SLOTS=slots[1],
-        )
-        schedule = plan.schedule(config["keys"].tile, keys=True)
-        _launch(triton_kernels.backward_keys, config["keys"], schedule, (q, k, v, dout, dk, dv), (), *inputs)
-        dposition = shares[0].sum(0)[: len(position_bias)].to(position_bias.dtype)
-        dtime = shares[1].sum(0)[: len(time_bias)].to(time_bias.dtype)
-        return dq, dk, dv, dposition, dtime, None, None
+        biases = _biases(position_bias, time_bias)
+        found = backward(q, k, v, biases, ctx.alpha, ctx.plan, grads[0], (dq, dk, dv))
+        if biases is None or found is None:
+            return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, found[0].to(biases[0].dtype), found[1].to(biases[1].dtype), None, None
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor, time_bias: Tensor, alpha: float, plan: TritonPlan
-) -> Tensor:
-    """:func:`~lightning_freescale.models.attention.hstu_attention` on CUDA tensors."""
+def _biases(position_bias: Tensor | None, time_bias: Tensor | None) -> Biases | None:
+    return None if position_bias is None or time_bias is None else (position_bias, time_bias)
+
+
+def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise :class:`InputError` for types that the kernels do not have."""
     if q.dtype not in TRITON_DTYPES or not q.dtype == k.dtype == v.dtype:
         raise InputError(
             f"q, k, v have the types {q.dtype}, {k.dtype}, {v.dtype}; all three must have one type of {TRITON_DTYPES}"
         )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: TritonPlan) -> Tensor:
+    """:func:`~lightning_freescale.models.attention.hstu_attention` on CUDA tensors."""
+    check_types(q, k, v)
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    return _TritonAttention.apply(q, k, v, position_bias, time_bias, alpha, plan)
+    return _TritonAttention.apply(q, k, v, *(biases or (None, None)), alpha, plan)

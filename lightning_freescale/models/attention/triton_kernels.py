@@ -11,6 +11,7 @@ All three kernels share these arguments:
 * ``position_ptr [positions]`` and ``time_ptr [times]`` float32: the two bias tables.
 * ``start_ptr``, ``length_ptr``, ``row_ptr``, all ``[tiles]``: for each tile, the flat row at which its history starts, the
   length of that history, and the tile's first row within the history.
+* ``BIASED``: whether there are biases. If not, the tables and the times are not read.
 * ``QK`` and ``V``: the width of a head. ``QK_BLOCK`` and ``V_BLOCK``: the same, rounded up to a power of two.
 """
 
@@ -131,9 +132,9 @@ def _program_tile(heads, start_ptr, length_ptr, row_ptr):
 @triton.jit
 def _biased_scores(
     own, other, distance, elapsed, shortest, longest, soonest, latest,
-    position_ptr, time_ptr, alpha, positions, times, PRECISION: tl.constexpr,
+    position_ptr, time_ptr, alpha, positions, times, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``alpha * own @ other^T`` plus both biases, masked where the key lies after the query.
+    """``alpha * own @ other^T`` plus both biases if ``BIASED``, masked where the key lies after the query.
 
     ``distance`` (in events) and ``elapsed`` (in seconds) go from key to query and have the shape of the scores.
     ``shortest``, ``longest``, ``soonest`` and ``latest`` bound them.
@@ -144,8 +145,9 @@ def _biased_scores(
     near, far = _log_bucket(shortest, positions), _log_bucket(longest, positions)
     soon, late = _log_bucket(soonest, times), _log_bucket(latest, times)
     scores = tl.dot(own, tl.trans(other), input_precision=PRECISION) * alpha
-    scores = _add_bias(scores, position_ptr, distance, near, far, positions)
-    scores = _add_bias(scores, time_ptr, elapsed, soon, late, times)
+    if BIASED:
+        scores = _add_bias(scores, position_ptr, distance, near, far, positions)
+        scores = _add_bias(scores, time_ptr, elapsed, soon, late, times)
     if shortest < 0:
         scores = tl.where(distance < 0, _MASKED, scores)
     return scores, near, far, soon, late
@@ -156,7 +158,7 @@ def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, q_row, k_row, v_row, out_row, q_head, k_head, v_head, out_head,
     times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, alpha, heads, positions, times,
     QK: tl.constexpr, V: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one tile of queries."""
     head, start, length, first = _program_tile(heads, start_ptr, length_ptr, row_ptr)
@@ -176,7 +178,7 @@ def forward(
         scores, _, _, _, _ = _biased_scores(
             q, k, queries[:, None] - keys[None, :], query_times[:, None] - key_times[None, :],
             first - block - BLOCK + 1, first - block + TILE - 1, query_min - tl.max(key_times), query_max - tl.min(key_times),
-            position_ptr, time_ptr, alpha, positions, times, PRECISION,
+            position_ptr, time_ptr, alpha, positions, times, BIASED, PRECISION,
         )  # fmt: skip
         weights = scores * _sigmoid(scores)
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
@@ -190,7 +192,7 @@ def backward_queries(
     q_head, k_head, v_head, dout_head, dq_head, dposition_ptr, dtime_ptr,
     times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, alpha, heads, positions, times,
     QK: tl.constexpr, V: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
     POSITION_SLOTS: tl.constexpr, TIME_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, and the tile's share of both bias gradients.
@@ -218,17 +220,19 @@ def backward_queries(
         scores, near, far, soon, late = _biased_scores(
             q, k, distance, elapsed,
             first - block - BLOCK + 1, first - block + TILE - 1, query_min - tl.max(key_times), query_max - tl.min(key_times),
-            position_ptr, time_ptr, alpha, positions, times, PRECISION,
+            position_ptr, time_ptr, alpha, positions, times, BIASED, PRECISION,
         )  # fmt: skip
         gate = _sigmoid(scores)
         dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * mean
         dscores = _silu_gradient(dweights, scores, gate)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
-        dposition = _add_bias_gradient(dposition, dscores, distance, near, far, positions, POSITION_SLOTS)
-        dtime = _add_bias_gradient(dtime, dscores, elapsed, soon, late, times, TIME_SLOTS)
+        if BIASED:
+            dposition = _add_bias_gradient(dposition, dscores, distance, near, far, positions, POSITION_SLOTS)
+            dtime = _add_bias_gradient(dtime, dscores, elapsed, soon, late, times, TIME_SLOTS)
     _store(dq_ptr + start * dq_row + head * dq_head, queries, dq_row, qk_cols, length, QK, dq * alpha)
-    tl.store(dposition_ptr + tl.program_id(0) * POSITION_SLOTS + tl.arange(0, POSITION_SLOTS), dposition)
-    tl.store(dtime_ptr + tl.program_id(0) * TIME_SLOTS + tl.arange(0, TIME_SLOTS), dtime)
+    if BIASED:
+        tl.store(dposition_ptr + tl.program_id(0) * POSITION_SLOTS + tl.arange(0, POSITION_SLOTS), dposition)
+        tl.store(dtime_ptr + tl.program_id(0) * TIME_SLOTS + tl.arange(0, TIME_SLOTS), dtime)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -237,7 +241,7 @@ def backward_keys(
     q_head, k_head, v_head, dout_head, dk_head, dv_head,
     times_ptr, position_ptr, time_ptr, start_ptr, length_ptr, row_ptr, alpha, heads, positions, times,
     QK: tl.constexpr, V: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. The scores are transposed, ``[keys, queries]``, which both products need."""
     head, start, length, first = _program_tile(heads, start_ptr, length_ptr, row_ptr)
@@ -258,7 +262,7 @@ def backward_keys(
         scores, _, _, _, _ = _biased_scores(
             k, q, queries[None, :] - keys[:, None], query_times[None, :] - key_times[:, None],
             block - first - TILE + 1, block - first + BLOCK - 1, tl.min(query_times) - key_max, tl.max(query_times) - key_min,
-            position_ptr, time_ptr, alpha, positions, times, PRECISION,
+            position_ptr, time_ptr, alpha, positions, times, BIASED, PRECISION,
         )  # fmt: skip
         gate = _sigmoid(scores)
         mean = (1.0 / (queries + 1))[None, :]

@@ -10,6 +10,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from lightning_freescale.strategy.checkpoints import file, folder, id_map, storage
+from lightning_freescale.strategy.checkpoints.plain_loading import read_whole
 
 
 def export(
@@ -33,7 +34,7 @@ def export(
     """
     path = storage.find(os.fspath(checkpoint))
     if storage.is_folder(path):
-        whole = _read_folder(path, weights_only, everything=lightning)
+        whole = read_whole(path, weights_only) if lightning else {"state_dict": _read_weights(path)}
     else:
         whole = file.read_alone(path, weights_only)
     _write(whole if lightning else dict(whole["state_dict"]), os.fspath(output))
@@ -41,16 +42,10 @@ def export(
     return dict(whole["state_dict"])
 
 
-def _read_folder(path: str, weights_only: bool | None, everything: bool) -> dict[str, Any]:
+def _read_weights(path: str) -> dict[str, Any]:
     for name, expected in storage.read_checksums(path).items():
-        storage.check_file(path, name, expected, whole=everything)
-    state = folder.read_unsharded(path, "state_dict")
-    if not everything:
-        return {"state_dict": state}
-    checkpoint = folder.load_meta(path, weights_only)
-    if "optimizer_states" in checkpoint:
-        checkpoint[folder.ENTRY]["table_optimizer"] = folder.read_unsharded(path, "table_optimizer")
-    return {**checkpoint, "state_dict": state}
+        storage.check_file(path, name, expected, whole=False)
+    return folder.read_unsharded(path, "state_dict")
 
 
 def _write(content: dict[str, Any], target: str) -> None:

@@ -38,7 +38,7 @@ def choose_format(option: str, io: Any, weights: Iterable[Any], world_size: int)
             f"checkpoints are plain Lightning files, because {reason}"
             if chosen == "file"
             else f"checkpoints are folders to which every rank writes its shards, because the tables take {text}. "
-            "`freescale export FOLDER FILE --lightning` makes a file for Model.load_from_checkpoint"
+            "`freescale export FOLDER FILE --lightning` makes one file for programs without lightning_freescale"
         )
     else:
         chosen = option

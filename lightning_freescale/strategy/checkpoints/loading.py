@@ -40,7 +40,8 @@ class CheckpointLoading(CheckpointState):
         return False
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.control is not None
+        if self.control is None:  # Before the set-up there are no ranks to agree with.
+            return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         self.finish_saves()
         path, in_folder = self._find(os.fspath(self.broadcast(checkpoint_path)))
         checkpoint: dict[str, Any] = {}
@@ -91,9 +92,11 @@ class CheckpointLoading(CheckpointState):
 
     # ---- weights ---------------------------------------------------------------------------------------------------
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.control is not None
         path, tables = self._loaded
         state = checkpoint["state_dict"]
+        if self.control is None:
+            self._module.load_state_dict(state, strict=strict)
+            return
         weights = PendingWeights(path, with_values(state, state), tables, strict)
         module = self._module
         unsharded = getattr(module, "_freescale", None) is None

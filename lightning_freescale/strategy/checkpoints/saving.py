@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -148,7 +149,8 @@ class CheckpointSaving(CheckpointState):
 
     def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""
-        self._skip_barrier = is_interrupted(self._module.trainer)
+        with suppress(RuntimeError):  # The module has no trainer before fit(), validate(), test() or predict().
+            self._skip_barrier = is_interrupted(self._module.trainer)
         state = checkpoint["state_dict"]
         if any(is_sharded(value) or getattr(value, "is_meta", False) for value in state.values()):
             message = (

@@ -73,7 +73,12 @@ def find(path: str) -> str:
         return path
     if exists(previous):
         return previous
-    raise CheckpointNotFoundError(f"{path} does not exist")
+    raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
+
+
+def is_checkpoint_folder(path: str) -> bool:
+    """Whether ``path`` is a folder that this package wrote, or one whose predecessor is left after a crash."""
+    return is_folder(path) and (exists(join(path, CHECKSUMS)) or exists(previous_of(path)))
 
 
 def set_aside(path: str, unless: str) -> None:

@@ -111,7 +111,7 @@ class Trained:
         if disturbance == "wrong prefetch" and after_next:
             after_next = [to_kjt(batches[rank][0])]
         if disturbance == "switches" and self.schedule is not None:
-            self.schedule.activate(step % 5 < 3)
+            self.schedule.activate(["embedding"] if step % 5 < 3 else [])
         self.timeline.begin_step(step)
         if self.mode == "reference":
             kjt = self._remapped(rank, [of_rank[step] for of_rank in batches])

@@ -13,12 +13,10 @@ from torch import Tensor
 FOLDER = Path(__file__).resolve().parents[3] / "lightning_freescale" / "models" / "attention" / "hopper"
 
 
-def _load() -> Any:
-    """Load the package by its path: it needs PyTorch only, and a machine may have no more."""
-    name = "hopper_under_test"
-    spec = importlib.util.spec_from_file_location(
-        name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
-    )
+def _load(name: str, path: Path) -> Any:
+    """Load a package or a module by its path: it needs PyTorch only, and a machine may have no more."""
+    folders = [str(path.parent)] if path.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +25,9 @@ def _load() -> Any:
     return module
 
 
-hopper = _load()
+hopper = _load("hopper_under_test", FOLDER / "__init__.py")
+buckets = _load("buckets_under_test", FOLDER.parent / "buckets.py")
+EDGES = buckets.bucket_edges(hopper.BIAS_SLOTS)
 
 
 class Inputs(NamedTuple):
@@ -36,6 +36,8 @@ class Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     lengths: list[int]
+    times: Tensor | None = None  # int32; with biases only
+    biases: tuple[Tensor, Tensor] | None = None
 
     @property
     def offsets(self) -> Tensor:
@@ -59,27 +61,49 @@ def make(
     return Inputs(*parts, lengths)
 
 
+def with_bias(inputs: Inputs, times: Tensor | None = None, positions: int | None = None, seed: int = 1) -> Inputs:
+    """``inputs`` with random biases. Gaps between the events are log-uniform from a second to a month, unless given."""
+    generator = torch.Generator().manual_seed(seed)
+    device, total = inputs.q.device, sum(inputs.lengths)
+    if times is None:
+        gaps = (torch.rand(total, generator=generator) * 15).exp().long()
+        parts = [gap.cumsum(0).clamp(max=2**30 - 1) for gap in gaps.split(inputs.lengths)]
+        times = torch.cat(parts) if total else torch.zeros(0)
+    sizes = positions or buckets.num_buckets(max(inputs.lengths)), buckets.num_buckets(2**31 - 1)
+    position, time = (torch.randn(size, generator=generator).to(device) for size in sizes)
+    return inputs._replace(times=times.int().to(device), biases=(position, time))
+
+
 def select(inputs: Inputs, sample: int) -> Inputs:
     """The inputs of one history alone."""
     start, length = sum(inputs.lengths[:sample]), inputs.lengths[sample]
-    return Inputs(*(x[start : start + length].clone() for x in inputs[:4]), [length])
+    times = None if inputs.times is None else inputs.times[start : start + length].clone()
+    return Inputs(*(x[start : start + length].clone() for x in inputs[:4]), [length], times, inputs.biases)
 
 
 def run(inputs: Inputs, alpha: float | None = None) -> list[Tensor]:
-    """Output and gradients of ``q, k, v`` by the kernels."""
+    """Output and gradients of ``q, k, v`` and the biases by the kernels."""
     alpha = inputs.q.shape[-1] ** -0.5 if alpha is None else alpha
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = hopper.attention(*leaves, inputs.offsets, alpha)
+    leaves = [x.detach().requires_grad_() for x in (*inputs[:3], *(inputs.biases or ()))]
+    plan = hopper.plan(inputs.offsets, len(inputs.q), inputs.times, EDGES.to(inputs.q.device))
+    out = hopper.attention(*leaves[:3], inputs.offsets, alpha, plan, tuple(leaves[3:]) or None)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
 
 
 def expected(inputs: Inputs, alpha: float | None = None) -> list[Tensor]:
     """Output and gradients in float64, one history at a time."""
     alpha = inputs.q.shape[-1] ** -0.5 if alpha is None else alpha
-    leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    leaves = [x.detach().double().requires_grad_() for x in (*inputs[:3], *(inputs.biases or ()))]
+    times = (
+        torch.zeros(len(inputs.q), dtype=torch.int32, device=inputs.q.device) if inputs.times is None else inputs.times
+    )
     outs = []
-    for q, k, v in zip(*(x.split(inputs.lengths) for x in leaves), strict=True):
+    for q, k, v, t in zip(*(x.split(inputs.lengths) for x in (*leaves[:3], times)), strict=True):
         scores = alpha * torch.einsum("ihd,jhd->hij", q, k)
+        if inputs.biases:
+            row = torch.arange(len(q), dtype=torch.int32, device=q.device)
+            for table, x in zip(leaves[3:], (row, t), strict=True):
+                scores = scores + table[buckets.log_bucket(x[:, None] - x, len(table)).long()]
         weights = torch.nn.functional.silu(scores).tril()
         rows = torch.arange(1, len(q) + 1, device=q.device)
         outs.append(torch.einsum("hij,jhd->ihd", weights, v) / rows[:, None, None])

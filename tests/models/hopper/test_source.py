@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.hopper.loading import FOLDER, hopper, make
+from tests.models.hopper.loading import EDGES, FOLDER, hopper, make
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("qk", "v"), [(32, 32), (64, 64), (128, 128)])
-def test_kernels_compile_without_spills(qk: int, v: int, tmp_path: Path) -> None:
-    options = hopper.config.config(qk, v, False).options()
+@pytest.mark.parametrize(("width", "bias"), [(32, False), (64, False), (128, False), (64, True)])
+def test_kernels_compile_without_spills(width: int, bias: bool, tmp_path: Path) -> None:
+    options = hopper.config.config(width, width, False, bias).options()
     target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
     command = ["nvcc", *target, "-cubin", "-o", str(tmp_path / "kernels.cubin"), *options, str(FOLDER / "kernels.cu")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -62,6 +62,19 @@ def test_earlier_key_tiles_come_first() -> None:
         if length:
             assert seen.get(start, -1) < row
             seen[start] = row
+
+
+def test_records() -> None:
+    """Times of 64 events each; behind the end of a history its last time is repeated."""
+    lengths = [0, 65, 0, 2]
+    times = torch.arange(100, 167, dtype=torch.int32)
+    times[3] = -7
+    plan = hopper.plan(torch.tensor([0, *lengths]).cumsum(0), 67, times, EDGES)
+    first, second, third = plan.records()[:3].tolist()
+    assert first == [*times[:64].tolist(), 0, 0, -7, 163]
+    assert second == [164] * 64 + [64, 64, 164, 164]
+    assert third == [165] + [166] * 63 + [0, 0, 165, 166]
+    assert len(plan.records()) >= 4  # a kernel may read one record more
 
 
 def test_scale() -> None:

@@ -1,10 +1,11 @@
-"""HSTU attention without bias for Hopper GPUs (sm_90a), written in CUDA C++ and compiled when first used.
+"""HSTU attention for Hopper GPUs (sm_90a), written in CUDA C++ and compiled when first used.
 
-``forward.cuh`` and ``backward.cuh`` say how the kernels work. This package imports PyTorch and nothing else of
+``forward.cuh``, ``backward.cuh`` and ``bias.cuh`` say how the kernels work. This package imports PyTorch and nothing else of
 :mod:`lightning_freescale`.
 """
 
-from .function import attention, available, supports
+from .config import BIAS_SLOTS
+from .function import attention, available, backward, forward, supports
 from .plan import Plan, plan
 
-__all__ = ["Plan", "attention", "available", "plan", "supports"]
+__all__ = ["BIAS_SLOTS", "Plan", "attention", "available", "backward", "forward", "plan", "supports"]

@@ -56,10 +56,10 @@ DEVICE void start_dk(float (&dk)[KEY_COLUMNS / 2], const u32 (&grads)[ROWS / 4],
 }
 
 // Hide scores above the diagonal and those of queries that do not exist: their activation and its slope become zero.
-// `key_row`: the thread's first key within the history.
-DEVICE void hide(float (&scores)[ROWS / 2], int key_row, int query_row, int length, float half_alpha) {
+// `key_row`: the thread's first key within the history. `scale`: what scores will be multiplied by.
+DEVICE void hide(float (&scores)[ROWS / 2], int key_row, int query_row, int length, float scale) {
   const int column = query_row + 2 * (threadIdx.x % 4);
-  const float hidden = half_alpha > 0 ? -1e30f : 1e30f;
+  const float hidden = scale > 0 ? -1e30f : 1e30f;
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) {
     const int query = column + i / 4 * 8 + i % 2;
@@ -67,15 +67,21 @@ DEVICE void hide(float (&scores)[ROWS / 2], int key_row, int query_row, int leng
   }
 }
 
-// weights = silu(2 half_alpha scores); scores := twice the slope there.
-// With h = half_alpha * score: silu(2 h) = h (1 + tanh h), and twice its slope is 1 + tanh h + silu (1 - tanh h).
-DEVICE void activate(u32 (&weights)[ROWS / 4], float (&scores)[ROWS / 2], float half_alpha) {
+// Scores are activated at 2 h for h = half_scale * score + offset. silu(2 h) = h (1 + tanh h), and twice its slope is
+// 1 + tanh h + silu (1 - tanh h).
+struct Affine {
+  float half_scale, offset;
+  DEVICE float operator()(float score) const { return BIAS ? fmaf(score, half_scale, offset) : score * half_scale; }
+};
+
+// weights = silu; scores := twice the slope.
+DEVICE void activate(u32 (&weights)[ROWS / 4], float (&scores)[ROWS / 2], Affine affine) {
 #pragma unroll
   for (int i = 0; i < ROWS / 4; i++) {
     float w[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const float half = scores[2 * i + e] * half_alpha;
+      const float half = affine(scores[2 * i + e]);
       const float gate = 1.0f + tanh_fast(half);
       w[e] = half * gate;
       scores[2 * i + e] = fmaf(w[e], 2.0f - gate, gate);
@@ -95,30 +101,35 @@ DEVICE void store_grads(const u32 (&grads)[ROWS / 4], u32 base, int buffer, int 
       store_matrix(target + c / 4 * PANEL_BYTES + (chunk ^ (c % 4 * 32)), grads + 4 * c);
 }
 
-// grads = slopes * dweights, in registers and in shared memory.
+// grads = slopes * dweights, in registers and in shared memory. Their sum is added to `sum` if there is a bias.
 DEVICE void differentiate(u32 (&grads)[ROWS / 4], const float (&slopes)[ROWS / 2], const float (&dweights)[ROWS / 2],
-                          u32 base, int buffer) {
+                          u32 base, int buffer, float& sum) {
 #pragma unroll
-  for (int i = 0; i < ROWS / 4; i++)
-    grads[i] = pack(slopes[2 * i] * dweights[2 * i], slopes[2 * i + 1] * dweights[2 * i + 1]);
+  for (int i = 0; i < ROWS / 4; i++) {
+    const float low = slopes[2 * i] * dweights[2 * i], high = slopes[2 * i + 1] * dweights[2 * i + 1];
+    grads[i] = pack(low, high);
+    if (BIAS) sum += low + high;
+  }
   store_grads(grads, base, buffer, 0, ROWS / 16);
 }
 
 // Both of these at once, for PART sixteenths of the queries from `part`.
 DEVICE void activate_part(u32 (&weights)[ROWS / 4], u32 (&grads)[ROWS / 4], const float (&scores)[ROWS / 2],
-                          const float (&dweights)[ROWS / 2], u32 base, int buffer, int part, float half_alpha) {
+                          const float (&dweights)[ROWS / 2], u32 base, int buffer, int part, Affine affine,
+                          float& sum) {
 #pragma unroll
   for (int i = 4 * part; i < 4 * (part + PART); i++) {
     float w[2], g[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const float half = scores[2 * i + e] * half_alpha;
+      const float half = affine(scores[2 * i + e]);
       const float gate = 1.0f + tanh_fast(half);
       w[e] = half * gate;
       g[e] = fmaf(w[e], 2.0f - gate, gate) * dweights[2 * i + e];
     }
     weights[i] = pack(w[0], w[1]);
     grads[i] = pack(g[0], g[1]);
+    if (BIAS) sum += g[0] + g[1];
   }
   store_grads(grads, base, buffer, part, PART);
 }
@@ -129,6 +140,9 @@ struct Consumer {
   u32 base;
   Range tiles;
   float half_alpha;
+  u32 bias_base;
+  bias::Strip<false> strip = {};
+  bias::Gradient bias_gradient = {};
   float dk[KEY_COLUMNS / 2] = {}, dv[VALUE_COLUMNS / 2] = {};
 
   DEVICE void start(float (&scores)[ROWS / 2], int i) {
@@ -138,12 +152,58 @@ struct Consumer {
   DEVICE void start_out(float (&dweights)[ROWS / 2], int i) {
     start_dweights(dweights, base, base + VALUE + key_group() * 64 * V::ROW_BYTES, i % STAGES);
   }
-  DEVICE void hide_scores(float (&scores)[ROWS / 2], int i) {
-    const int tile = tiles.last - i;
-    if (i > 0 && tile >= tiles.first + KEYS / ROWS) return;
+  DEVICE bool hides(int i) const { return i == 0 || tiles.last - i < tiles.first + KEYS / ROWS; }
+  DEVICE void hide_scores(float (&scores)[ROWS / 2], int i, float scale) {
     const int key_row = tiles.first * ROWS + 64 * key_group() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    hide(scores, key_row, tile * ROWS, load_shared(base + LENGTH), half_alpha);
+    hide(scores, key_row, (tiles.last - i) * ROWS, load_shared(base + LENGTH), scale);
   }
+
+  // Bias. `row`: the block's first key within the history; `records`: of the history's first tile.
+  DEVICE void init_bias(const int* records, int row) {
+    const int warp = uniform(threadIdx.x / 32);
+    row += 64 * key_group() + warp % 4 * 16;
+    strip = {bias_base + TABLES, bias_base + WARP_ROWS + (warp - 4) * bias::ROWS_BYTES};
+    strip.init(records + row / bias::EVENTS * bias::RECORD, row);
+    bias_gradient.sums = bias_base + SUMS + (warp - 4) * SUM_BYTES;
+    bias_gradient.clear();
+  }
+  DEVICE u32 record(int i) const { return bias_base + RECORDS + i % STAGES * RECORD_BYTES; }
+  DEVICE bias::Buckets buckets(int i) const { return BIAS ? strip.buckets(record(i)) : bias::Buckets{0}; }
+
+  // Half of the bias of a strip that has one. It is read before the scores are there.
+  DEVICE float constant(bias::Buckets buckets) const { return BIAS ? strip.constant(buckets) : 0.0f; }
+
+  // Add the bias and hide scores where that is needed. Returns what is left to do before the activation.
+  DEVICE Affine prepare(float (&scores)[ROWS / 2], bias::Buckets buckets, float constant, int i) {
+    if constexpr (!BIAS) {
+      if (hides(i)) hide_scores(scores, i, half_alpha);
+      return {half_alpha, 0.0f};
+    } else {
+      bias_gradient.begin(buckets);
+      if (!hides(i) && buckets.constant()) return {half_alpha, constant};
+      strip.add<0>(scores, buckets, record(i), half_alpha);
+      if (hides(i)) hide_scores(scores, i, 1.0f);
+      return {1.0f, 0.0f};
+    }
+  }
+  // `grads`: score gradients of tile i.
+  DEVICE void finish_tile(const u32 (&grads)[ROWS / 4], bias::Buckets buckets, int i) {
+    if constexpr (BIAS)
+      if (!buckets.constant()) bias_gradient.finish(strip, grads, buckets, record(i));
+  }
+  // Write the block's share: the sum over the warps. With wide heads both warpgroups have the same sums.
+  DEVICE void finish_bias(float* share) {
+    bias_gradient.flush();
+    named_sync(3, 256);
+    const int slot = threadIdx.x - 128;
+    if (slot >= 2 * bias::SLOTS) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < (SPLIT ? 4 : 8); warp++)
+      sum += bias::Gradient::total(bias_base + SUMS + warp * SUM_BYTES, slot);
+    share[slot] = sum;
+  }
+
   DEVICE void wait_buffer(int i) { barrier_wait(base + GRAD_EMPTY + 8 * (i % BUFFERS), i / BUFFERS & 1 ^ 1); }
   DEVICE void publish(int i) {
     fence_async_proxy();
@@ -151,7 +211,7 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) barrier_arrive(base + GRAD_FULL + 8 * (i % BUFFERS));
   }
   DEVICE void release(int i) {
-    if (threadIdx.x % 128 == 0) barrier_arrive(base + EMPTY + 8 * (i % STAGES));
+    if (threadIdx.x % (BIAS ? 32 : 128) == 0) barrier_arrive(base + EMPTY + 8 * (i % STAGES));
   }
 
   // One tile; unless it is the last, the next tile's scores are started in `next`. Groups under way on entry: the
@@ -161,11 +221,12 @@ struct Consumer {
                    u32 (&grads)[ROWS / 4]) {
     float dweights[ROWS / 2];
     start_out(dweights, i);
+    const bias::Buckets buckets = this->buckets(i);
+    const float constant = this->constant(buckets);
     wgmma_wait<2>();
     pin(scores);
     pin(weights);
-    hide_scores(scores, i);
-    activate(weights, scores, half_alpha);
+    activate(weights, scores, prepare(scores, buckets, constant, i));
     start_dv(dv, weights, base, i % STAGES);
     if constexpr (!LAST) start(next, i + 1);
     wgmma_wait<LAST ? 1 : 2>();
@@ -173,9 +234,10 @@ struct Consumer {
     pin(grads);
     if (i > 0) release(i - 1);
     wait_buffer(i);
-    differentiate(grads, scores, dweights, base, i % BUFFERS);
+    differentiate(grads, scores, dweights, base, i % BUFFERS, bias_gradient.running);
     publish(i);
     start_dk(dk, grads, base, i % STAGES);
+    finish_tile(grads, buckets, i);
     if constexpr (LAST) {
       wgmma_wait<0>();
       pin(dk);
@@ -219,14 +281,16 @@ struct Consumer {
     start_out(dweights, 0);
     for (int i = 0;; i++) {
       u32 weights[ROWS / 4], grads[ROWS / 4];
-        wgmma_wait<0>();
+      const bias::Buckets buckets = this->buckets(i);
+      const float constant = this->constant(buckets);
+      wgmma_wait<0>();
       pin(scores);
       pin(dweights);
-      hide_scores(scores, i);
+      const Affine affine = prepare(scores, buckets, constant, i);
       wait_buffer(i);
 #pragma unroll
       for (int part = 0; part < ROWS / 16; part += PART) {
-        activate_part(weights, grads, scores, dweights, base, i % BUFFERS, part, half_alpha);
+        activate_part(weights, grads, scores, dweights, base, i % BUFFERS, part, affine, bias_gradient.running);
         const u32 query = own_columns<DQK>(base + QUERY + i % STAGES * QUERY_BYTES);
         const u32 out = own_columns<DV>(base + OUT + i % STAGES * OUT_BYTES);
         wgmma_fence();
@@ -238,8 +302,12 @@ struct Consumer {
       }
       wgmma_commit();
       publish(i);
-      if (i == tiles.last - tiles.first) break;
+      if (i == tiles.last - tiles.first) {
+        finish_tile(grads, buckets, i);
+        break;
+      }
       start(scores, i + 1);
+      finish_tile(grads, buckets, i);
       wgmma_wait<1>();
       pin(weights);
       pin(grads);
@@ -252,20 +320,21 @@ struct Consumer {
   }
 };
 
-DEVICE void consume(u32 base, u16* dk, u16* dv, Work work, int head, int heads, Range tiles, float half_alpha) {
-  Consumer consumer{base, tiles, half_alpha};
+// Strides: elements from one row of a gradient to the next.
+DEVICE void consume(Consumer& consumer, u16* dk, u16* dv, i64 dk_stride, i64 dv_stride, Work work, int head) {
+  const float half_alpha = consumer.half_alpha;
   named_sync(threadIdx.x / 128, 128);  // LENGTH is written
-  barrier_wait(base + KEY_FULL, 0);
+  barrier_wait(consumer.base + KEY_FULL, 0);
   if constexpr (BACKWARD_DOUBLE)
     consumer.run_double();
   else
     consumer.run_single();
   const int row = work.row + 64 * key_group();
-  const i64 first = (i64)(work.start + row) * heads + head;
-  store_rows(consumer.dk, dk + first * DQK + column_group() * KEY_COLUMNS, (i64)heads * DQK, work.length - row,
-             half_alpha, half_alpha);
-  store_rows(consumer.dv, dv + first * DV + column_group() * VALUE_COLUMNS, (i64)heads * DV, work.length - row, 1.0f,
-             1.0f);
+  const i64 first = work.start + row;
+  store_rows(consumer.dk, dk + first * dk_stride + head * DQK + column_group() * KEY_COLUMNS, dk_stride,
+             work.length - row, half_alpha, half_alpha);
+  store_rows(consumer.dv, dv + first * dv_stride + head * DV + column_group() * VALUE_COLUMNS, dv_stride,
+             work.length - row, 1.0f, 1.0f);
 }
 
 }  // namespace backward

@@ -26,8 +26,8 @@ DEVICE void change_turn(const int* counter, int* finished, int turn) {
 }
 
 // dq += grads k, by 64 queries and N columns at a time.
-DEVICE void sum_queries(u32 base, const TensorMap* q, const TensorMap* dout, float* dq, int* counters, Work work,
-                        int head, int heads, Range tiles) {
+DEVICE void sum_queries(u32 base, const Source& source, float* dq, int* counters, Work work, int head, int heads,
+                        Range tiles) {
   constexpr int N = BACKWARD_WIDTH, PARTS = DQK / N;
   const int turn = work.row / KEYS, step = heads * STRIPS;  // step: strips from one tile to the next
   int strip = ((work.tile + tiles.last) * heads + head) * STRIPS + threadIdx.x / 32;
@@ -36,7 +36,7 @@ DEVICE void sum_queries(u32 base, const TensorMap* q, const TensorMap* dout, flo
   for (int tile = tiles.last; tile >= tiles.first; tile--) {
     const int buffer = (tiles.last - tile) % BUFFERS, parity = (tiles.last - tile) / BUFFERS & 1;
     if (threadIdx.x == 0 && tile < tiles.last && tile - STAGES + 1 >= tiles.first)
-      load_tile(base, q, dout, tiles.last - tile + STAGES - 1, head, work.start + (tile - STAGES + 1) * ROWS);
+      load_tile(base, source, tiles.last - tile + STAGES - 1, tile - STAGES + 1);
     __syncwarp();
     barrier_wait(base + GRAD_FULL + 8 * buffer, parity);
 #pragma unroll

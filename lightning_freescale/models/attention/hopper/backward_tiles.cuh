@@ -1,5 +1,6 @@
 // Sizes of the backward kernel, its shared memory, and how its tiles get there; backward.cuh says what it does.
 #pragma once
+#include "bias.cuh"
 #include "tile.cuh"
 
 namespace backward {
@@ -26,18 +27,36 @@ constexpr int GRAD_EMPTY = GRAD_FULL + 8 * BUFFERS, TICKET = GRAD_EMPTY + 8 * BU
 constexpr int KEY = 1024, VALUE = KEY + KEY_BYTES, QUERY = VALUE + VALUE_BYTES, OUT = QUERY + STAGES * QUERY_BYTES;
 constexpr int GRAD = OUT + STAGES * OUT_BYTES, SHARED = 1024 + GRAD + BUFFERS * GRAD_BYTES;
 
+// Places of the bias, in shared memory of their own: each warp's sums of its gradients, the tables, a record a stage, and
+// the rows of each warp.
+constexpr int RECORD_BYTES = bias::RECORD_BYTES, SUM_BYTES = bias::Gradient::BYTES;
+constexpr int SUMS = 0, TABLES = 8 * SUM_BYTES, RECORDS = TABLES + bias::TABLE_BYTES;
+constexpr int WARP_ROWS = RECORDS + STAGES * RECORD_BYTES, BIAS_BYTES = WARP_ROWS + 8 * bias::ROWS_BYTES;
+static_assert(!BIAS || ROWS == bias::EVENTS, "a query tile has one record");
+
 struct Range {
   int first, last;  // query tiles
 };
 
+// What the copies of tiles need.
+struct Source {
+  const TensorMap *q, *dout;
+  const int* records;  // of the history's first tile, if there is a bias
+  u32 bias;            // where BIAS_BYTES lie
+  int head, start;     // start: flat row of the history's first event
+};
+
 // Copy one tile of queries and output gradients; `number` counts the block's tiles. Used by one thread.
-DEVICE void load_tile(u32 base, const TensorMap* q, const TensorMap* dout, int number, int head, int row) {
+DEVICE void load_tile(u32 base, const Source& source, int number, int tile) {
+  const int row = source.start + tile * ROWS;
   const int stage = number % STAGES, parity = (number / STAGES & 1) ^ 1;
   const u32 full = base + FULL + 8 * stage;
   barrier_wait(base + EMPTY + 8 * stage, parity);
-  barrier_expect(full, QUERY_BYTES + OUT_BYTES);
-  QK::load<ROWS>(base + QUERY + stage * QUERY_BYTES, q, full, head, row);
-  V::load<ROWS>(base + OUT + stage * OUT_BYTES, dout, full, head, row);
+  barrier_expect(full, QUERY_BYTES + OUT_BYTES + BIAS * RECORD_BYTES);
+  QK::load<ROWS>(base + QUERY + stage * QUERY_BYTES, source.q, full, source.head, row);
+  V::load<ROWS>(base + OUT + stage * OUT_BYTES, source.dout, full, source.head, row);
+  if constexpr (BIAS)
+    bulk_load(source.bias + RECORDS + stage * RECORD_BYTES, source.records + tile * bias::RECORD, RECORD_BYTES, full);
 }
 
 }  // namespace backward

@@ -18,6 +18,7 @@ SOURCES = (
     "ptx.cuh",
     "wgmma.cuh",
     "tile.cuh",
+    "bias.cuh",
     "forward.cuh",
     "backward.cuh",
     "backward_tiles.cuh",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDTHS = (32, 64, 128, 256)
+BIAS_SLOTS = 64  # most entries of a bias table
+RECORD_EVENTS = 64  # events of a record; bias.cuh says what that is
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,7 @@ class Config:
     qk: int  # head width of queries and keys
     v: int  # head width of values
     half: bool  # fp16 rather than bf16
+    bias: bool = False  # relative bias
     forward_groups: int = 2  # warpgroups of 64 queries
     forward_keys: int = 128  # keys of a tile
     forward_stages: int = 2  # tiles of keys and values in shared memory
@@ -60,6 +63,7 @@ class Config:
             "DQK": self.qk,
             "DV": self.v,
             "HALF": int(self.half),
+            "BIAS": int(self.bias),
             "FORWARD_GROUPS": self.forward_groups,
             "FORWARD_KEYS": self.forward_keys,
             "FORWARD_STAGES": self.forward_stages,
@@ -79,7 +83,7 @@ class Config:
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
-def config(qk: int, v: int, half: bool) -> Config:
+def config(qk: int, v: int, half: bool, bias: bool = False) -> Config:
     """The sizes to use for head widths ``qk`` and ``v``."""
     if qk <= 64 and v <= 64:
         small = min(qk, v) == 32
@@ -87,6 +91,7 @@ def config(qk: int, v: int, half: bool) -> Config:
             qk,
             v,
             half,
+            bias,
             forward_groups=3,
             backward_double=True,
             backward_registers=56 if small else 72,
@@ -96,5 +101,5 @@ def config(qk: int, v: int, half: bool) -> Config:
             backward_turn=4,
         )
     if max(qk, v) > 128:
-        return Config(qk, v, half, forward_keys=64, backward_stages=2, backward_split=True)
-    return Config(qk, v, half)
+        return Config(qk, v, half, bias, forward_keys=64, backward_stages=2, backward_split=True)
+    return Config(qk, v, half, bias)

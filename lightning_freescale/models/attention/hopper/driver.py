@@ -76,6 +76,20 @@ def tensor_map(x: Tensor) -> TensorMap:
     return _tensor_map(x.data_ptr(), x.dtype, x.shape, x.stride())
 
 
+class BiasArguments(ctypes.Structure):
+    """``struct Bias`` of ``bias.cuh``; all zero without bias."""
+
+    _fields_ = (
+        ("position", ctypes.c_void_p),
+        ("time", ctypes.c_void_p),
+        ("edges", ctypes.c_void_p),
+        ("records", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("positions", ctypes.c_int),
+        ("times", ctypes.c_int),
+    )
+
+
 class Kernels:
     """The kernels of one :class:`Config` on one device."""
 
@@ -105,12 +119,12 @@ class Kernels:
         _check(_cuda().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None))
 
 
-_loaded: dict[tuple[int, int, bool, int], Kernels] = {}
+_loaded: dict[tuple[int, int, bool, bool, int], Kernels] = {}
 
 
-def kernels(qk: int, v: int, half: bool, device: int) -> Kernels:
+def kernels(qk: int, v: int, half: bool, bias: bool, device: int) -> Kernels:
     """The kernels of these head widths for device number ``device``, which must be the current one."""
-    key = (qk, v, half, device)
+    key = (qk, v, half, bias, device)
     if key not in _loaded:
-        _loaded[key] = Kernels(config(qk, v, half))
+        _loaded[key] = Kernels(config(qk, v, half, bias))
     return _loaded[key]

@@ -1,19 +1,23 @@
-"""HSTU attention without bias on Hopper, differentiable."""
+"""HSTU attention on Hopper, differentiable."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import WIDTHS
-from .driver import Kernels, TensorMap, kernels, tensor_map, use_device
+from .config import BIAS_SLOTS, WIDTHS
+from .driver import BiasArguments, Kernels, kernels, tensor_map, use_device
 from .plan import Plan
 from .plan import plan as make_plan
 
 DTYPES = (torch.bfloat16, torch.float16)
+Biases = tuple[Tensor, Tensor]  # of the position and of the time
+Grads = tuple[
+    Tensor, Tensor, Tensor
+]  # of q, k, v; heads lie side by side, rows may lie apart, by a multiple of 8 elements
 
 
 def available(device: torch.device | str | int | None = None) -> bool:
@@ -23,12 +27,14 @@ def available(device: torch.device | str | int | None = None) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None = None) -> str | None:
     """Why these inputs cannot be used, or ``None`` if they can."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         return f"the types are {q.dtype}, {k.dtype}, {v.dtype}, not one of {DTYPES}"
     if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
         return f"the head widths are {q.shape[-1]} and {v.shape[-1]}, not of {WIDTHS}"
+    if biases and max(len(table) for table in biases) > BIAS_SLOTS:
+        return f"the bias tables have {len(biases[0])} and {len(biases[1])} entries, more than {BIAS_SLOTS}"
     return None
 
 
@@ -38,72 +44,157 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and not rows and not heads and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
-def _kernels(q: Tensor, v: Tensor) -> Kernels:
-    return kernels(q.shape[-1], v.shape[-1], q.dtype == torch.float16, q.device.index)
+class _Inputs(NamedTuple):
+    """Arguments of both passes. ``biases`` are float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    biases: Biases | None
+    half_alpha: float
+    plan: Plan
+
+    def kernels(self) -> Kernels:
+        half = self.q.dtype == torch.float16
+        return kernels(self.q.shape[-1], self.v.shape[-1], half, self.biases is not None, self.q.device.index)
+
+    def maps(self) -> list[Any]:
+        return [tensor_map(x) for x in (self.q, self.k, self.v)]
+
+    def bias(self, shares: Tensor | None = None) -> BiasArguments:
+        if self.biases is None:
+            return BiasArguments()
+        position, time = self.biases
+        assert self.plan.edges is not None
+        pointers = [x.data_ptr() for x in (position, time, self.plan.edges, self.plan.records())]
+        return BiasArguments(*pointers, None if shares is None else shares.data_ptr(), len(position), len(time))
+
+    def rest(self) -> list[Any]:
+        return [ctypes.c_int(self.q.shape[1]), ctypes.c_float(self.half_alpha)]
 
 
-def _forward(maps: list[TensorMap], q: Tensor, v: Tensor, half_alpha: float, plan: Plan) -> Tensor:
-    use = _kernels(q, v)
-    c, heads = use.config, q.shape[1]
-    schedule = plan.schedule(c.forward_rows, c.backward_rows, False)
+def _forward(inputs: _Inputs) -> Tensor:
+    use = inputs.kernels()
+    c, heads, v = use.config, inputs.q.shape[1], inputs.v
+    schedule = inputs.plan.schedule(c.forward_rows, c.backward_rows, False)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    arguments = [*maps, out, schedule, ctypes.c_int(heads), ctypes.c_float(half_alpha)]
+    arguments = [*inputs.maps(), inputs.bias(), out, schedule, *inputs.rest()]
     use.launch("hstu_forward", len(schedule) * heads, c.forward_threads, arguments, c.forward_shared)
     return out
 
 
-def _backward(
-    maps: list[TensorMap], q: Tensor, v: Tensor, dout: Tensor, half_alpha: float, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    use = _kernels(q, v)
-    c, heads, device = use.config, q.shape[1], q.device
-    total, width = len(q), heads * v.shape[-1]
+def _scaled(use: Kernels, dout: Tensor, plan: Plan) -> Tensor:
+    """``dout`` divided by the number of events that each event attends to."""
+    total, width = len(dout), dout.shape[1] * dout.shape[2]
     if dout.stride(2) != 1 or dout.stride(1) != dout.shape[2] or dout.stride(0) % 8 or dout.data_ptr() % 16:
         dout = dout.contiguous()
-    scaled = torch.empty(v.shape, dtype=v.dtype, device=device)
+    scaled = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     blocks = min(2048, (total * width + 2047) // 2048)
     rows = [dout, ctypes.c_int64(dout.stride(0)), scaled, plan.scale(), ctypes.c_int(width), ctypes.c_int64(total)]
     use.launch("hstu_scale", blocks, 256, rows)
+    return scaled
 
-    dq, dk = (torch.empty(q.shape, dtype=q.dtype, device=device) for _ in range(2))
-    dv = torch.empty(v.shape, dtype=v.dtype, device=device)
+
+def _backward(inputs: _Inputs, dout: Tensor, grads: Grads) -> Biases | None:
+    """Write the gradients of q, k, v to ``grads``. Returns those of both tables, float32, if there are biases."""
+    use = inputs.kernels()
+    q, _, _, biases, _, plan = inputs
+    c, heads, device = use.config, q.shape[1], q.device
+    scaled = _scaled(use, dout, plan)
+    dq, dk, dv = grads
+    strides = [ctypes.c_int64(x.stride(0)) for x in grads]
     tiles = plan.tiles(c.backward_rows)
     sums = torch.empty(tiles * heads * c.backward_rows * q.shape[-1], device=device)
     counters = torch.zeros(1 + tiles * heads * (c.backward_rows // 16), dtype=torch.int32, device=device)
     schedule = plan.schedule(c.backward_keys, c.backward_rows, True)
-    rest = [ctypes.c_int(heads), ctypes.c_float(half_alpha)]
-    arguments = [*maps, tensor_map(scaled), sums, dk, dv, counters, schedule, *rest]
-    use.launch("hstu_backward", len(schedule) * heads, 384, arguments, c.backward_shared)
+    blocks = len(schedule) * heads
+    shares = None if biases is None else torch.zeros(blocks, 2 * BIAS_SLOTS, device=device)
+    arguments = [
+        *inputs.maps(),
+        tensor_map(scaled),
+        inputs.bias(shares),
+        sums,
+        dk,
+        dv,
+        *strides[1:],
+        counters,
+        schedule,
+    ]
+    use.launch("hstu_backward", blocks, 384, [*arguments, *inputs.rest()], c.backward_shared)
     schedule = plan.schedule(c.backward_rows, c.backward_rows, False)
-    use.launch("hstu_finish", len(schedule) * heads, 256, [sums, dq, schedule, *rest])
-    return dq, dk, dv
+    use.launch("hstu_finish", len(schedule) * heads, 256, [sums, dq, strides[0], schedule, *inputs.rest()])
+    if biases is None or shares is None:
+        return None
+    total = shares.sum(0) / 2
+    return total[: len(biases[0])], total[BIAS_SLOTS : BIAS_SLOTS + len(biases[1])]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> Tensor:
+    """:func:`attention` without its checks and without a gradient. There must be events."""
+    with torch.cuda.device(q.device):
+        return _forward(_inputs(q, k, v, biases, alpha, plan))
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan, dout: Tensor, grads: Grads
+) -> Biases | None:
+    """The backward pass of :func:`forward`: writes the gradients of q, k, v to ``grads`` and returns those of the biases."""
+    with torch.cuda.device(q.device):
+        use_device(q.device.index)
+        return _backward(_inputs(q, k, v, biases, alpha, plan), dout, grads)
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> _Inputs:
+    if biases is not None:
+        biases = biases[0].float().contiguous(), biases[1].float().contiguous()
+    return _Inputs(_aligned(q), _aligned(k), _aligned(v), biases, alpha / 2, plan)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, half_alpha: float, plan: Plan) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.half_alpha, ctx.plan = half_alpha, plan
-        if not len(q):
-            return torch.empty_like(v)
-        with torch.cuda.device(q.device):
-            return _forward([tensor_map(x) for x in (q, k, v)], q, v, half_alpha, plan)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_bias: Tensor | None,
+        time_bias: Tensor | None,
+        alpha: float,
+        plan: Plan,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, position_bias, time_bias)
+        ctx.alpha, ctx.plan = alpha, plan
+        return forward(q, k, v, _biases(position_bias, time_bias), alpha, plan) if len(q) else torch.empty_like(v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
+        q, k, v, position_bias, time_bias = saved = ctx.saved_tensors
         if not len(q):
-            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
-        with torch.cuda.device(q.device):
-            use_device(q.device.index)
-            maps = [tensor_map(x) for x in (q, k, v)]
-            return *_backward(maps, q, v, grads[0], ctx.half_alpha, ctx.plan), None, None
+            return *(None if x is None else torch.zeros_like(x) for x in saved), None, None
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        biases = _biases(position_bias, time_bias)
+        found = backward(q, k, v, biases, ctx.alpha, ctx.plan, grads[0], (dq, dk, dv))
+        if biases is None or found is None:
+            return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, found[0].to(biases[0].dtype), found[1].to(biases[1].dtype), None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, alpha: float, plan: Plan | None = None) -> Tensor:
-    """Causal pointwise SiLU attention over jagged histories, without bias.
+def _biases(position_bias: Tensor | None, time_bias: Tensor | None) -> Biases | None:
+    return None if position_bias is None or time_bias is None else (position_bias, time_bias)
 
-    Event ``i`` of a history gets ``1 / (i + 1) * sum_j silu(alpha * q_i . k_j) * v_j`` over its events ``j <= i``.
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    alpha: float,
+    plan: Plan | None = None,
+    biases: Biases | None = None,
+) -> Tensor:
+    """Causal pointwise SiLU attention over jagged histories.
+
+    Event ``i`` of a history gets ``1 / (i + 1) * sum_j silu(alpha * q_i . k_j + bias_ij) * v_j`` over its events ``j <= i``.
     Outputs and gradients of a history have the same bits in whatever batch it lies. All values must be finite: a tile
     may run over the end of a history, and what follows there is multiplied by zero.
 
@@ -113,11 +204,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, alpha: float, pl
         v: ``[sum(L), H, Dv]`` values.
         offsets: ``[B + 1]`` integer; history ``b`` is rows ``offsets[b]`` to ``offsets[b + 1]``, which may be none.
         alpha: scale of the scores.
-        plan: result of :func:`.plan.plan` for these offsets, made here if absent.
+        plan: result of :func:`.plan.plan` for these offsets, made here if absent. With biases it is needed, with times and
+            edges.
+        biases: tables of the position bias and of the time bias, one entry a bucket; or none.
     """
-    reason = supports(q, k, v)
+    reason = supports(q, k, v, biases)
     if reason:
         raise ValueError(f"q, k, v: {reason}")
     plan = make_plan(offsets, len(q)) if plan is None else plan
+    if biases and (plan.times is None or plan.edges is None):
+        raise ValueError("plan: it has no times and edges, which attention with biases needs")
     q, k, v = (_aligned(x) for x in (q, k, v))
-    return _Attention.apply(q, k, v, alpha / 2, plan)
+    return _Attention.apply(q, k, v, *(biases or (None, None)), alpha, plan)

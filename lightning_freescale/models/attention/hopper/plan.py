@@ -7,15 +7,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .config import RECORD_EVENTS
+
 
 @dataclass
 class Plan:
-    """Offsets ``[B + 1]`` of ``total`` events, and what the kernels need to know of them. All layers share one plan."""
+    """Offsets ``[B + 1]`` of ``total`` events, and what the kernels need to know of them. All layers share one plan.
+
+    For attention with relative bias also the times of the events (``[total]`` int32, seconds) and the edges of the buckets
+    (``[BIAS_SLOTS]`` int32, the smallest distance of each).
+    """
 
     offsets: Tensor
     total: int
+    times: Tensor | None = None
+    edges: Tensor | None = None
     _schedules: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
     _scale: Tensor | None = None
+    _records: Tensor | None = None
 
     def tiles(self, size: int) -> int:
         """A bound on the tiles of ``size`` events."""
@@ -33,18 +42,40 @@ class Plan:
         return self._schedules[key]
 
     def _make(self, size: int, query_size: int, keys: bool) -> Tensor:
+        sample, row, used = self._cut(size)
+        query_counts = (self.offsets.diff() + query_size - 1) // query_size
+        query_firsts = query_counts.cumsum(0) - query_counts
+        length = self.offsets.diff()[sample] * used
+        work = (length - row if keys else row + 1) * used
+        columns = torch.stack([self.offsets[:-1][sample], length, row, query_firsts[sample]], 1).int()
+        return columns[work.argsort(descending=True, stable=True)].contiguous()
+
+    def _cut(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All tiles of ``size`` events in order: the sample, the first row within its history, whether the tile is used."""
         lengths = self.offsets.diff()
-        counts, query_counts = (lengths + size - 1) // size, (lengths + query_size - 1) // query_size
-        ends, query_firsts = counts.cumsum(0), query_counts.cumsum(0) - query_counts
+        counts = (lengths + size - 1) // size
+        ends = counts.cumsum(0)
         tile = torch.arange(self.tiles(size), device=self.offsets.device)
         sample = torch.searchsorted(ends, tile, right=True)
         used = sample < len(lengths)
         sample = sample.clamp_(max=len(lengths) - 1)
-        row = (tile - ends[sample] + counts[sample]) * size
-        length = lengths[sample] * used
-        work = (length - row if keys else row + 1) * used
-        columns = torch.stack([self.offsets[:-1][sample], length, row, query_firsts[sample]], 1).int()
-        return columns[work.argsort(descending=True, stable=True)].contiguous()
+        return sample, (tile - ends[sample] + counts[sample]) * size, used
+
+    def records(self) -> Tensor:
+        """``[N, RECORD_EVENTS + 4]`` int32: the times of each tile of events, twice its first row, its least and largest time.
+
+        Behind the end of a history the last time is repeated. A kernel may read one record more than a history has.
+        """
+        if self._records is None:
+            assert self.times is not None
+            sample, row, _ = self._cut(RECORD_EVENTS)
+            within = row[:, None] + torch.arange(RECORD_EVENTS, device=row.device)
+            event = self.offsets[sample, None] + within.minimum(self.offsets.diff()[sample, None] - 1)
+            times = self.times[event.clamp_(0, self.total - 1)]
+            row = row.int()
+            columns = [times, torch.stack([row, row, times.amin(1), times.amax(1)], 1)]
+            self._records = torch.nn.functional.pad(torch.cat(columns, 1), (0, 0, 0, 1))
+        return self._records
 
     def scale(self) -> Tensor:
         """``[total]`` float32: 1 over the number of events that each event attends to."""
@@ -55,6 +86,6 @@ class Plan:
         return self._scale
 
 
-def plan(offsets: Tensor, total: int) -> Plan:
-    """Make a plan for histories at ``offsets`` of ``total`` events in all."""
-    return Plan(offsets.long(), total)
+def plan(offsets: Tensor, total: int, times: Tensor | None = None, edges: Tensor | None = None) -> Plan:
+    """Make a plan for histories at ``offsets`` of ``total`` events in all; with times and edges for relative bias."""
+    return Plan(offsets.long(), total, times, edges)

@@ -61,6 +61,13 @@ DEVICE void tma_load(u32 target, const TensorMap* map, u32 barrier, int column, 
       : "memory");
 }
 
+// Copy `bytes` bytes to shared memory; all three are multiples of 16.
+DEVICE void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Make ordinary writes to shared memory visible to the tensor cores and to the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -74,6 +81,26 @@ DEVICE int load_shared(u32 address) {
   int value;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
+}
+
+DEVICE float load_shared_float(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+DEVICE int2 load_shared2(u32 address) {
+  int2 value;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+DEVICE void store_shared(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+DEVICE void store_shared(u32 address, int value) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // Global memory -----------------------------------------------------------------------------------------------------
@@ -116,6 +143,18 @@ DEVICE void store4(float* pointer, float a, float b, float c, float d) {
 DEVICE float tanh_fast(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE int add_saturated(int a, int b) {
+  int y;
+  asm("add.sat.s32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+DEVICE int subtract_saturated(int a, int b) {
+  int y;
+  asm("sub.sat.s32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 

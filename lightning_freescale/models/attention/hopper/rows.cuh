@@ -21,10 +21,10 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// dq := sums * scale. Sums lie in strips of 16 queries, as the registers of a 16 x DQK product: four values of a lane
+// dq := sums * scale; rows of dq are `stride` apart. Sums lie in strips of 16 queries, as the registers of a 16 x DQK product: four values of a lane
 // next to each other, then lanes, then groups of eight columns.
 extern "C" __global__ void __launch_bounds__(256)
-    hstu_finish(const float* sums, u16* dq, const Work* schedule, int heads, float scale) {
+    hstu_finish(const float* sums, u16* dq, i64 stride, const Work* schedule, int heads, float scale) {
   constexpr int ROWS = BACKWARD_ROWS, BLOCKS = DQK / 8;
   const int head = blockIdx.x % heads;
   const Work work = schedule[blockIdx.x / heads];
@@ -41,6 +41,6 @@ extern "C" __global__ void __launch_bounds__(256)
       const float2 x = *(const float2*)(source + 4 * j);
       parts[j] = pack(x.x * scale, x.y * scale);
     }
-    *(uint4*)(dq + ((i64)(work.start + work.row + row) * heads + head) * DQK + block * 8) = y;
+    *(uint4*)(dq + (i64)(work.start + work.row + row) * stride + head * DQK + block * 8) = y;
   }
 }

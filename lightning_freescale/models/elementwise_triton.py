@@ -1,0 +1,102 @@
+"""Elementwise passes over rows on CUDA, one Triton kernel each, which compute in float32: SiLU, its derivative, a sum, rounding.
+
+Two of them also sum their result over the rows, which is the gradient of a bias. Each of at most ``SUM_PROGRAMS`` programs for a
+block of columns sums its own rows. The shares are summed afterwards: without atomics, so every sum has a fixed order.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 512  # of a tile
+TILE_ROWS = 4
+SUM_PROGRAMS = 512  # it does not follow the number of SMs, so sums have the same order on every GPU
+
+
+@triton.jit
+def _place(ptr, rows, cols, stride):
+    return ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
+
+
+@triton.jit
+def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = (rows[:, None] < count) & (cols[None, :] < width)
+    x = tl.load(_place(x_ptr, rows, cols, x_row), mask=mask, other=0.0).to(tl.float32)
+    tl.store(_place(out_ptr, rows, cols, out_row), (x * tl.sigmoid(x)).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(x_ptr, y_ptr, out_ptr, count, SIZE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (x + y).to(out_ptr.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def _summed(
+    x_ptr, grad_ptr, out_ptr, shares_ptr, x_row, grad_row, out_row, count, width,
+    SILU: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out = grad, times silu'(x) if ``SILU``; and this program's share of its sum over the rows in ``shares_ptr``.
+
+    ``shares_ptr`` is ``[programs, width]``. ``out`` may be ``grad``.
+    """
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    total = tl.zeros([ROWS, COLS], tl.float32)  # summed over its rows at the end: that needs other threads' values
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        mask = (rows[:, None] < count) & (cols[None, :] < width)
+        grad = tl.load(_place(grad_ptr, rows, cols, grad_row), mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            x = tl.load(_place(x_ptr, rows, cols, x_row), mask=mask, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(x)
+            grad *= sigmoid * (1.0 + x * (1.0 - sigmoid))
+        tl.store(_place(out_ptr, rows, cols, out_row), grad.to(out_ptr.dtype.element_ty), mask=mask)
+        total += grad
+    tl.store(shares_ptr + tl.program_id(0) * width + cols, tl.sum(total, 0), mask=cols < width)
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU of ``x [N, D]``, whose rows may lie apart. The result is contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(len(x), TILE_ROWS), triton.cdiv(x.shape[1], COLUMNS))
+    _silu[grid](x, out, x.stride(0), out.stride(0), len(x), x.shape[1], TILE_ROWS, COLUMNS)
+    return out
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y`` of contiguous arrays of one shape; of the type of ``x``."""
+    out, size = torch.empty_like(x), COLUMNS * TILE_ROWS
+    _add[(triton.cdiv(x.numel(), size),)](x, y, out, x.numel(), size)
+    return out
+
+
+def silu_backward_(x: Tensor, grad: Tensor) -> Tensor:
+    """Multiply ``grad [N, D]`` by the derivative of SiLU at ``x [N, D]`` in place. The rows of both may lie apart.
+
+    Returns:
+        The sum over the rows, ``[D]`` float32.
+    """
+    return _launch_summed(x, grad, grad)
+
+
+def round_and_sum(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``grad [N, D]`` as ``dtype``, contiguous; and its sum over the rows, ``[D]`` float32."""
+    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    return out, _launch_summed(None, grad, out)
+
+
+def _launch_summed(x: Tensor | None, grad: Tensor, out: Tensor) -> Tensor:
+    programs = min(SUM_PROGRAMS, triton.cdiv(len(grad), TILE_ROWS))
+    shares = torch.empty(programs, grad.shape[1], device=grad.device)
+    some_x = grad if x is None else x  # the kernel needs some pointer
+    strides = some_x.stride(0), grad.stride(0), out.stride(0)
+    grid = (programs, triton.cdiv(grad.shape[1], COLUMNS))
+    _summed[grid](some_x, grad, out, shares, *strides, len(grad), grad.shape[1], x is not None, TILE_ROWS, COLUMNS)
+    return shares.sum(0)

@@ -1,0 +1,129 @@
+"""A layer of HSTU on CUDA as one function with its own backward pass, which passes over memory less often than its parts would.
+
+Beside the attention and the products, forward passes over the rows four times: the norm; the SiLU of queries, keys and values;
+the norm of the attention output times the SiLU of the gate, with dropout; the sum with the input. Backward has one pass for each,
+and one that rounds the gradient of the output. The gradients of the four parts of the projection are written side by side:
+nothing is concatenated. All arrays between the products have the type of autocast.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_freescale.models import elementwise_triton
+from lightning_freescale.models.attention import cuda
+from lightning_freescale.models.norm_triton import Drop, Norm
+from lightning_freescale.models.tiles import unit_stride
+
+
+class LayerShape(NamedTuple):
+    """What a layer computes, beside its parameters."""
+
+    heads: int
+    split: list[int]  # columns of the projection: the gate, values, queries, keys
+    norm_eps: float
+    attention_eps: float
+    alpha: float  # scale of the scores
+    dtype: torch.dtype  # of the arrays between the products
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``[N, H, D]`` each, as views of the columns of ``x`` behind those of the gate."""
+        v, q, k = (part.unflatten(1, (self.heads, -1)) for part in x.split(self.split[1:], 1))
+        return q, k, v
+
+
+class _FusedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        w1: Tensor,
+        b1: Tensor,
+        position_bias: Tensor | None,
+        time_bias: Tensor | None,
+        attention_weight: Tensor,
+        attention_bias: Tensor,
+        w2: Tensor,
+        b2: Tensor,
+        shape: LayerShape,
+        plan: cuda.CudaPlan,
+        drop: Drop | None,
+    ) -> Tensor:
+        dtype, gates = shape.dtype, shape.split[0]
+        w1, b1, w2, b2 = (x.to(dtype) for x in (w1, b1, w2, b2))
+        normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype)
+        projected = F.linear(normed, w1, b1)
+        active = elementwise_triton.silu(projected[:, gates:])
+        biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
+        attended = cuda.forward(*shape.qkv(active), biases, shape.alpha, plan).flatten(1)
+        gated_norm = Norm(attention_weight, attention_bias, shape.attention_eps, True, drop)
+        gated = gated_norm.forward(attended, projected[:, :gates], dtype)
+        norms = norm_weight, norm_bias, attention_weight, attention_bias
+        ctx.save_for_backward(x, normed, projected, active, attended, gated, w1, w2, *norms, position_bias, time_bias)
+        ctx.shape, ctx.plan, ctx.drop = shape, plan, drop
+        return elementwise_triton.add(x, F.linear(gated, w2, b2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, normed, projected, active, attended, gated, w1, w2, *tables = ctx.saved_tensors
+        norm_weight, norm_bias, attention_weight, attention_bias, position_bias, time_bias = tables
+        shape: LayerShape = ctx.shape
+        gates = shape.split[0]
+        dout = unit_stride(grads[0])
+        rounded, db2 = elementwise_triton.round_and_sum(dout, shape.dtype)
+        dprojected = torch.empty_like(projected)
+        gated_norm = Norm(attention_weight, attention_bias, shape.attention_eps, True, ctx.drop)
+        dattended, gate_sums = gated_norm.backward(attended, projected[:, :gates], rounded @ w2, dprojected[:, :gates])
+        biases = None if position_bias is None else (position_bias, time_bias)
+        dattended = dattended.unflatten(1, (shape.heads, -1))
+        dbiases = cuda.backward(
+            *shape.qkv(active), biases, shape.alpha, ctx.plan, dattended, shape.qkv(dprojected[:, gates:])
+        )
+        rest_sums = elementwise_triton.silu_backward_(projected[:, gates:], dprojected[:, gates:])
+        norm = Norm(norm_weight, norm_bias, shape.norm_eps)
+        dx, norm_sums = norm.backward(x, None, dprojected @ w1, added=dout)
+        db1 = torch.cat([gate_sums[2], rest_sums])
+        dw1, dw2 = dprojected.T @ normed, rounded.T @ gated
+        return dx, *norm_sums[:2], dw1, db1, *dbiases, *gate_sums[:2], dw2, db2, None, None, None
+
+
+def fused_layer(
+    x: Tensor,
+    norm: nn.LayerNorm,
+    f1: nn.Linear,
+    biases: tuple[Tensor | None, Tensor | None],
+    attention_norm: nn.LayerNorm,
+    f2: nn.Linear,
+    heads: int,
+    split: list[int],
+    plan: cuda.CudaPlan,
+    drop: Drop | None,
+) -> Tensor:
+    """The output of a layer, ``[N, D]``, of the type of ``x``.
+
+    Args:
+        x: ``[N, D]``, not empty.
+        norm: norm of the input.
+        f1: projection to the gate, values, queries and keys, whose columns are ``split``.
+        biases: tables of the relative bias of position and time, or twice nothing.
+        attention_norm: norm of the attention output.
+        f2: projection of the gated attention output.
+        heads: attention heads.
+        split: columns of the gate, the values, the queries and the keys.
+        plan: result of :func:`~lightning_freescale.models.attention.plan_attention`.
+        drop: dropout of the gated attention output.
+    """
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    alpha = (split[2] // heads) ** -0.5
+    shape = LayerShape(heads, split, norm.eps, attention_norm.eps, alpha, dtype)
+    parameters = (
+        *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
+        *(attention_norm.weight, attention_norm.bias, f2.weight, f2.bias),
+    )
+    return _FusedLayer.apply(x.contiguous(), *parameters, shape, plan, drop)

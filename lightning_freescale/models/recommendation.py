@@ -1,0 +1,98 @@
+"""``trainer.predict``: the best items for the next event of every user, with the ids of the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
+from lightning_freescale.models.norm import unit_rows
+from lightning_freescale.models.top_k import JaggedRows, Ranked, part_of, top_k
+from lightning_freescale.runtime.errors import ConfigurationError
+
+# Recommending is combined with the LightningModule of `lightning` or of `pytorch_lightning`.
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    _Base = pl.LightningModule
+else:
+    _Base = object
+
+
+class Recommendations(NamedTuple):
+    """The best items of ``B`` users, the best first.
+
+    Attributes:
+        users: ``[B]`` ids of the users in the data, or user numbers if the data module has no ids.
+        items: ``[B, k]`` ids of the items in the data, or row numbers if the data module has none.
+        scores: ``[B, k]`` float32: cosines. It is minus infinity where a user has fewer than ``k`` candidates; the item there is
+            the first of the catalogue and means nothing.
+    """
+
+    users: NDArray
+    items: NDArray
+    scores: NDArray[np.float32]
+
+
+class Recommending(_Base):
+    """The hooks of ``trainer.predict`` of a LightningModule with ``embedding``, ``encode`` and ``feature_names``.
+
+    The hyperparameter ``top_k`` is the number of items of a user. With ``filter_seen`` the items of the user's own history are
+    left out.
+    """
+
+    num_items: int
+    feature_names: list[str]
+    embedding: Any
+    _own_items: Tensor | None = None
+
+    def encode(self, embedded: Any, batch: SeqBatch) -> Tensor:
+        """Output at every event, ``[sum(L), D]``, of length 1."""
+        raise NotImplementedError
+
+    def on_predict_start(self) -> None:
+        """Look up this rank's part of the catalogue. If the tables are sharded this is a collective."""
+        several = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        rows = part_of(rank, world, self.num_items)
+        lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
+        lengths[0] = len(rows)
+        features = KeyedJaggedTensor(
+            keys=self.feature_names, values=torch.arange(rows.start, rows.stop), lengths=lengths
+        ).to(self.device)
+        with torch.no_grad():
+            self._own_items = unit_rows(self.embedding(features)[HISTORY].values())
+
+    def on_predict_end(self) -> None:
+        self._own_items = None  # frees the embeddings
+
+    def predict_step(self, batch: SeqBatch, batch_idx: int) -> Recommendations:
+        """The best items after the last event of each history."""
+        ranked = self.recommend(batch)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        users = torch.arange(batch.num_samples) if batch.users is None else batch.users.cpu()
+        rows = ranked.rows.clamp(min=0).cpu().numpy()
+        named = hasattr(data, "item_ids") and hasattr(data, "user_ids") and batch.users is not None
+        return Recommendations(
+            users=data.user_ids[users.numpy()] if named else users.numpy(),
+            items=data.item_ids[rows] if named else rows,
+            scores=ranked.scores.cpu().numpy(),
+        )
+
+    def recommend(self, batch: SeqBatch) -> Ranked:
+        """Row numbers and scores of the best items. A collective if there are several ranks."""
+        if self._own_items is None:
+            raise ConfigurationError("recommend: call on_predict_start() first, as trainer.predict does")
+        k = min(self.hparams["top_k"], self.num_items)
+        outputs = self.encode(self.embedding(batch.features), batch)[batch.lengths.cumsum(0) - 1]
+        seen = (
+            JaggedRows(batch.lengths.long(), batch.features[HISTORY].values()) if self.hparams["filter_seen"] else None
+        )
+        with torch.autocast(outputs.device.type, enabled=False):
+            return top_k(outputs.float(), self._own_items.float(), self.num_items, k, seen)

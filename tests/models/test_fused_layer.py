@@ -1,0 +1,126 @@
+"""The fused layer of CUDA against the layer part by part: in Triton's interpreter, and compiled.
+
+Errors are ``|got - expected| / |expected|``. The reference is the layer on a CPU in float32, or in float64 for the compiled one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_freescale.models.attention import cuda, plan_attention
+from lightning_freescale.models.hstu import HSTULayer
+from tests.models.cases import attention_inputs
+from tests.models.interpreter import run_interpreted
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+
+
+def make_layer(bias: bool, dim: int = 16, heads: int = 2, width: int = 16, dropout: float = 0.3) -> HSTULayer:
+    torch.manual_seed(0)
+    layer = HSTULayer(dim, heads, width, 2 * width, 12 if bias else 0, dropout, number=3)
+    for parameter in layer.parameters():  # no zeros and ones: a part that is left out must be seen
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5)
+    return layer.train()
+
+
+def make_batch(lengths: list[int], dim: int = 16) -> dict[str, Tensor]:
+    times = attention_inputs(lengths, qk_dim=2, v_dim=2)["timestamps"]
+    rng = torch.Generator().manual_seed(1)
+    total = sum(lengths)
+    return {
+        "x": torch.randn(total, dim, generator=rng),
+        "dout": torch.randn(total, dim, generator=rng),
+        "offsets": torch.tensor([0, *lengths]).cumsum(0),
+        "timestamps": times,
+        "keys": torch.randint(-(2**31), 2**31, (total,), generator=rng).int(),
+    }
+
+
+def run_layer(layer: HSTULayer, batch: dict[str, Tensor], call: Any = None) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    x = batch["x"].detach().requires_grad_()
+    bias = layer.position_bias is not None
+    if call is None:
+        plan = plan_attention(batch["offsets"], batch["timestamps"], bias)
+        out = layer(x, batch["offsets"], batch["timestamps"], plan, batch["keys"])
+    else:
+        out = call(x, cuda.CudaPlan(batch["offsets"], batch["timestamps"], bias), batch["keys"])
+    names = ["x", *dict(layer.named_parameters())]
+    grads = torch.autograd.grad(out, [x, *layer.parameters()], batch["dout"].to(out.dtype))
+    return {"out": out.detach()} | dict(zip(names, grads, strict=True))
+
+
+def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float((got[name].cpu().double() - y.cpu()).norm() / y.cpu().norm()) for name, y in want.items()}
+
+
+SCRIPT = """
+import torch
+from lightning_freescale.models import elementwise_triton
+from tests.models.test_fused_layer import errors, make_batch, make_layer, run_layer
+
+elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS = 32, 3
+batch = make_batch([5, 0, 21, 1])
+for bias in (True, False):
+    for dropout in (0.3, 0.0):
+        layer = make_layer(bias, dropout=dropout)
+        want = run_layer(layer, batch)
+        found = errors(run_layer(layer, batch, layer._fused), want)
+        assert max(found.values()) < 1e-5, found
+for name in ("attention_norm.bias", "f1.bias", "f2.bias", "norm.weight"):  # negative control
+    changed = make_layer(False, dropout=0.0)
+    dict(changed.named_parameters())[name].data += 0.01
+    assert errors(run_layer(changed, batch, changed._fused), want)["out"] > 1e-4, name
+"""
+
+
+def test_interpreted_layer_equals_its_parts() -> None:
+    run_interpreted(SCRIPT)
+
+
+def on_cuda(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cuda() for name, value in batch.items()}
+
+
+def run_on_cuda(layer: HSTULayer, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        return run_layer(layer.cuda(), on_cuda(batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_compiled_layer_equals_its_parts_on_a_cpu(dtype: torch.dtype, bias: bool) -> None:
+    layer, batch = make_layer(bias, 128, 2, 64), make_batch([300, 0, 65, 1, 700], 128)
+    double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    want = run_layer(make_layer(bias, 128, 2, 64).double(), double)
+    found = errors(run_on_cuda(layer, batch, dtype), want)
+    cancelling = [
+        found.pop(name) for name in ("position_bias", "time_bias") if name in found
+    ]  # sums of terms that cancel
+    assert max(found.values()) < TOLERANCE[dtype], found
+    assert max(cancelling, default=0.0) < 4 * TOLERANCE[dtype], cancelling
+
+
+@pytest.mark.gpu
+def test_same_bits_alone_and_in_any_batch() -> None:
+    layer, lengths = make_layer(True, 128, 2, 64), [300, 65, 1, 700]
+    batch = make_batch(lengths, 128)
+    alone = {name: value[:300] for name, value in batch.items() if name != "offsets"}
+    alone["offsets"] = torch.tensor([0, 300])
+    together, single = (run_on_cuda(layer, inputs, torch.bfloat16) for inputs in (batch, alone))
+    for name in ("out", "x"):
+        assert torch.equal(together[name][:300], single[name]), name
+    again = run_on_cuda(layer, batch, torch.bfloat16)
+    assert all(torch.equal(together[name], again[name]) for name in together)
+
+
+@pytest.mark.gpu
+def test_no_events() -> None:
+    got = run_on_cuda(make_layer(True, 128, 2, 64), make_batch([0, 0], 128), torch.bfloat16)
+    assert got["out"].shape == (0, 128)
+    assert not got["f1.weight"].any()
