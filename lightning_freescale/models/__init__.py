@@ -4,6 +4,7 @@ Modules:
 
 * :mod:`.hstu`: the model :class:`HSTU`, a LightningModule.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
+* :mod:`.item_catalogue`: the ids of the items.
 * :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
 * :mod:`.initialization`: initial values of tables and linear maps.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.models.item_catalogue import ItemCatalogue
 from lightning_freescale.models.metrics import MRR, NDCG, HitRate, target_ranks
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.runtime.errors import InputError
@@ -31,16 +32,13 @@ def ranking_metrics() -> nn.ModuleDict:
     return nn.ModuleDict(metrics)
 
 
-class RankingEvaluation(_Base):
+class RankingEvaluation(ItemCatalogue, _Base):
     """The hooks of validation and test of a LightningModule with ``embedding``, ``encode`` and ``feature_names``.
 
     ``validate`` and ``test`` log the same metrics, under ``val/`` and ``test/``. The hyperparameters ``max_eval_items``,
     ``filter_seen`` and ``temperature`` apply to both.
     """
 
-    num_items: int
-    catalogue_ids: Tensor | None  # [num_items] int64, sorted; None if the ids are 0 to num_items - 1
-    catalogue_order: Tensor | None  # [num_items] int64, the number of each of these items
     feature_names: list[str]
     embedding: Any
 
@@ -48,29 +46,7 @@ class RankingEvaluation(_Base):
         """Call this at the end of ``__init__``."""
         self.metrics = nn.ModuleDict({"val": ranking_metrics(), "test": ranking_metrics()})
         self._catalogue: tuple[Tensor, Tensor] | None = None
-        for name in ("catalogue_ids", "catalogue_order"):
-            self.register_buffer(name, None, persistent=False)
-
-    def set_catalogue(self, ids: Any) -> None:
-        """Let the items have the ids ``[num_items]`` int64, and not the numbers 0 to ``num_items - 1``.
-
-        Call it before ``fit`` if the item table has zero-collision ids, with ``SeqRecDataModule.catalogue``. Validation and
-        test rank the items of the catalogue, and item counts are in its order. Checkpoints do not contain it.
-        """
-        found = torch.as_tensor(ids, dtype=torch.int64).to(self.device)
-        if found.ndim != 1 or not found.numel():
-            raise InputError(f"catalogue: needs a list of ids, not an array of shape {list(found.shape)}")
-        if (low := int(found.min())) < 0:
-            raise InputError(f"catalogue: id {low} is negative; ids are integers from 0 to 2^63 - 1")
-        if (repeated := len(found) - len(found.unique())) > 0:
-            raise InputError(f"catalogue: {repeated} of the {len(found)} ids are repeated")
-        self.catalogue_ids, self.catalogue_order = found.sort()
-
-    def item_numbers(self, ids: Tensor) -> Tensor:
-        """The position of each id in the catalogue: int64 of any shape to the same shape. Unknown ids get some position."""
-        if self.catalogue_ids is None or self.catalogue_order is None:
-            return ids
-        return self.catalogue_order[torch.searchsorted(self.catalogue_ids, ids).clamp_(max=len(self.catalogue_ids) - 1)]
+        self._make_catalogue()
 
     def encode(self, embedded: Any, batch: SeqBatch) -> Tensor:
         """Output at every event, ``[sum(L), D]``, of length 1."""
@@ -98,8 +74,8 @@ class RankingEvaluation(_Base):
 
     def _look_up_catalogue(self) -> None:
         """Look up the embeddings of the catalogue. If the tables are sharded this is a collective, so every rank does it."""
-        known = None if self.catalogue_ids is None else self.catalogue_ids.cpu()
-        count, limit = self.num_items if known is None else len(known), self.hparams["max_eval_items"]
+        known = None if self.catalogue_ids is None else self.catalogue_ids.cpu()  # sorted
+        count, limit = self.catalogue_size, self.hparams["max_eval_items"]
         if count <= limit:
             ids = torch.arange(count)
         else:

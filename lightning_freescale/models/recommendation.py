@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
+from lightning_freescale.models.item_catalogue import ItemCatalogue
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.top_k import JaggedRows, Ranked, part_of, top_k
 from lightning_freescale.runtime.errors import ConfigurationError
@@ -40,14 +41,13 @@ class Recommendations(NamedTuple):
     scores: NDArray[np.float32]
 
 
-class Recommending(_Base):
+class Recommending(ItemCatalogue, _Base):
     """The hooks of ``trainer.predict`` of a LightningModule with ``embedding``, ``encode`` and ``feature_names``.
 
     The hyperparameter ``top_k`` is the number of items of a user. With ``filter_seen`` the items of the user's own history are
     left out.
     """
 
-    num_items: int
     feature_names: list[str]
     embedding: Any
     _own_items: Tensor | None = None
@@ -60,11 +60,11 @@ class Recommending(_Base):
         """Look up this rank's part of the catalogue. If the tables are sharded this is a collective."""
         several = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        rows = part_of(rank, world, self.num_items)
+        rows = part_of(rank, world, self.catalogue_size)
         lengths = torch.zeros(len(self.feature_names), dtype=torch.int64)
         lengths[0] = len(rows)
         features = KeyedJaggedTensor(
-            keys=self.feature_names, values=torch.arange(rows.start, rows.stop), lengths=lengths
+            keys=self.feature_names, values=self.item_ids(torch.arange(rows.start, rows.stop)).cpu(), lengths=lengths
         ).to(self.device)
         with torch.no_grad():
             self._own_items = unit_rows(self.embedding(features)[HISTORY].values())
@@ -89,10 +89,12 @@ class Recommending(_Base):
         """Row numbers and scores of the best items. A collective if there are several ranks."""
         if self._own_items is None:
             raise ConfigurationError("recommend: call on_predict_start() first, as trainer.predict does")
-        k = min(self.hparams["top_k"], self.num_items)
+        k = min(self.hparams["top_k"], self.catalogue_size)
         outputs = self.encode(self.embedding(batch.features), batch)[batch.lengths.cumsum(0) - 1]
         seen = (
-            JaggedRows(batch.lengths.long(), batch.features[HISTORY].values()) if self.hparams["filter_seen"] else None
+            JaggedRows(batch.lengths.long(), self.item_numbers(batch.features[HISTORY].values()))
+            if self.hparams["filter_seen"]
+            else None
         )
         with torch.autocast(outputs.device.type, enabled=False):
-            return top_k(outputs.float(), self._own_items.float(), self.num_items, k, seen)
+            return top_k(outputs.float(), self._own_items.float(), self.catalogue_size, k, seen)

@@ -50,6 +50,12 @@ def fit(rank: int, ids: str, prioritize: bool, corrected: bool) -> tuple[dict[st
     trainer = toy.trainer(strategy, 2, max_epochs=6, limit_val_batches=1.0, num_sanity_val_steps=1)
     trainer.fit(model, datamodule=data)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    predicted = trainer.predict(model, datamodule=data)
+    assert predicted is not None
+    names = cycles().item_ids
+    for batch in predicted:
+        for user, items in zip(batch.users, batch.items, strict=True):  # type: ignore[union-attr]
+            assert names[(7 * user + 12) % ITEMS] in items[:10]
     shards = [
         part.tensor.clone()
         for value in model.state_dict().values()
