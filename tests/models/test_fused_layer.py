@@ -60,10 +60,10 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 SCRIPT = """
 import torch
-from lightning_freescale.models import elementwise_triton
+from lightning_freescale.models import elementwise_triton, norm_triton
 from tests.models.test_fused_layer import errors, make_batch, make_layer, run_layer
 
-elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS = 32, 3
+elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS, norm_triton.PROGRAMS = 32, 3, 2
 batch = make_batch([5, 0, 21, 1])
 for bias in (True, False):
     for dropout in (0.3, 0.0):
