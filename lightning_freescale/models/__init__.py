@@ -8,9 +8,10 @@ Modules:
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
+* :mod:`.fused_layer`: a layer of HSTU on CUDA as one function; :mod:`.elementwise_triton`: its elementwise passes.
 * :mod:`.norm` and :mod:`.norm_triton`: layer norms, and scaling of rows to length 1.
 * :mod:`.dropout` and :mod:`.dropout_triton`: dropout whose mask is a function of the sample.
-* :mod:`.loss`: sampled softmax over the next item.
+* :mod:`.loss` and :mod:`.loss_triton`: sampled softmax over the next item.
 * :mod:`.metrics`: HR@k, NDCG@k and MRR.
 * :mod:`.tiles`: histories cut into tiles, for the loss and for the CUDA kernels.
 """
