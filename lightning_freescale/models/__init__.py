@@ -5,6 +5,8 @@ Modules:
 * :mod:`.hstu`: the model :class:`HSTU`, a LightningModule.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
 * :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.
+* :mod:`.sequences`: the sequences over which the layers attend.
+* :mod:`.personal_tokens` and :mod:`.personalization`: long histories as a few learned tokens, and states for serving.
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
@@ -19,5 +21,6 @@ Modules:
 from __future__ import annotations
 
 from lightning_freescale.models.hstu import HSTU
+from lightning_freescale.models.personal_tokens import PersonalTokens
 
-__all__ = ["HSTU"]
+__all__ = ["HSTU", "PersonalTokens"]
