@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
 
@@ -21,7 +24,7 @@ from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncodin
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
-from lightning_freescale.models.personal_tokens import PersonalTokens
+from lightning_freescale.models.personal_tokens import PersonalTokens, squared_lengths
 from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention
@@ -78,12 +81,12 @@ class HSTULayer(nn.Module):
 
         ``attention`` has the sequences of the events; ``keys [N]`` from ``row_keys`` is for dropout in training.
         """
-        if x.is_cuda and len(x):
-            return self._fused(x, plan, keys)
-        return self.plain(x, offsets, timestamps, plan, keys)
+        if x.is_cuda and len(x) and type(attention) is Attention:
+            return self._fused(x, attention.plan, keys)
+        return self.plain(x, attention, keys)
 
-    def plain(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
-        """:meth:`forward` part by part: on a CPU, and what the fused layer is compared with."""
+    def plain(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
+        """:meth:`forward` part by part: on a CPU, with personal tokens, and what the fused layer is compared with."""
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = attention(q, k, v, self.position_bias, self.time_bias)
@@ -324,6 +327,14 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)
         attention = float(layers * heads * (4 * self.qk_dim + 3 * self.v_dim))
         return linear, attention, 6.0 * dim
+
+    @property
+    def squared_lengths(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+        """What the second cost coefficient multiplies: ``L^2``, or with personal tokens the squares of both sequences.
+
+        It is a function of the lengths ``[n]`` that refers to no weights, because balanced loaders send it to their workers.
+        """
+        return np.square if self.personalization is None else partial(squared_lengths, cut=self.personalization.cut)
 
 
 class HSTU(HSTUMixin, pl.LightningModule):

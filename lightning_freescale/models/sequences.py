@@ -24,13 +24,13 @@ class Attention:
 
     def __init__(self, offsets: Tensor, timestamps: Tensor, bias: bool):
         self.offsets, self.timestamps = offsets, timestamps
-        self._plan = plan_attention(offsets, timestamps, bias=bias)
+        self.plan = plan_attention(offsets, timestamps, bias=bias)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
     ) -> Tensor:
         """The attention of the next layer. ``q``, ``k [N, H, Dqk]``, ``v`` and the result ``[N, H, Dv]``: rows of a layer."""
-        return hstu_attention(q, k, v, self.offsets, self.timestamps, position_bias, time_bias, plan=self._plan)
+        return hstu_attention(q, k, v, self.offsets, self.timestamps, position_bias, time_bias, plan=self.plan)
 
 
 class TokenAttention(Attention):

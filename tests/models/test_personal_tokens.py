@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.attention import hstu_attention
@@ -202,6 +204,16 @@ def test_short_histories_have_one_state_and_the_model_without_tokens_is_another(
         model.encode_recent(batch, states.select(torch.tensor([0, 1])))
     with pytest.raises(InputError, match=r"states: no tensor named 'values\.0'"):
         UserStates.from_tensors({"keys.0": torch.ones(1), "lengths": torch.ones(1), "last_times": torch.ones(1)})
+
+
+def test_the_cost_follows_the_two_sequences() -> None:
+    """The cost model of a balanced loader; without tokens it has the squares."""
+    lengths = np.array([4.0, 17.0])
+    models = (CostModel.of_module(make_model(cut=cut)) for cut in (CUT, None))
+    with_tokens, without = pickle.loads(pickle.dumps(tuple(models)))  # as a loader does with its workers
+    assert with_tokens.squares(lengths).tolist() == [3**2 + 7**2, (12 + 3) ** 2 + (5 + 3) ** 2]
+    assert without.squares(lengths).tolist() == [16, 289]
+    assert (with_tokens(lengths) - with_tokens.linear * lengths) / with_tokens.quadratic == pytest.approx([58, 289])
 
 
 def test_the_option_is_saved_as_numbers(tmp_path: Path) -> None:
