@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_freescale.models.attention import cuda, plan_attention
 from lightning_freescale.models.hstu import HSTULayer
+from lightning_freescale.models.sequences import Attention
 from tests.models.cases import attention_inputs
 from tests.models.interpreter import run_interpreted
 
@@ -45,8 +46,7 @@ def run_layer(layer: HSTULayer, batch: dict[str, Tensor], call: Any = None) -> d
     x = batch["x"].detach().requires_grad_()
     bias = layer.position_bias is not None
     if call is None:
-        plan = plan_attention(batch["offsets"], batch["timestamps"], bias)
-        out = layer(x, batch["offsets"], batch["timestamps"], plan, batch["keys"])
+        out = layer(x, Attention(batch["offsets"], batch["timestamps"], bias), batch["keys"])
     else:
         out = call(x, cuda.CudaPlan(batch["offsets"], batch["timestamps"], bias), batch["keys"])
     names = ["x", *dict(layer.named_parameters())]
