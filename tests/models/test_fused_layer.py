@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_freescale.models.attention import cuda, plan_attention
+from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.hstu import HSTULayer
 from lightning_freescale.models.sequences import Attention
 from tests.models.cases import attention_inputs
