@@ -1,13 +1,13 @@
-"""The dense part of a training step of HSTU on one GPU: time, TFLOP/s and MFU, before and after its kernels were written.
+"""The dense part of a training step of HSTU on one GPU: time, TFLOP/s and MFU, layer by parts and fused.
 
     python -m benchmarks.dense_step [--quick] [--json] [--output FILE] [--rounds 3]
 
 Dense part: everything after the lookup, forward and backward, with the loss over 128 negatives: bfloat16 by autocast, about 64K
-events, log-normal lengths. The FLOPs are those of ``HSTU.cost_coefficients``: of the products of the true lengths, no matter what
+events. The FLOPs are those of ``HSTU.cost_coefficients``: of the products of the true lengths, no matter what
 a kernel computes in addition. MFU is their rate divided by the peak rate of the GPU (``--peak``, in TFLOP/s; 989 is an H200).
 
-The variants run in turn in each round: the layer part by part with the Triton attention; the same with the attention that this
-GPU selects; the fused layer, which is what HSTU runs.
+The variants run in turn in each round: the layer part by part with the Triton attention and the loss in PyTorch operations; the
+same with the attention and the loss that this GPU selects; the fused layer, which is what HSTU runs.
 """
 
 from __future__ import annotations
@@ -44,16 +44,23 @@ class DenseCase(NamedTuple):
     dim: int
     heads: int
     layers: int
-    longest: int
+    lengths: list[int]
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.layers} layers of {self.dim}, {self.heads} heads of {self.dim // self.heads}, to {self.longest:,}"
-        )
+        return f"{self.layers} layers of {self.dim}, {self.heads} heads of {self.dim // self.heads}"
+
+    @property
+    def histories(self) -> str:
+        kind = "log-normal to" if min(self.lengths) < max(self.lengths) else f"{len(self.lengths)} x"
+        return f"{kind} {max(self.lengths):,}"
 
 
-CASES = (DenseCase(512, 4, 8, 8192), DenseCase(128, 4, 4, 8192))
+CASES = (
+    DenseCase(512, 4, 8, long_tailed(8192)),
+    DenseCase(512, 4, 8, [8192] * 8),
+    DenseCase(128, 4, 4, long_tailed(8192)),
+)
 
 
 class Rows:
@@ -84,7 +91,10 @@ def part_by_part() -> Iterator[None]:
 
 @contextmanager
 def before() -> Iterator[None]:
-    with part_by_part(), replaced(hopper, "available", lambda device: False):
+    from lightning_freescale.models import loss_triton  # Triton is installed on CUDA machines only
+
+    no_kernels = replaced(loss_triton, "supports", lambda outputs, negatives: False)
+    with part_by_part(), no_kernels, replaced(hopper, "available", lambda device: False):
         yield
 
 
@@ -94,7 +104,7 @@ def fused() -> Iterator[None]:
 
 
 VARIANTS: dict[str, Callable[[], Any]] = {
-    "parts, Triton attention": before,
+    "parts, Triton attention, loss in PyTorch": before,
     "parts": part_by_part,
     "fused layer": fused,
 }
@@ -103,7 +113,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 def make_step(case: DenseCase, bias: str) -> tuple[Callable[[], Any], float]:
     """A function that computes one step, and its FLOPs."""
     torch.manual_seed(0)
-    lengths = torch.tensor(long_tailed(case.longest))
+    lengths = torch.tensor(case.lengths)
     total, samples = int(lengths.sum()), len(lengths)
     gaps = torch.empty(total).exponential_(1 / HOUR).long() + 1
     features = KeyedJaggedTensor(
@@ -119,7 +129,7 @@ def make_step(case: DenseCase, bias: str) -> tuple[Callable[[], Any], float]:
         embedding_dim=case.dim,
         num_layers=case.layers,
         num_heads=case.heads,
-        max_history=case.longest,
+        max_history=max(case.lengths),
         bias=bias,  # type: ignore[arg-type]
         meta_tables=True,
     )
@@ -154,7 +164,13 @@ def measure(case: DenseCase, bias: str, repeats: int, rounds: int, peak: float) 
     rows = []
     for name, found in times.items():
         rates = [flops / time / 1e9 for time in found]
-        row: dict[str, Any] = {"model": case.name, "bias": bias, "variant": name, "ms": statistics.mean(found)}
+        row: dict[str, Any] = {
+            "model": case.name,
+            "histories": case.histories,
+            "bias": bias,
+            "variant": name,
+            "ms": statistics.mean(found),
+        }
         row |= {"TFLOP/s": statistics.mean(rates), "spread": f"{min(rates):.0f} to {max(rates):.0f}"}
         rows.append(row | {"MFU %": 100 * statistics.mean(rates) / peak})
     return rows

@@ -244,7 +244,7 @@ def timed_hstu() -> Any:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             host = [batch.to(torch.device("cpu")) for batch in self.batches]
-            return [between(*span) for span in self.spans], [CostModel.sums(*sample_sizes(batch)) for batch in host]
+            return [between(*span) for span in self.spans], [CostModel().sums(*sample_sizes(batch)) for batch in host]
 
     return TimedHSTU
 

@@ -207,7 +207,7 @@ def end_to_end(found: StoredResult, seeds: int) -> list[Row]:
     }
     alone, shape = found["sides"][names.DENSE_ONLY], found["model"]
     seconds = np.array(alone["compute_rank_ms"]).T / 1e3  # [steps, ranks]
-    sums = np.array([CostModel.sums(own) for step in counted for own in lengths[step]])
+    sums = np.array([CostModel().sums(own) for step in counted for own in lengths[step]])
     cost = CostModel.from_hstu(**shape).fit(sums, seconds.ravel())
     # The negatives of a sample are rows, too. They are spread over the events.
     ids = 1 + workload.negatives * workload.samples * ranks * len(counted) / sums[:, 0].sum()

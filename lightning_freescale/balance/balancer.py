@@ -117,7 +117,7 @@ class Balancer:
         if self.cost_fit is None:
             return None
         try:
-            return CostModel.sums(*sample_sizes(batch))
+            return self.cost_fit.planner.cost_model.sums(*sample_sizes(batch))
         except CannotBalance:
             return None
 

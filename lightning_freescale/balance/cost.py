@@ -1,5 +1,7 @@
 """``CostModel``: a sample costs ``linear * L + quadratic * L^2 + candidate * candidates``, where ``L`` is its length.
 
+A neural network whose attention does not grow with ``L^2`` gives a function that takes its place.
+
 A cost model starts with the FLOPs of the neural network. A fit to measured step times changes its unit to seconds. Only the
 ratios of the coefficients matter to a partition, not the unit.
 
@@ -11,8 +13,9 @@ ratios of the coefficients matter to a partition, not the unit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +27,7 @@ from lightning_freescale.runtime.errors import CheckpointError, ConfigurationErr
 _RESOLUTION = 0.01
 _HUBER = 1.345  # standard deviations; larger residuals count as outliers. The fit is 95% efficient on normal noise.
 _ITERATIONS = 100
+COEFFICIENTS = ("linear", "quadratic", "candidate", "constant")
 
 
 @dataclass
@@ -36,17 +40,31 @@ class CostModel:
         candidate: cost of each candidate that is scored for a sample.
         constant: cost of a step on each rank, independent of its samples. It counts in :meth:`predict`. It is not part of
             the cost of a sample, because it does not move with a sample.
+        squares: takes lengths ``[n]`` float64 and returns what ``quadratic`` multiplies, ``[n]``; the squares by default.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
     candidate: float = 0.0
     constant: float = 0.0
+    squares: Callable[[NDArray[np.float64]], NDArray[np.float64]] = field(
+        default=np.square, repr=False, compare=False, kw_only=True
+    )
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in self.state_dict().items():
             if not (np.isfinite(value) and value >= 0):
                 raise ConfigurationError(f"{name}: must be finite and not negative, not {value}")
+
+    @classmethod
+    def of_module(cls, module: Any) -> CostModel:
+        """The cost model of a neural network.
+
+        Args:
+            module: has ``cost_coefficients()``, which returns the first three coefficients, and may have
+                ``squared_lengths``, a function of the lengths that takes the place of ``L^2``. It must be picklable.
+        """
+        return cls(*module.cost_coefficients(), squares=getattr(module, "squared_lengths", np.square))
 
     @classmethod
     def from_hstu(
@@ -72,19 +90,27 @@ class CostModel:
     def __call__(self, lengths: ArrayLike, candidates: ArrayLike | None = None) -> NDArray[np.float64]:
         """Return the cost of each sample, ``[n]``, from its history length ``[n]`` and candidate count ``[n]``."""
         events = np.asarray(lengths, dtype=np.float64)
-        costs = self.linear * events + self.quadratic * events**2
+        costs = self.linear * events + self.quadratic * self.squares(events)
         return costs if candidates is None else costs + self.candidate * np.asarray(candidates, dtype=np.float64)
 
-    @staticmethod
-    def sums(lengths: ArrayLike, candidates: ArrayLike | None = None) -> NDArray[np.float64]:
+    @property
+    def coefficients(self) -> NDArray[np.float64]:
+        """``[4]``: linear, quadratic, candidate and constant cost."""
+        return np.array([self.linear, self.quadratic, self.candidate, self.constant])
+
+    def with_coefficients(self, coefficients: Sequence[float]) -> CostModel:
+        """This model with other :attr:`coefficients`."""
+        return replace(self, **dict(zip(COEFFICIENTS, coefficients, strict=True)))  # type: ignore[arg-type]
+
+    def sums(self, lengths: ArrayLike, candidates: ArrayLike | None = None) -> NDArray[np.float64]:
         """Return the features of a step on one rank, ``[4]``: the sums of ``L``, of ``L^2`` and of candidates, and 1."""
         events = np.asarray(lengths, dtype=np.float64)
         scored = 0.0 if candidates is None else np.asarray(candidates, dtype=np.float64).sum()
-        return np.array([events.sum(), (events**2).sum(), scored, 1.0])
+        return np.array([events.sum(), self.squares(events).sum(), scored, 1.0])
 
     def predict(self, sums: ArrayLike) -> NDArray[np.float64]:
         """Return the cost of steps, ``[m]``, from the :meth:`sums` of each, ``[m, 4]``."""
-        return np.asarray(sums, dtype=np.float64) @ np.array(astuple(self))
+        return np.asarray(sums, dtype=np.float64) @ self.coefficients
 
     def error(self, sums: ArrayLike, seconds: ArrayLike) -> float:
         """Return the median of ``|predicted - measured| / measured`` over steps: ``sums [m, 4]``, ``seconds [m]``."""
@@ -97,7 +123,7 @@ class CostModel:
         predicted = self.predict(features)
         known = predicted > 0
         scale = float(np.median(measured[known] / predicted[known])) if known.any() else 1.0
-        return CostModel(*(scale * value for value in astuple(self)))
+        return self.with_coefficients((scale * self.coefficients).tolist())
 
     def fit(self, sums: ArrayLike, seconds: ArrayLike) -> CostModel:
         """Fit the coefficients to measured step times, in seconds. This model is the prior.
@@ -116,8 +142,8 @@ class CostModel:
         """
         features, measured = _check(sums, seconds)
         if not len(measured):
-            return CostModel(*astuple(self))
-        centre = np.array(astuple(self.in_unit_of(features, measured)))
+            return self.with_coefficients(self.coefficients.tolist())
+        centre = self.in_unit_of(features, measured).coefficients
         # Divide by the means: then a coefficient is the fraction of an average step that its term explains.
         means, mean_seconds = features.mean(axis=0), measured.mean()
         seen = means > 0
@@ -126,19 +152,19 @@ class CostModel:
         coefficients[seen] = unit * _huber(
             features[:, seen] / means[seen], measured / mean_seconds, centre[seen] / unit
         )
-        return CostModel(*coefficients.tolist())
+        return self.with_coefficients(coefficients.tolist())
 
     def state_dict(self) -> dict[str, float]:
-        return asdict(self)
+        """The coefficients by name. The function ``squares`` belongs to the neural network and is not saved."""
+        return dict(zip(COEFFICIENTS, self.coefficients.tolist(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        expected = {field.name for field in fields(self)}
-        if set(state) != expected:
+        if set(state) != set(COEFFICIENTS):
             raise CheckpointError(
-                f"cost model: the checkpoint has the keys {sorted(state)}, expected {sorted(expected)}"
+                f"cost model: the checkpoint has the keys {sorted(state)}, expected {sorted(COEFFICIENTS)}"
             )
-        for name, value in asdict(CostModel(**state)).items():
-            setattr(self, name, float(value))
+        for name, value in self.with_coefficients([state[name] for name in COEFFICIENTS]).state_dict().items():
+            setattr(self, name, value)
 
 
 def _check(sums: ArrayLike, seconds: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

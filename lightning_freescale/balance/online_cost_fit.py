@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class OnlineCostFit:
             raise CheckpointError(
                 f"balance: the checkpoint has the keys {sorted(state)}, expected cost_model and shares"
             )
-        model = CostModel()
+        model = replace(self.planner.cost_model)
         model.load_state_dict(state["cost_model"])
         shares = state["shares"]
         kept = self.planner.mode == "variable" and shares is not None and len(shares) == self.world_size
@@ -124,14 +124,14 @@ class OnlineCostFit:
             equal = (1 / self.world_size,) * self.world_size
             work = np.where(np.isfinite(measured[..., -1]), model.predict(np.nan_to_num(measured[..., :-1])), 0.0)
             shares = retune(self.planner.shares or equal, work.sum(axis=1), np.nansum(measured[..., -1], axis=1))
-        return np.concatenate([astuple(model), [error], shares])
+        return np.concatenate([model.coefficients, [error], shares])
 
     def _finish(self, pending: _FitRound) -> bool:
         """Start to use the result of a round. Return whether it changes the planner."""
         result, self.most_planned_ahead = pending.result()
         coefficients, (error, *shares) = result[:_COEFFICIENTS], result[_COEFFICIENTS:].tolist()
         self.error = error
-        planner = replace(self.planner, cost_model=CostModel(*coefficients.tolist()))
+        planner = replace(self.planner, cost_model=self.planner.cost_model.with_coefficients(coefficients.tolist()))
         if np.isfinite(shares).all():
             planner = replace(planner, shares=tuple(shares))
         changed, self.planner = planner != self.planner, planner
@@ -205,4 +205,4 @@ class _FitRound:
         except (ValueError, np.linalg.LinAlgError) as error:  # do not raise: the other ranks wait for the broadcast
             logger.warning("fit_costs: the fit to measured step times failed, so the costs do not change: %s", error)
             unknown = np.full(cost_fit.world_size, np.nan)
-            return np.concatenate([astuple(cost_fit.planner.cost_model), [cost_fit.error], unknown])
+            return np.concatenate([cost_fit.planner.cost_model.coefficients, [cost_fit.error], unknown])

@@ -96,7 +96,7 @@ class BubbleMonitorMixin(_Base):
             optimizer.register_step_post_hook(lambda *_: self._end(Kind.OPTIMIZER)) for optimizer in strategy.optimizers
         ]
         self._has_flops = hasattr(pl_module, "cost_coefficients")
-        self._cost_model = self._cost or (CostModel(*pl_module.cost_coefficients()) if self._has_flops else CostModel())
+        self._cost_model = self._cost or (CostModel.of_module(pl_module) if self._has_flops else CostModel())
         self._summary = Summary(
             self._has_flops, peak_flops(strategy.root_device, str(trainer.precision)) if self._has_flops else None
         )

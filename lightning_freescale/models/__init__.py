@@ -6,12 +6,15 @@ Modules:
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
 * :mod:`.item_catalogue`: the ids of the items.
 * :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.
+* :mod:`.sequences`: the sequences over which the layers attend.
+* :mod:`.personal_tokens` and :mod:`.personalization`: long histories as a few learned tokens, and states for serving.
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
+* :mod:`.fused_layer`: a layer of HSTU on CUDA as one function; :mod:`.elementwise_triton`: its elementwise passes.
 * :mod:`.norm` and :mod:`.norm_triton`: layer norms, and scaling of rows to length 1.
 * :mod:`.dropout` and :mod:`.dropout_triton`: dropout whose mask is a function of the sample.
-* :mod:`.loss`: sampled softmax over the next item.
+* :mod:`.loss` and :mod:`.loss_triton`: sampled softmax over the next item.
 * :mod:`.metrics`: HR@k, NDCG@k and MRR.
 * :mod:`.tiles`: histories cut into tiles, for the loss and for the CUDA kernels.
 """
@@ -19,5 +22,6 @@ Modules:
 from __future__ import annotations
 
 from lightning_freescale.models.hstu import HSTU
+from lightning_freescale.models.personal_tokens import PersonalTokens
 
-__all__ = ["HSTU"]
+__all__ = ["HSTU", "PersonalTokens"]

@@ -40,12 +40,12 @@ def _add(x_ptr, y_ptr, out_ptr, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _summed(
-    x_ptr, grad_ptr, out_ptr, shares_ptr, x_row, grad_row, out_row, count, width,
+    x_ptr, grad_ptr, out_ptr, shares_ptr, x_row, grad_row, out_row, share_row, count, width,
     SILU: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """out = grad, times silu'(x) if ``SILU``; and this program's share of its sum over the rows in ``shares_ptr``.
 
-    ``shares_ptr`` is ``[programs, width]``. ``out`` may be ``grad``.
+    ``shares_ptr`` is ``[programs, width]``, with ``share_row`` from one program to the next. ``out`` may be ``grad``.
     """
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros([ROWS, COLS], tl.float32)  # summed over its rows at the end: that needs other threads' values
@@ -59,7 +59,7 @@ def _summed(
             grad *= sigmoid * (1.0 + x * (1.0 - sigmoid))
         tl.store(_place(out_ptr, rows, cols, out_row), grad.to(out_ptr.dtype.element_ty), mask=mask)
         total += grad
-    tl.store(shares_ptr + tl.program_id(0) * width + cols, tl.sum(total, 0), mask=cols < width)
+    tl.store(shares_ptr + tl.program_id(0) * share_row + cols, tl.sum(total, 0), mask=cols < width)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -77,26 +77,23 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def silu_backward_(x: Tensor, grad: Tensor) -> Tensor:
+def silu_backward_(x: Tensor, grad: Tensor, shares: Tensor) -> None:
     """Multiply ``grad [N, D]`` by the derivative of SiLU at ``x [N, D]`` in place. The rows of both may lie apart.
 
-    Returns:
-        The sum over the rows, ``[D]`` float32.
+    ``shares`` is ``[SUM_PROGRAMS, D]`` float32, zeros. Its sum over the rows is afterwards the sum over the rows of ``grad``.
     """
-    return _launch_summed(x, grad, grad)
+    _launch_summed(x, grad, grad, shares)
 
 
-def round_and_sum(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``grad [N, D]`` as ``dtype``, contiguous; and its sum over the rows, ``[D]`` float32."""
+def round_and_sum(grad: Tensor, dtype: torch.dtype, shares: Tensor) -> Tensor:
+    """``grad [N, D]`` as ``dtype``, contiguous. ``shares`` as in :func:`silu_backward_`."""
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    return out, _launch_summed(None, grad, out)
+    _launch_summed(None, grad, out, shares)
+    return out
 
 
-def _launch_summed(x: Tensor | None, grad: Tensor, out: Tensor) -> Tensor:
-    programs = min(SUM_PROGRAMS, triton.cdiv(len(grad), TILE_ROWS))
-    shares = torch.empty(programs, grad.shape[1], device=grad.device)
+def _launch_summed(x: Tensor | None, grad: Tensor, out: Tensor, shares: Tensor) -> None:
     some_x = grad if x is None else x  # the kernel needs some pointer
-    strides = some_x.stride(0), grad.stride(0), out.stride(0)
-    grid = (programs, triton.cdiv(grad.shape[1], COLUMNS))
+    strides = some_x.stride(0), grad.stride(0), out.stride(0), shares.stride(0)
+    grid = (min(SUM_PROGRAMS, triton.cdiv(len(grad), TILE_ROWS)), triton.cdiv(grad.shape[1], COLUMNS))
     _summed[grid](some_x, grad, out, shares, *strides, len(grad), grad.shape[1], x is not None, TILE_ROWS, COLUMNS)
-    return shares.sum(0)

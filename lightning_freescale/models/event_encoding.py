@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_freescale.models.attention.buckets import (
+    TIME_LIMIT,
     event_positions,
     log_bucket,
     num_buckets,
@@ -39,18 +41,27 @@ class EventEncoding(nn.Module):
             if table is not None:
                 nn.init.normal_(table.weight, std=INITIAL_STD)
 
-    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, offsets: Tensor, timestamps: Tensor, before: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """``x`` plus the encoding of each event.
 
         Args:
             x: ``[sum(L), D]``.
             offsets: ``[B + 1]`` integer, from 0 to ``sum(L)``.
             timestamps: ``[sum(L)]`` int64, seconds.
+            before: number of events before those of ``x``, ``[B]`` int64, and the time of the last of them, ``[B]`` int64.
         """
         positions = event_positions(offsets, len(x))
+        gaps = time_gaps(relative_times(timestamps, offsets), positions) if self.time_gap is not None else None
+        if before is not None:
+            count, last_time = (part.repeat_interleave(offsets.diff()) for part in before)
+            if gaps is not None:
+                since = (timestamps - last_time).clamp(0, TIME_LIMIT).to(gaps.dtype)
+                gaps = torch.where((positions == 0) & (count > 0), since, gaps)
+            positions = positions + count
         if self.position is not None:
             x = x + F.embedding(positions.clamp(max=self.position.num_embeddings - 1), self.position.weight)
-        if self.time_gap is not None:
-            gaps = time_gaps(relative_times(timestamps, offsets), positions)
+        if self.time_gap is not None and gaps is not None:
             x = x + F.embedding(log_bucket(gaps, self.time_gap.num_embeddings).long(), self.time_gap.weight)
         return x

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_freescale.models import elementwise_triton
 from lightning_freescale.models.attention import cuda
-from lightning_freescale.models.norm_triton import Drop, Norm
+from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
+from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Norm
 from lightning_freescale.models.tiles import unit_stride
 
 
@@ -74,23 +75,38 @@ class _FusedLayer(torch.autograd.Function):
         x, normed, projected, active, attended, gated, w1, w2, *tables = ctx.saved_tensors
         norm_weight, norm_bias, attention_weight, attention_bias, position_bias, time_bias = tables
         shape: LayerShape = ctx.shape
-        gates = shape.split[0]
-        dout = unit_stride(grads[0])
-        rounded, db2 = elementwise_triton.round_and_sum(dout, shape.dtype)
+        (gates, *_), dout = shape.split, unit_stride(grads[0])
+        # One sum over the programs at the end gives all gradients that are sums over the rows.
+        columns = [3 * gates, projected.shape[1] - gates, dout.shape[1], 2 * dout.shape[1]]
+        shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS), sum(columns), device=x.device)
+        gate_shares, rest_shares, out_shares, norm_shares = shares.split(columns, 1)
+
+        rounded = elementwise_triton.round_and_sum(dout, shape.dtype, out_shares)
         dprojected = torch.empty_like(projected)
-        gated_norm = Norm(attention_weight, attention_bias, shape.attention_eps, True, ctx.drop)
-        dattended, gate_sums = gated_norm.backward(attended, projected[:, :gates], rounded @ w2, dprojected[:, :gates])
         biases = None if position_bias is None else (position_bias, time_bias)
-        dattended = dattended.unflatten(1, (shape.heads, -1))
-        dbiases = cuda.backward(
-            *shape.qkv(active), biases, shape.alpha, ctx.plan, dattended, shape.qkv(dprojected[:, gates:])
+        qkv = shape.qkv(active)
+        dattended = (
+            Norm(attention_weight, attention_bias, shape.attention_eps, True, ctx.drop)
+            .backward(
+                attended,
+                projected[:, :gates],
+                rounded @ w2,
+                gate_shares,
+                dgate=dprojected[:, :gates],
+                factor=cuda.gradient_factor(*qkv, biases, ctx.plan),
+            )
+            .unflatten(1, (shape.heads, -1))
         )
-        rest_sums = elementwise_triton.silu_backward_(projected[:, gates:], dprojected[:, gates:])
+        dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, shape.qkv(dprojected[:, gates:]))
+        elementwise_triton.silu_backward_(projected[:, gates:], dprojected[:, gates:], rest_shares)
         norm = Norm(norm_weight, norm_bias, shape.norm_eps)
-        dx, norm_sums = norm.backward(x, None, dprojected @ w1, added=dout)
-        db1 = torch.cat([gate_sums[2], rest_sums])
+        dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dout)
         dw1, dw2 = dprojected.T @ normed, rounded.T @ gated
-        return dx, *norm_sums[:2], dw1, db1, *dbiases, *gate_sums[:2], dw2, db2, None, None, None
+        gate_sums, db1_rest, db2, norm_sums = shares.sum(0).split(columns)
+        dattention_weight, dattention_bias, db1_gates = gate_sums.chunk(3)
+        db1 = torch.cat([db1_gates, db1_rest])
+        dnorm = norm_sums.chunk(2)
+        return dx, *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2, db2, None, None, None
 
 
 def fused_layer(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
-from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
@@ -21,7 +24,10 @@ from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncodin
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
+from lightning_freescale.models.personal_tokens import PersonalTokens, squared_lengths
+from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
+from lightning_freescale.models.sequences import Attention
 from lightning_freescale.runtime.errors import ConfigurationError
 
 ITEM_TABLE = "item"
@@ -70,20 +76,20 @@ class HSTULayer(nn.Module):
         if linear_init == "hstu":
             draw_linear_maps(self.f1, self.f2)
 
-    def forward(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
-        """``x`` and the result are flat, ``[sum(L), D]``.
+    def forward(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
+        """``x`` and the result are flat, ``[N, D]``, a row for each event.
 
-        The other arguments are those of ``hstu_attention``, and ``keys [sum(L)]`` from ``row_keys`` for dropout in training.
+        ``attention`` has the sequences of the events; ``keys [N]`` from ``row_keys`` is for dropout in training.
         """
-        if x.is_cuda and len(x):
-            return self._fused(x, plan, keys)
-        return self.plain(x, offsets, timestamps, plan, keys)
+        if x.is_cuda and len(x) and type(attention) is Attention:
+            return self._fused(x, attention.plan, keys)
+        return self.plain(x, attention, keys)
 
-    def plain(self, x: Tensor, offsets: Tensor, timestamps: Tensor, plan: Any, keys: Tensor | None = None) -> Tensor:
-        """:meth:`forward` part by part: on a CPU, and what the fused layer is compared with."""
+    def plain(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
+        """:meth:`forward` part by part: on a CPU, with personal tokens, and what the fused layer is compared with."""
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
-        attended = hstu_attention(q, k, v, offsets, timestamps, self.position_bias, self.time_bias, plan=plan)
+        attended = attention(q, k, v, self.position_bias, self.time_bias)
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
 
     def _fused(self, x: Tensor, plan: Any, keys: Tensor | None) -> Tensor:
@@ -99,7 +105,7 @@ class HSTULayer(nn.Module):
         return fused_layer(x, *norms, self.heads, self.split, plan, drop)
 
 
-class HSTUMixin(RankingEvaluation, Recommending):
+class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     """HSTU as a LightningModule. :class:`HSTU` combines it with ``lightning``, and another class with ``pytorch_lightning``.
 
     Args:
@@ -117,6 +123,8 @@ class HSTUMixin(RankingEvaluation, Recommending):
         bias: where position and time enter. ``"relative"``: as biases of the attention, by the distance of two events.
             ``"input"``: as embeddings that are added to the input of the layers; the attention has no bias, which is faster.
         position_embedding: add an embedding of the position to the input. By default only with ``bias="input"``.
+        personalization: compress long histories into a few learned tokens, to which recent events attend
+            (:mod:`.personal_tokens`). ``None``: every event attends to all events before it.
         table_std: standard deviation of the initial values of the tables. ``None`` draws rows of length about 1.
         scale_input: multiply the rows of the tables by ``sqrt(D)`` where they enter the layers.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
@@ -153,6 +161,7 @@ class HSTUMixin(RankingEvaluation, Recommending):
         temperature: float = 0.05,
         bias: Bias = "relative",
         position_embedding: bool | None = None,
+        personalization: PersonalTokens | Mapping[str, int] | None = None,
         table_std: float | None = 0.02,
         scale_input: bool = True,
         linear_init: LinearInit = "hstu",
@@ -185,6 +194,9 @@ class HSTUMixin(RankingEvaluation, Recommending):
         if embeds_positions or bias == "input":
             self.event_encoding = EventEncoding(embedding_dim, max_history * embeds_positions, times=bias == "input")
         self.input_dropout = SampleDropout(input_dropout)
+        cut = PersonalTokens.of(personalization)
+        self.hparams["personalization"] = cut and asdict(cut)  # plain numbers, so that every torch.load reads them
+        self.personalization = None if cut is None else Personalization(cut, embedding_dim)
         position_buckets = num_buckets(max_history) if bias == "relative" else 0
         self.layers = nn.ModuleList(
             HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init, layer)
@@ -201,19 +213,36 @@ class HSTUMixin(RankingEvaluation, Recommending):
 
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
+        keys = self.dropout_keys(batch)
+        x = self.input_dropout(self.layer_input(embedded, batch), keys)
+        if self.personalization is None:
+            return self.apply_layers(x, Attention(_offsets(batch.lengths), batch.timestamps, self.has_bias), keys)
+        rows, attention, keys, events = self.personalization.insert(
+            x, batch.lengths.long(), batch.timestamps, keys, self.has_bias
+        )
+        return self.apply_layers(rows, attention, keys)[events]
+
+    def layer_input(self, embedded: Mapping[str, Any], batch: SeqBatch, states: UserStates | None = None) -> Tensor:
+        """The input of the layers, ``[sum(L), D]``. With ``states`` the events follow histories that the batch does not have."""
         x = embedded[HISTORY].values()
         for name in self.feature_names[2:]:
             x = x + embedded[name].values()
-        offsets = _offsets(batch.lengths)
         x = x * self.input_scale
         if self.event_encoding is not None:
-            x = self.event_encoding(x, offsets, batch.timestamps)
-        keys = self.dropout_keys(batch)
-        x = self.input_dropout(x, keys)
-        plan = plan_attention(offsets, batch.timestamps, bias=self.hparams["bias"] == "relative")
+            before = None if states is None else (states.lengths, states.last_times)
+            x = self.event_encoding(x, _offsets(batch.lengths), batch.timestamps, before)
+        return x
+
+    def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
+        """All layers, then rows of length 1."""
         for layer in self.layers:
-            x = layer(x, offsets, batch.timestamps, plan, keys)
+            x = layer(x, attention, keys)
         return unit_rows(x)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the attention has position and time biases."""
+        return self.hparams["bias"] == "relative"
 
     def dropout_keys(self, batch: SeqBatch) -> Tensor | None:
         """``row_keys`` of the batch in this training step; ``None`` if nothing is dropped."""
@@ -301,6 +330,14 @@ class HSTUMixin(RankingEvaluation, Recommending):
         linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)
         attention = float(layers * heads * (4 * self.qk_dim + 3 * self.v_dim))
         return linear, attention, 6.0 * dim
+
+    @property
+    def squared_lengths(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+        """What the second cost coefficient multiplies: ``L^2``, or with personal tokens the squares of both sequences.
+
+        It is a function of the lengths ``[n]`` that refers to no weights, because balanced loaders send it to their workers.
+        """
+        return np.square if self.personalization is None else partial(squared_lengths, cut=self.personalization.cut)
 
 
 class HSTU(HSTUMixin, pl.LightningModule):

@@ -89,40 +89,61 @@ class _SampledSoftmax(torch.autograd.Function):
         correction: tuple[Tensor, Tensor] | None,
         tiles: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        loss = outputs.new_zeros(())
-        dpositive, doutputs = outputs.new_zeros(len(outputs)), torch.zeros_like(outputs)
-        dnegatives = torch.zeros_like(negatives)
-        # Slices are views; rolling the items would copy them. The very last position predicts nothing.
-        positions, targets = outputs[:-1], items[1:]
-        positive = F.pad((positions * targets).sum(-1), (0, 1))
-        negatives_t = negatives.mT.contiguous()
-        if correction is not None:
-            positive -= correction[0]
-        for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
-            logits = outputs[row] @ negatives_t[chosen]  # [tiles, LOSS_TILE, K]
-            if correction is not None:
-                logits -= correction[1][chosen][:, None]
-            logits.masked_fill_(target_ids[row][:, :, None] == negative_ids[chosen][:, None], -torch.inf)
-            log_sum = logits.logsumexp(-1)
-            margin = log_sum - positive[row]  # loss = log(1 + exp(margin))
-            loss += (F.softplus(margin) * predicted).sum()
-            dmargin = margin.sigmoid() * predicted
-            # Padding has the row number of a real position. Its gradient is 0, so it must be added and not copied there.
-            dpositive.index_add_(0, row.flatten(), -dmargin.flatten())
-            dlogits = logits.sub_(log_sum[..., None]).exp_().nan_to_num_(0.0).mul_(dmargin[..., None])
-            doutputs.index_add_(0, row.flatten(), (dlogits @ negatives[chosen]).flatten(0, 1))
-            dnegatives.index_add_(0, chosen, dlogits.mT @ outputs[row])
-        dpositive = dpositive[:-1, None]
-        doutputs[:-1].addcmul_(dpositive, targets)
-        ditems = torch.zeros_like(items)
-        torch.mul(dpositive, positions, out=ditems[1:])
-        ctx.save_for_backward(doutputs, ditems, dnegatives)
+        inputs = outputs, items, negatives, target_ids, negative_ids, correction, tiles
+        compute = _loss_and_gradients
+        if outputs.is_cuda:
+            from lightning_freescale.models import loss_triton  # Triton is installed on CUDA machines only
+
+            if loss_triton.supports(outputs, negatives):
+                compute = loss_triton.loss_and_gradients
+        loss, *gradients = compute(*inputs)
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *(grad * part for part in ctx.saved_tensors), None, None, None, None
+
+
+def _loss_and_gradients(
+    outputs: Tensor,
+    items: Tensor,
+    negatives: Tensor,
+    target_ids: Tensor,
+    negative_ids: Tensor,
+    correction: tuple[Tensor, Tensor] | None,
+    tiles: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss and the gradients of outputs, items and negatives, in PyTorch operations."""
+    loss = outputs.new_zeros(())
+    dpositive, doutputs = outputs.new_zeros(len(outputs)), torch.zeros_like(outputs)
+    dnegatives = torch.zeros_like(negatives)
+    # Slices are views; rolling the items would copy them. The very last position predicts nothing.
+    positions, targets = outputs[:-1], items[1:]
+    positive = F.pad((positions * targets).sum(-1), (0, 1))
+    negatives_t = negatives.mT.contiguous()
+    if correction is not None:
+        positive -= correction[0]
+    for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
+        logits = outputs[row] @ negatives_t[chosen]  # [tiles, LOSS_TILE, K]
+        if correction is not None:
+            logits -= correction[1][chosen][:, None]
+        logits.masked_fill_(target_ids[row][:, :, None] == negative_ids[chosen][:, None], -torch.inf)
+        log_sum = logits.logsumexp(-1)
+        margin = log_sum - positive[row]  # loss = log(1 + exp(margin))
+        loss += (F.softplus(margin) * predicted).sum()
+        dmargin = margin.sigmoid() * predicted
+        # Padding has the row number of a real position. Its gradient is 0, so it must be added and not copied there.
+        dpositive.index_add_(0, row.flatten(), -dmargin.flatten())
+        dlogits = logits.sub_(log_sum[..., None]).exp_().nan_to_num_(0.0).mul_(dmargin[..., None])
+        doutputs.index_add_(0, row.flatten(), (dlogits @ negatives[chosen]).flatten(0, 1))
+        dnegatives.index_add_(0, chosen, dlogits.mT @ outputs[row])
+    dpositive = dpositive[:-1, None]
+    doutputs[:-1].addcmul_(dpositive, targets)
+    ditems = torch.zeros_like(items)
+    torch.mul(dpositive, positions, out=ditems[1:])
+    return loss, doutputs, ditems, dnegatives
 
 
 def _set_of_tile(sample: Tensor, row: Tensor, sets: Tensor) -> Tensor:

@@ -73,14 +73,15 @@ def _forward(
 
 @triton.jit
 def _backward(
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, dout_ptr, dx_ptr, dgate_ptr, shares_ptr,
-    x_row, gate_row, added_row, dout_row, dgate_row, count, eps, number, limit, scale,
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, factor_ptr, dout_ptr, dx_ptr, dgate_ptr, shares_ptr,
+    x_row, gate_row, added_row, dout_row, dgate_row, share_row, count, eps, number, limit, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ``x`` (plus ``added`` if ``ADD``) and the gate, and this program's share of the sums over rows.
+    """Gradients of ``x`` (times ``factor`` if ``SCALE``, plus ``added`` if ``ADD``) and the gate, and shares of sums over rows.
 
-    ``shares_ptr [3, programs, D]`` receives the shares: of the gradients of weight and bias, and of the sum of the gate's.
+    ``shares_ptr [programs, 3, D]``, with ``share_row`` from one program to the next, receives the shares: of the gradients of
+    weight and bias, and of the sum of the gate's.
     """
     cols = tl.arange(0, COLS)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
@@ -108,14 +109,16 @@ def _backward(
         dbias += dout
         dout *= weight[None, :]
         dx = (dout - (tl.sum(dout, 1) / D)[:, None] - x * (tl.sum(dout * x, 1) / D)[:, None]) * inverse[:, None]
+        if SCALE:
+            dx *= tl.load(factor_ptr + rows, mask=rows < count, other=0.0)[:, None]
         if ADD:
             dx += _load(added_ptr, rows, added_row, cols, count, D)
         _store(dx_ptr, rows, D, cols, count, D, dx)
-    share, step = shares_ptr + tl.program_id(0) * D + cols, tl.num_programs(0) * D
+    share = shares_ptr + tl.program_id(0) * share_row + cols
     tl.store(share, tl.sum(dweight, 0), mask=cols < D)
-    tl.store(share + step, tl.sum(dbias, 0), mask=cols < D)
+    tl.store(share + D, tl.sum(dbias, 0), mask=cols < D)
     if SILU:
-        tl.store(share + 2 * step, tl.sum(dgates, 0), mask=cols < D)
+        tl.store(share + 2 * D, tl.sum(dgates, 0), mask=cols < D)
 
 
 @triton.jit
@@ -214,33 +217,39 @@ class Norm(NamedTuple):
         return out
 
     def backward(
-        self, x: Tensor, gate: Tensor | None, dout: Tensor, dgate: Tensor | None = None, added: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients, given that of the output.
+        self,
+        x: Tensor,
+        gate: Tensor | None,
+        dout: Tensor,
+        shares: Tensor,
+        *,
+        dgate: Tensor | None = None,
+        added: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of ``x``, given that of the output.
 
         Args:
             x: ``[N, D]``, not empty.
             gate: ``[N, D]`` or nothing.
             dout: ``[N, D]``, gradient of the output.
+            shares: ``[PROGRAMS, 3 D]`` float32, zeros. Its sum over the rows is afterwards the gradient of the weight, that of
+                the bias, and the sum over the rows of ``dgate`` if ``silu``. Without ``silu``, ``2 D`` columns suffice.
             dgate: ``[N, D]``, receives the gradient of the gate. Its rows may lie apart.
             added: ``[N, D]``, is added to the gradient of ``x``.
-
-        Returns:
-            The gradient of ``x``. ``[3, D]`` float32: the gradients of weight and bias, and the sum over the rows of ``dgate``,
-            which is undefined unless ``silu``.
+            factor: ``[N]`` float32, the gradient of each row of ``x`` is multiplied by it.
         """
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        constants = self._constants(x, gate, BACKWARD_ELEMENTS) | {"ADD": added is not None}
-        programs = min(PROGRAMS, triton.cdiv(len(x), constants["ROWS"]))
-        shares = torch.empty(3, programs, x.shape[1], device=x.device)
+        constants = self._constants(x, gate, BACKWARD_ELEMENTS)
         some_gate, some_dgate, some_added = (dx if y is None else y for y in (gate, dgate, added))
         drop = self.drop or Drop(x, 0, 0.0)
-        _backward[(programs,)](
-            x, some_gate, self.weight, self.bias, drop.keys, some_added, dout, dx, some_dgate, shares,
-            x.stride(0), some_gate.stride(0), some_added.stride(0), dout.stride(0), some_dgate.stride(0),
-            len(x), self.eps, *drop.constants(), **constants,
+        _backward[(min(PROGRAMS, triton.cdiv(len(x), constants["ROWS"])),)](
+            x, some_gate, self.weight, self.bias, drop.keys, some_added, shares if factor is None else factor,
+            dout, dx, some_dgate, shares,
+            x.stride(0), some_gate.stride(0), some_added.stride(0), dout.stride(0), some_dgate.stride(0), shares.stride(0),
+            len(x), self.eps, *drop.constants(), ADD=added is not None, SCALE=factor is not None, **constants,
         )  # fmt: skip
-        return dx, shares.sum(1)
+        return dx
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -260,7 +269,9 @@ class _LayerNorm(torch.autograd.Function):
         dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
         if not len(x):
             return torch.empty_like(x), dgate, torch.zeros_like(weight), torch.zeros_like(bias), None, None
-        dx, (dweight, dbias, _) = Norm(weight, bias, ctx.eps).backward(x, gate, unit_stride(grads[0]), dgate)
+        shares = torch.zeros(PROGRAMS, 3 * x.shape[1], device=x.device)
+        dx = Norm(weight, bias, ctx.eps).backward(x, gate, unit_stride(grads[0]), shares, dgate=dgate)
+        dweight, dbias, _ = shares.sum(0).chunk(3)
         return dx, dgate, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
 
 

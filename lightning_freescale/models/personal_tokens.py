@@ -17,8 +17,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_freescale.runtime.errors import ConfigurationError
@@ -52,6 +54,15 @@ class PersonalTokens:
     def history_lengths(self, lengths: Any) -> Any:
         """The number of events of each user in the history. ``lengths [B]``: a tensor or a NumPy array of integers."""
         return (lengths - self.recent).clip(min=0) // self.refresh * self.refresh
+
+
+def squared_lengths(lengths: NDArray[np.float64], cut: PersonalTokens) -> NDArray[np.float64]:
+    """The sum of the squared lengths of the two sequences of each user, to which the work of the attention is proportional.
+
+    The linear work of the tokens themselves, a few rows per user, is left out.
+    """
+    history = cut.history_lengths(lengths)
+    return (history + cut.tokens) ** 2 + (lengths - history + cut.tokens) ** 2
 
 
 class TwoSequences(NamedTuple):

@@ -138,8 +138,7 @@ class BatchPipeline:
         module = self._trainer.lightning_module
         if not hasattr(module, "cost_coefficients"):
             return None
-        linear, quadratic, candidate = module.cost_coefficients()
-        return CostModel(linear=linear, quadratic=quadratic, candidate=candidate)
+        return CostModel.of_module(module)
 
     # ---- preparation -----------------------------------------------------------------------------------------------
     def _prepare(self, batch: Any, checked: bool = False) -> Prepared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -25,13 +24,13 @@ def measured_steps(steps: int, seed: int = 0, noise: float = 0.0, batch_size: in
     sums = []
     for _ in range(steps):
         lengths = np.minimum(rng.lognormal(7.3, 1.2, batch_size), 21_000).astype(np.int64)
-        sums.append(CostModel.sums(lengths, lengths * rng.integers(16, 256, batch_size)))
+        sums.append(CostModel().sums(lengths, lengths * rng.integers(16, 256, batch_size)))
     seconds = TRUTH.predict(sums)
     return np.array(sums), seconds * np.exp(noise * rng.standard_normal(steps))
 
 
 def relative(model: CostModel, other: CostModel = TRUTH) -> NDArray:
-    return np.abs(np.array(astuple(model)) / np.array(astuple(other)) - 1)
+    return np.abs(model.coefficients / other.coefficients - 1)
 
 
 # ---- costs ----
@@ -56,7 +55,7 @@ def test_the_cost_of_a_step_is_that_of_its_samples_plus_the_constant() -> None:
 def test_the_cost_from_the_shape_equals_the_cost_that_the_model_reports(shape: tuple) -> None:
     dim, layers, heads, qk, v = shape
     model = HSTU(10, embedding_dim=dim, num_layers=layers, num_heads=heads, qk_dim=qk, v_dim=v)
-    assert astuple(CostModel.from_hstu(dim, layers, heads, qk, v)) == (*model.cost_coefficients(), 0.0)
+    assert CostModel.from_hstu(dim, layers, heads, qk, v).coefficients.tolist() == [*model.cost_coefficients(), 0.0]
 
 
 def test_the_linear_coefficient_counts_the_weights_of_the_layers() -> None:
@@ -97,7 +96,7 @@ def test_ten_percent_outliers_do_not_disturb_the_fit() -> None:
 
 def test_histories_of_one_length_keep_the_ratio_of_the_prior() -> None:
     counts = np.arange(8, 40)
-    sums = np.array([CostModel.sums(np.full(count, 500)) for count in counts])
+    sums = np.array([CostModel().sums(np.full(count, 500)) for count in counts])
     seconds = TRUTH.predict(sums)
     fitted = PRIOR.fit(sums, seconds)
     assert fitted.error(sums, seconds) < 1e-3
@@ -108,10 +107,10 @@ def test_histories_of_one_length_keep_the_ratio_of_the_prior() -> None:
 
 
 def test_identical_steps_give_the_scaled_prior() -> None:
-    sums = np.repeat([CostModel.sums(np.full(32, 500), np.full(32, 64))], 50, axis=0)
+    sums = np.repeat([CostModel().sums(np.full(32, 500), np.full(32, 64))], 50, axis=0)
     fitted = PRIOR.fit(sums, np.full(50, 0.25))
     scale = 0.25 / PRIOR.predict(sums[:1])[0]
-    np.testing.assert_allclose(astuple(fitted), np.array(astuple(PRIOR)) * scale, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(fitted.coefficients, PRIOR.coefficients * scale, rtol=1e-9, atol=1e-12)
 
 
 def test_a_term_that_never_occurs_keeps_its_prior() -> None:
@@ -131,7 +130,7 @@ def test_without_measurements_the_model_does_not_change() -> None:
 
 def test_a_rank_without_samples_determines_the_constant() -> None:
     sums, seconds = measured_steps(20)
-    empty = np.repeat([CostModel.sums([])], 20, axis=0)
+    empty = np.repeat([CostModel().sums([])], 20, axis=0)
     both = np.concatenate([sums, empty])
     fitted = PRIOR.fit(both, np.concatenate([seconds, TRUTH.predict(empty)]))
     assert relative(fitted)[3] < 1e-2
@@ -144,8 +143,8 @@ def test_any_measurement_gives_finite_coefficients_that_are_not_negative(seed: i
     sums = rng.choice([0.0, 1.0, 1e3, 1e9], (steps, 4)) * rng.random((steps, 4)) * (rng.random(4) < 0.8)
     seconds = 10.0 ** rng.uniform(-6, 3, steps)
     fitted = CostModel(*(rng.random(4) * (rng.random(4) < 0.7))).fit(sums, seconds)
-    assert all(np.isfinite(value) and value >= 0 for value in astuple(fitted))
-    assert fitted == CostModel(*astuple(fitted)).fit(np.empty((0, 4)), [])
+    assert all(np.isfinite(value) and value >= 0 for value in fitted.coefficients)
+    assert fitted == CostModel(*fitted.coefficients).fit(np.empty((0, 4)), [])
 
 
 @given(st.integers(0, 2**32))
@@ -164,9 +163,9 @@ def test_no_allowed_change_of_the_solution_lowers_the_objective(seed: int) -> No
 
 
 def test_the_fit_is_deterministic_and_does_not_change_the_prior() -> None:
-    before = astuple(PRIOR)
+    before = PRIOR.coefficients.tolist()
     assert PRIOR.fit(*measured_steps(50, noise=0.1)) == PRIOR.fit(*measured_steps(50, noise=0.1))
-    assert astuple(PRIOR) == before
+    assert PRIOR.coefficients.tolist() == before
 
 
 # ---- state and bad input ----
@@ -211,3 +210,26 @@ def test_the_example_in_the_docstring_is_correct() -> None:
     results = doctest.testmod(cost)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_a_network_may_replace_the_squares() -> None:
+    """Calls, sums, fits and coefficients from a checkpoint use the function of the network."""
+
+    class Network:
+        def cost_coefficients(self) -> tuple[float, float, float]:
+            return 1.0, 2.0, 3.0
+
+        def squared_lengths(self, lengths: np.ndarray) -> np.ndarray:
+            return 10 * lengths
+
+    model = CostModel.of_module(Network())
+    assert model([1, 4], [0, 1]).tolist() == [21, 87]
+    assert model.sums([1, 4], [0, 1]).tolist() == [5, 50, 1, 1]
+    assert model.predict([model.sums([1, 4], [0, 1])]) == 108
+    steps = [[n, 2 * n] for n in range(1, 20)]
+    sums = np.array([model.sums(step) for step in steps])
+    fitted = model.fit(sums, 0.5 * model.predict(sums))
+    assert fitted([1, 4], [0, 1]) == pytest.approx([10.5, 43.5])
+    fitted.load_state_dict(CostModel(1.0).state_dict())
+    assert fitted.squares is model.squares
+    assert CostModel(1.0, 2.0)([3]) == 21

@@ -22,6 +22,7 @@ from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
 from lightning_freescale.data import Histories, HistoryDataset, NegativeSampler, SeqBatch, Synthetic
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.loss import sampled_softmax
+from lightning_freescale.models.sequences import Attention
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -46,8 +47,9 @@ def mean_loss(model: HSTU, batch: SeqBatch) -> Tensor:
     offsets = F.pad(batch.lengths.cumsum(0), (1, 0))
     keys = model.dropout_keys(batch)
     x = model.input_dropout(embedded[HISTORY] * model.input_scale, keys)
+    attention = Attention(offsets, batch.timestamps, model.has_bias)
     for layer in model.layers:
-        x = layer(x, offsets, batch.timestamps, None, keys)
+        x = layer(x, attention, keys)
     total = sampled_softmax(
         F.normalize(x, dim=-1) / model.hparams["temperature"],
         F.normalize(embedded[HISTORY], dim=-1),

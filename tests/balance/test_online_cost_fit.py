@@ -29,7 +29,7 @@ def connect() -> dist.ProcessGroup:
 def observe(cost_fit: OnlineCostFit, rank: int, step: int, speed: float = 1.0) -> None:
     rng = np.random.default_rng((rank, step))
     lengths = np.minimum(rng.lognormal(7.3, 1.2, 32), 21_000).astype(np.int64)
-    sums = CostModel.sums(lengths, lengths * rng.integers(16, 256, 32))
+    sums = CostModel().sums(lengths, lengths * rng.integers(16, 256, 32))
     cost_fit.observe(sums, float(TRUTH.predict(sums)) / speed * float(np.exp(0.02 * rng.standard_normal())))
 
 
@@ -87,7 +87,7 @@ def _noise(rank: int) -> tuple[list[Planner], float]:
             updates.append(planner)
         rng = np.random.default_rng((rank, step))
         lengths = np.minimum(rng.lognormal(7.3, 0.1, 32), 21_000).astype(np.int64)
-        cost_fit.observe(CostModel.sums(lengths), float(np.exp(rng.standard_normal())))
+        cost_fit.observe(CostModel().sums(lengths), float(np.exp(rng.standard_normal())))
     return updates, cost_fit.error
 
 
@@ -99,7 +99,7 @@ def test_step_times_that_do_not_depend_on_samples_are_not_fitted() -> None:
 
 def test_a_fit_must_predict_better_than_its_prior() -> None:
     rng = np.random.default_rng(0)
-    sums = np.stack([CostModel.sums(rng.integers(10, 2000, 16)) for _ in range(60)])
+    sums = np.stack([CostModel().sums(rng.integers(10, 2000, 16)) for _ in range(60)])
     seconds = TRUTH.predict(sums)
     assert _fit_helps(PRIOR, sums, seconds)
     assert not _fit_helps(TRUTH, sums, seconds)  # nothing is better than the truth

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_freescale.models.attention import cuda, plan_attention
+from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.hstu import HSTULayer
+from lightning_freescale.models.sequences import Attention
 from tests.models.cases import attention_inputs
 from tests.models.interpreter import run_interpreted
 
@@ -45,8 +46,7 @@ def run_layer(layer: HSTULayer, batch: dict[str, Tensor], call: Any = None) -> d
     x = batch["x"].detach().requires_grad_()
     bias = layer.position_bias is not None
     if call is None:
-        plan = plan_attention(batch["offsets"], batch["timestamps"], bias)
-        out = layer(x, batch["offsets"], batch["timestamps"], plan, batch["keys"])
+        out = layer(x, Attention(batch["offsets"], batch["timestamps"], bias), batch["keys"])
     else:
         out = call(x, cuda.CudaPlan(batch["offsets"], batch["timestamps"], bias), batch["keys"])
     names = ["x", *dict(layer.named_parameters())]
@@ -60,10 +60,10 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 SCRIPT = """
 import torch
-from lightning_freescale.models import elementwise_triton
+from lightning_freescale.models import elementwise_triton, norm_triton
 from tests.models.test_fused_layer import errors, make_batch, make_layer, run_layer
 
-elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS = 32, 3
+elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS, norm_triton.PROGRAMS = 32, 3, 2
 batch = make_batch([5, 0, 21, 1])
 for bias in (True, False):
     for dropout in (0.3, 0.0):

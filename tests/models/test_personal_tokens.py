@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.batch.seq_batch import SeqBatch
+from lightning_freescale.models import HSTU
 from lightning_freescale.models.attention import hstu_attention
 from lightning_freescale.models.attention.buckets import log_bucket
 from lightning_freescale.models.personal_tokens import PersonalTokens, arrange
-from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.models.personalization import UserStates, split_history
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 
 def order_of(lengths: list[int], cut: PersonalTokens) -> list[tuple[int, str, int]]:
@@ -96,6 +107,126 @@ def test_two_sequences_equal_the_masked_form() -> None:
     )
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=0, atol=1e-12)
+
+
+CUT = PersonalTokens(tokens=3, recent=4, refresh=2)
+LENGTHS = [9, 1, 4, 17, 6]
+ROUNDING = 2e-6  # of outputs of length 1 in float32
+
+
+def make_model(bias: str = "relative", cut: PersonalTokens | None = CUT, **options: Any) -> HSTU:
+    torch.manual_seed(3)
+    shape = {"embedding_dim": 8, "num_layers": 3, "num_heads": 2, "max_history": 12, "feature_sizes": {"genre": 5}}
+    model = HSTU(40, bias=bias, personalization=cut, **shape, **options)  # type: ignore[arg-type]
+    for parameter in model.parameters():  # the initial biases are 0, and the initial encodings are small
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def make_features(lengths: list[int], seed: int = 0) -> SeqBatch:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    items, genres = (torch.randint(0, n, (total,), generator=generator) for n in (40, 5))
+    gaps = torch.randint(0, 10**5, (total,), generator=generator)
+    none = [0] * len(lengths)
+    features = KeyedJaggedTensor(
+        keys=["history", "negatives", "genre"],
+        values=torch.cat([items, genres]),
+        lengths=torch.tensor([*lengths, *none, *lengths]),
+    )
+    return SeqBatch(features, gaps.cumsum(0))
+
+
+@pytest.mark.parametrize("bias", ["relative", "input"])
+def test_recent_events_continue_from_a_state_as_from_the_history(bias: str) -> None:
+    """The states also pass through a file."""
+    model, batch = make_model(bias), make_features(LENGTHS)
+    with torch.no_grad():
+        whole = model(batch)
+        history, recent = split_history(batch, CUT)
+        file = io.BytesIO()
+        torch.save(model.compress(history).tensors(), file)
+        file.seek(0)
+        states = UserStates.from_tensors(torch.load(file, weights_only=True))
+        found = model.encode_recent(recent, states)
+    starts = np.cumsum([0, *LENGTHS])
+    expected = [
+        whole[start + int(cut) : end]
+        for start, end, cut in zip(starts[:-1], starts[1:], CUT.history_lengths(np.array(LENGTHS)), strict=True)
+    ]
+    assert torch.allclose(found, torch.cat(expected), rtol=0, atol=ROUNDING)
+    some = torch.tensor([3, 0])
+    chosen = make_subset(recent, some)
+    again = model.encode_recent(chosen, states.select(some))
+    ends = recent.lengths.cumsum(0)
+    parts = [found[int(ends[user] - recent.lengths[user]) : int(ends[user])] for user in some]
+    assert torch.allclose(again, torch.cat(parts), rtol=0, atol=ROUNDING)
+
+
+def make_subset(batch: SeqBatch, users: Tensor) -> SeqBatch:
+    rows = {key: batch.features[key].to_dense() for key in batch.features.keys()}  # noqa: SIM118
+    times = torch.split(batch.timestamps, batch.lengths.tolist())
+    lengths = [len(rows[key][user]) for key in rows for user in users]
+    values = torch.cat([rows[key][user] for key in rows for user in users])
+    features = KeyedJaggedTensor(keys=list(rows), values=values, lengths=torch.tensor(lengths))
+    return SeqBatch(features, torch.cat([times[user] for user in users]))
+
+
+@pytest.mark.parametrize("bias", ["relative", "input"])
+def test_recent_events_do_not_leak_and_the_history_matters(bias: str) -> None:
+    """Other recent events change no output of the history and no state. Another history changes the recent outputs."""
+    model, length = make_model(bias), 17
+    cut = int(CUT.history_lengths(np.array([length]))[0])
+    batch, other = make_features([length]), make_features([length])
+    other.features.values()[cut:length] = 39 - other.features.values()[cut:length]
+    with torch.no_grad():
+        before, after = model(batch), model(other)
+        assert torch.equal(before[:cut], after[:cut])
+        assert not torch.allclose(before[cut:], after[cut:])
+        states = [model.compress(split_history(b, CUT)[0]).tensors() for b in (batch, other)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        other = make_features([length])
+        other.features.values()[0] = 39 - other.features.values()[0]
+        assert not torch.allclose(model(other)[cut:], before[cut:])
+
+
+def test_short_histories_have_one_state_and_the_model_without_tokens_is_another() -> None:
+    model, batch = make_model(), make_features([3, 4, 5])
+    with torch.no_grad():
+        states = model.compress(split_history(batch, CUT)[0])
+        assert states.lengths.tolist() == [0, 0, 0]
+        for layer in states.layers:
+            assert torch.allclose(layer.keys, layer.keys[:1].expand_as(layer.keys), rtol=0, atol=ROUNDING)
+        assert not torch.allclose(make_model(cut=None)(batch), model(batch))
+    with pytest.raises(ConfigurationError, match="compress: the model has no personal tokens"):
+        make_model(cut=None).compress(batch)
+    with pytest.raises(InputError, match="states: of 2 users, but the batch has 3"):
+        model.encode_recent(batch, states.select(torch.tensor([0, 1])))
+    with pytest.raises(InputError, match=r"states: no tensor named 'values\.0'"):
+        UserStates.from_tensors({"keys.0": torch.ones(1), "lengths": torch.ones(1), "last_times": torch.ones(1)})
+
+
+def test_the_cost_follows_the_two_sequences() -> None:
+    """The cost model of a balanced loader; without tokens it has the squares."""
+    lengths = np.array([4.0, 17.0])
+    models = (CostModel.of_module(make_model(cut=cut)) for cut in (CUT, None))
+    with_tokens, without = pickle.loads(pickle.dumps(tuple(models)))  # as a loader does with its workers
+    assert with_tokens.squares(lengths).tolist() == [3**2 + 7**2, (12 + 3) ** 2 + (5 + 3) ** 2]
+    assert without.squares(lengths).tolist() == [16, 289]
+    assert (with_tokens(lengths) - with_tokens.linear * lengths) / with_tokens.quadratic == pytest.approx([58, 289])
+
+
+def test_the_option_is_saved_as_numbers(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    model = make_model()
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    assert saved["hyper_parameters"]["personalization"] == {"tokens": 3, "recent": 4, "refresh": 2}
+    loaded = HSTU.load_from_checkpoint(tmp_path / "model.ckpt").eval()
+    batch = make_features(LENGTHS)
+    with torch.no_grad():
+        assert torch.equal(loaded(batch), model(batch))
 
 
 @pytest.mark.parametrize("name", ["tokens", "recent", "refresh"])

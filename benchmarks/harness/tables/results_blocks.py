@@ -57,6 +57,7 @@ def blocks(results: Results) -> dict[str, str]:
         "simulator": _with_commands(results, "simulate", simulator(results)),
         "learning": _with_commands(results, "learning", learning(results)),
         "attention": _with_commands(results, "attention_kernels", attention(results)),
+        "dense step": _with_commands(results, "dense_step", dense_step(results)),
         "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead", "plain_ddp")),
     }
 
@@ -124,6 +125,21 @@ def learning(results: Results) -> Iterator[Row]:
                 "HR@10": f"{sum(hits) / len(hits):.3f} ({min(hits):.3f} to {max(hits):.3f})",
                 "NDCG@10": f"{sum(row['NDCG@10'] for row in rows) / len(rows):.3f}",
                 "seeds": len(rows),
+            }
+
+
+def dense_step(results: Results) -> Iterator[Row]:
+    """Time and MFU of the dense part of a step."""
+    for found in _of(results, "dense_step"):
+        for row in found["dense_step"]:
+            yield {
+                "model": row["model"],
+                "histories": row["histories"],
+                "bias": f"`{row['bias']}`",
+                "variant": row["variant"],
+                "ms": f"{row['ms']:.1f}",
+                "TFLOP/s": f"{row['TFLOP/s']:.0f} ({row['spread']})",
+                "MFU": f"{row['MFU %']:.1f}%",
             }
 
 

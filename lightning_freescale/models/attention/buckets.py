@@ -7,7 +7,7 @@ from torch import Tensor
 
 BUCKET_SHIFT = 22  # a float32 has 23 mantissa bits; dropping 22 keeps one, which gives two buckets per doubling
 BUCKET_BASE = 0x3F800000 >> BUCKET_SHIFT  # the upper bits of 1.0, the code of distance 0
-_TIME_LIMIT = 2**30  # half the range of int32, so the difference of two times cannot overflow
+TIME_LIMIT = 2**30  # half the range of int32, so the difference of two times cannot overflow
 
 
 def log_bucket(distance: Tensor, buckets: int) -> Tensor:
@@ -66,7 +66,7 @@ def relative_times(timestamps: Tensor, offsets: Tensor) -> Tensor:
     event = torch.arange(timestamps.numel(), device=timestamps.device)
     sample = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
     first = timestamps.index_select(0, offsets.index_select(0, sample).long())
-    return (timestamps - first).clamp_(-_TIME_LIMIT, _TIME_LIMIT - 1).to(torch.int32)
+    return (timestamps - first).clamp_(-TIME_LIMIT, TIME_LIMIT - 1).to(torch.int32)
 
 
 def event_positions(offsets: Tensor, total: int) -> Tensor:

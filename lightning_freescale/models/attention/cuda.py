@@ -101,7 +101,7 @@ def backward(
     """The backward pass of :func:`forward`.
 
     Args:
-        dout: ``[sum(L), H, Dv]``, gradient of the output.
+        dout: ``[sum(L), H, Dv]``, gradient of the output, contiguous, multiplied by :func:`gradient_factor`.
         grads: arrays of the shapes of ``q, k, v`` that receive their gradients. The heads of a row lie side by side; the rows
             may lie apart, by a multiple of 8 elements.
 
@@ -116,6 +116,11 @@ def backward(
 
         found = triton_attention.backward(q, k, v, biases, alpha, plan.triton, dout, grads)
     return (None, None) if biases is None or found is None else found
+
+
+def gradient_factor(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, plan: CudaPlan) -> Tensor | None:
+    """What :func:`backward` needs the rows of the output's gradient to be multiplied by: ``[sum(L)]`` float32, or nothing."""
+    return plan.hopper.scale() if select_hopper(q, k, v, biases) else None
 
 
 def select_hopper(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:

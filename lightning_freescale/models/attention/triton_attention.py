@@ -48,7 +48,11 @@ def configs(dtype: torch.dtype, width: int) -> dict[str, LaunchConfig]:
     """
     if dtype == torch.float32:  # a float32 product takes three TF32 products and twice the bytes
         small = LaunchConfig(64 if width <= 64 else 32, 32, 4, 1)
-        return {"forward": small, "queries": small, "keys": small}
+        if width > 128:  # so that shared memory of 99 KiB suffices, which GPUs of compute capability 8.9 have
+            small = LaunchConfig(16, 16, 4, 1)
+        return dict.fromkeys(("forward", "queries", "keys"), small)
+    if width > 128:  # for the same reason
+        return dict.fromkeys(("forward", "queries", "keys"), LaunchConfig(32, 32, 4, 2))
     # Compared with blocks of 64, blocks of 32 take half the registers and as many instructions per score, and each block
     # spans fewer buckets.
     return {

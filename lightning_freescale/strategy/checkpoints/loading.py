@@ -120,7 +120,7 @@ class CheckpointLoading(CheckpointState):
         entry = checkpoint.get(ENTRY)
         states = checkpoint["optimizer_states"]
         if entry is None:
-            states = optimizer_states_without_tables(states, self._table_positions)
+            states = optimizer_states_without_tables(list(states), self._table_positions)
         try:
             super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         except (ValueError, KeyError, RuntimeError) as failure:

@@ -213,8 +213,13 @@ struct Gradient {
   // After that: add to the edges. `grads`: the score gradients, rounded, two a register.
   DEVICE void finish(const Strip<false>& strip, const u32 (&grads)[16], Buckets b, u32 record) const {
     const int positions = b.position_high() - b.position_low(), times = b.time_high() - b.time_low();
-    if (positions == 1 && times == 1) {
-      add_edges<1, 1>(strip, grads, b, b.position_high(), b.time_high(), record);
+    if (positions <= 1 && times <= 1) {
+      if (times == 0)
+        add_edges<1, 0>(strip, grads, b, b.position_high(), 0, record);
+      else if (positions == 0)
+        add_edges<0, 1>(strip, grads, b, 0, b.time_high(), record);
+      else
+        add_edges<1, 1>(strip, grads, b, b.position_high(), b.time_high(), record);
       return;
     }
 #pragma unroll 1
@@ -231,7 +236,7 @@ struct Gradient {
     constexpr int NEVER = 0x7fffffff;  // more than any distance between rows and columns, and than any time
     int rest[P + 1];
     int2 bounds[T + 1];
-    float parts[P + T] = {};
+    float parts[P + T] = {}, more[P + T] = {};  // of even and odd elements: neighbours do not wait for each other
     const int distance = P ? strip.distance(record) : 0;
 #pragma unroll
     for (int k = 0; k < P; k++)
@@ -248,14 +253,19 @@ struct Gradient {
         const float grad = i % 2 ? pair.y : pair.x;
 #pragma unroll
         for (int k = 0; k < P; k++)
-          if (strip.offset(i) >= rest[k]) parts[k] += grad;
+          if (strip.offset(i) >= rest[k]) (i % 2 ? more : parts)[k] += grad;
 #pragma unroll
         for (int k = 0; k < T; k++)
-          if (strip.time_reached(i, t, bounds[k])) parts[P + k] += grad;
+          if (strip.time_reached(i, t, bounds[k])) (i % 2 ? more : parts)[P + k] += grad;
       }
     }
+#pragma unroll
+    for (int k = 0; k < P + T; k++) parts[k] += more[k];
     const int lane = threadIdx.x % 32;
-    if constexpr (P + T == 2) {
+    if constexpr (P + T == 1) {
+      const float total = warp_sum(parts[0]);
+      if (lane == 0) add_shared(BY_EDGE + 4 * (T ? SLOTS + time : position), total);
+    } else if constexpr (P + T == 2) {
       const float total = warp_sum(fold<16>(parts[0], parts[1]), 8);
       if (lane % 16 == 0) add_shared(BY_EDGE + 4 * (lane ? SLOTS + time : position), total);
     } else {

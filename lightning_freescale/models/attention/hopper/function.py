@@ -84,7 +84,7 @@ def _forward(inputs: _Inputs) -> Tensor:
 
 
 def _scaled(use: Kernels, dout: Tensor, plan: Plan) -> Tensor:
-    """``dout`` divided by the number of events that each event attends to."""
+    """``dout`` multiplied by ``plan.scale()``: divided by the number of events that each event attends to."""
     total, width = len(dout), dout.shape[1] * dout.shape[2]
     if dout.stride(2) != 1 or dout.stride(1) != dout.shape[2] or dout.stride(0) % 8 or dout.data_ptr() % 16:
         dout = dout.contiguous()
@@ -95,12 +95,11 @@ def _scaled(use: Kernels, dout: Tensor, plan: Plan) -> Tensor:
     return scaled
 
 
-def _backward(inputs: _Inputs, dout: Tensor, grads: Grads) -> Biases | None:
+def _backward(inputs: _Inputs, scaled: Tensor, grads: Grads) -> Biases | None:
     """Write the gradients of q, k, v to ``grads``. Returns those of both tables, float32, if there are biases."""
     use = inputs.kernels()
     q, _, _, biases, _, plan = inputs
     c, heads, device = use.config, q.shape[1], q.device
-    scaled = _scaled(use, dout, plan)
     dq, dk, dv = grads
     strides = [ctypes.c_int64(x.stride(0)) for x in grads]
     tiles = plan.tiles(c.backward_rows)
@@ -136,12 +135,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan, dout: Tensor, grads: Grads
+    q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan, scaled: Tensor, grads: Grads
 ) -> Biases | None:
-    """The backward pass of :func:`forward`: writes the gradients of q, k, v to ``grads`` and returns those of the biases."""
+    """The backward pass of :func:`forward`: writes the gradients of q, k, v to ``grads`` and returns those of the biases.
+
+    ``scaled [sum(L), H, Dv]`` is the gradient of the output, each row multiplied by ``plan.scale()``; contiguous.
+    """
     with torch.cuda.device(q.device):
         use_device(q.device.index)
-        return _backward(_inputs(q, k, v, biases, alpha, plan), dout, grads)
+        return _backward(_inputs(q, k, v, biases, alpha, plan), scaled, grads)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> _Inputs:
@@ -173,7 +175,10 @@ class _Attention(torch.autograd.Function):
             return *(None if x is None else torch.zeros_like(x) for x in saved), None, None
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         biases = _biases(position_bias, time_bias)
-        found = backward(q, k, v, biases, ctx.alpha, ctx.plan, grads[0], (dq, dk, dv))
+        with torch.cuda.device(q.device):
+            use_device(q.device.index)
+            inputs = _inputs(q, k, v, biases, ctx.alpha, ctx.plan)
+            found = _backward(inputs, _scaled(inputs.kernels(), grads[0], ctx.plan), (dq, dk, dv))
         if biases is None or found is None:
             return dq, dk, dv, None, None, None, None
         return dq, dk, dv, found[0].to(biases[0].dtype), found[1].to(biases[1].dtype), None, None

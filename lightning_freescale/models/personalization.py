@@ -1,0 +1,201 @@
+"""The learned tokens of a model with :class:`~.personal_tokens.PersonalTokens`, and the states of users for serving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.batch.seq_batch import NEGATIVES, SeqBatch
+from lightning_freescale.models.attention.buckets import event_positions
+from lightning_freescale.models.personal_tokens import PersonalTokens, arrange
+from lightning_freescale.models.sequences import (
+    Attention,
+    LayerState,
+    RecordingAttention,
+    StateAttention,
+    TokenAttention,
+)
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
+
+# Personalizing is combined with the LightningModule of `lightning` or of `pytorch_lightning`.
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    _Base = pl.LightningModule
+else:
+    _Base = object
+
+INITIAL_TOKEN_STD = 0.02
+_KEY_STEP = 0x61C88647  # odd: the dropout keys of the tokens of a user differ
+
+
+class UserStates(NamedTuple):
+    """What recent events need of the histories of ``B`` users.
+
+    Attributes:
+        layers: keys and values of the tokens, for every layer.
+        lengths: ``[B]`` int64, events of each history.
+        last_times: ``[B]`` int64, the time of the last event of each history; 0 if it is empty.
+    """
+
+    layers: Sequence[LayerState]
+    lengths: Tensor
+    last_times: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, for a file such as ``safetensors.torch.save_file(states.tensors(), path)``."""
+        found = {"lengths": self.lengths, "last_times": self.last_times}
+        for number, layer in enumerate(self.layers):
+            found |= {f"keys.{number}": layer.keys, f"values.{number}": layer.values}
+        return {name: value.contiguous() for name, value in found.items()}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor]) -> UserStates:
+        """The inverse of :meth:`tensors`."""
+        count = sum(name.startswith("keys.") for name in tensors)
+        missing = {"lengths", "last_times", *(f"values.{number}" for number in range(count))} - tensors.keys()
+        if missing or not count:
+            raise InputError(f"states: no tensor named {min(missing or {'keys.0'})!r}; the file is not of UserStates")
+        layers = [LayerState(tensors[f"keys.{number}"], tensors[f"values.{number}"]) for number in range(count)]
+        return UserStates(layers, tensors["lengths"], tensors["last_times"])
+
+    def select(self, users: Tensor) -> UserStates:
+        """The states of some users, by their index ``[n]``."""
+        layers = [LayerState(layer.keys[users], layer.values[users]) for layer in self.layers]
+        return UserStates(layers, self.lengths[users], self.last_times[users])
+
+
+class Personalization(nn.Module):
+    """The tokens that stand between history and recent events.
+
+    Args:
+        cut: number of tokens, and where the history ends.
+        dim: width ``D`` of the layers.
+    """
+
+    def __init__(self, cut: PersonalTokens, dim: int) -> None:
+        super().__init__()
+        self.cut = cut
+        self.tokens = nn.Parameter(torch.randn(cut.tokens, dim) * INITIAL_TOKEN_STD)
+
+    def insert(
+        self, x: Tensor, lengths: Tensor, timestamps: Tensor, keys: Tensor | None, bias: bool
+    ) -> tuple[Tensor, TokenAttention, Tensor | None, Tensor]:
+        """Insert the tokens of each user between history and recent events.
+
+        Args:
+            x: ``[sum(L), D]``, the input of the layers.
+            lengths: ``[B]`` int64, events of each user.
+            timestamps: ``[sum(L)]`` int64, seconds.
+            keys: ``[sum(L)]`` int32, the dropout keys; ``None`` without dropout.
+            bias: whether the layers have position and time biases.
+
+        Returns:
+            The rows of the layers, their attention, their dropout keys, and the row of each event.
+        """
+        two, tokens = arrange(lengths, len(x), self.cut), self.cut.tokens
+        rows = torch.cat([x, self.tokens.to(x.dtype).repeat(len(lengths), 1)])[two.rows]
+        times = torch.cat([timestamps, timestamps[two.token_times].repeat_interleave(tokens)])[two.rows]
+        if keys is not None:
+            steps = torch.arange(1, tokens + 1, dtype=torch.int32, device=keys.device) * _KEY_STEP
+            keys = torch.cat([keys, (keys[two.token_times][:, None] ^ steps).flatten()])[two.rows]
+        return rows, TokenAttention(two, times, bias), keys, two.events
+
+    def append(
+        self, x: Tensor, lengths: Tensor, timestamps: Tensor, bias: bool
+    ) -> tuple[Tensor, RecordingAttention, Tensor]:
+        """Append the tokens to each history. Arguments as in :meth:`insert`; a history may be empty.
+
+        Returns:
+            The rows of the layers, an attention that records the states, and the time of the last event of each history.
+        """
+        users, tokens = len(lengths), self.cut.tokens
+        ends = lengths.cumsum(0)
+        has_events = lengths > 0
+        padded = torch.cat([timestamps, timestamps.new_zeros(1)])
+        last_times = torch.where(has_events, padded[(ends - 1).clamp(min=0)], 0)
+        user = torch.repeat_interleave(torch.arange(users, device=x.device), lengths, output_size=len(x))
+        event_rows = torch.arange(len(x), device=x.device) + user * tokens
+        token_rows = (ends[:, None] + torch.arange(users * tokens, device=x.device).view(users, tokens)).flatten()
+        rows = x.new_empty(len(x) + users * tokens, x.shape[1])
+        rows[event_rows], rows[token_rows] = x, self.tokens.to(x.dtype).repeat(users, 1)
+        times = timestamps.new_empty(len(rows))
+        times[event_rows], times[token_rows] = timestamps, last_times.repeat_interleave(tokens)
+        offsets = torch.nn.functional.pad((lengths + tokens).cumsum(0), (1, 0))
+        return rows, RecordingAttention(offsets, times, bias, token_rows, users), last_times
+
+
+def recent_attention(lengths: Tensor, timestamps: Tensor, states: UserStates, bias: bool) -> StateAttention:
+    """The attention of recent events ``[sum(lengths)]`` of the users of ``states``."""
+    if len(lengths) != len(states.lengths):
+        raise InputError(f"states: of {len(states.lengths)} users, but the batch has {len(lengths)}")
+    first = timestamps[lengths.cumsum(0) - lengths]
+    token_times = torch.where(states.lengths > 0, states.last_times, first)
+    return StateAttention(lengths, timestamps, token_times, states.layers, bias)
+
+
+class Personalizing(_Base):
+    """Serving of a LightningModule with ``personalization``: histories become states, and recent events continue from them."""
+
+    embedding: Any
+    personalization: Personalization | None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the attention has position and time biases."""
+        raise NotImplementedError
+
+    def layer_input(self, embedded: Any, batch: SeqBatch, states: UserStates | None = None) -> Tensor:
+        """The input of the layers, ``[sum(L), D]``."""
+        raise NotImplementedError
+
+    def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
+        """All layers, then rows of length 1."""
+        raise NotImplementedError
+
+    def compress(self, history: SeqBatch) -> UserStates:
+        """The states of the users after all events of ``history``. A history may be empty.
+
+        ``split_history(batch, model.personalization.cut)`` cuts a batch as training does. Recent events do not change a state.
+        """
+        if self.personalization is None:
+            raise ConfigurationError(
+                "compress: the model has no personal tokens; set personalization=PersonalTokens(...)"
+            )
+        lengths = history.lengths.long()
+        x = self.layer_input(self.embedding(history.features), history)
+        rows, attention, last_times = self.personalization.append(x, lengths, history.timestamps, self.has_bias)
+        self.apply_layers(rows, attention)
+        return UserStates(attention.layers, lengths, last_times)
+
+    def encode_recent(self, recent: SeqBatch, states: UserStates) -> Tensor:
+        """Output at every recent event, ``[sum(R), D]``, as if the batch held the whole histories.
+
+        The samples of ``recent`` and the users of ``states`` have the same order.
+        """
+        x = self.layer_input(self.embedding(recent.features), recent, states)
+        return self.apply_layers(x, recent_attention(recent.lengths.long(), recent.timestamps, states, self.has_bias))
+
+
+def split_history(batch: SeqBatch, cut: PersonalTokens) -> tuple[SeqBatch, SeqBatch]:
+    """The history and the recent events of each user, as two batches. The first has only features of the events."""
+    lengths = batch.lengths.long()
+    history = cut.history_lengths(lengths)
+    position = event_positions(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), len(batch.timestamps))
+    is_history = position < history.repeat_interleave(lengths)
+    return _part(batch, is_history, history), _part(batch, ~is_history, lengths - history)
+
+
+def _part(batch: SeqBatch, chosen: Tensor, lengths: Tensor) -> SeqBatch:
+    """The chosen events ``[sum(L)]`` bool of a batch, without negatives and targets; ``lengths [B]`` counts them."""
+    names = batch.features.keys()
+    values = [batch.features[name].values() for name in names]
+    values = [part[:0] if name == NEGATIVES else part[chosen] for name, part in zip(names, values, strict=True)]
+    counts = [torch.zeros_like(lengths) if name == NEGATIVES else lengths for name in names]
+    features = KeyedJaggedTensor(keys=names, values=torch.cat(values), lengths=torch.cat(counts))
+    return replace(batch, features=features, timestamps=batch.timestamps[chosen], targets=None)

@@ -1,0 +1,83 @@
+"""The kernels of the loss against its PyTorch operations: in Triton's interpreter, and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_freescale.models.loss import sampled_softmax
+from tests.models.interpreter import run_interpreted
+
+CASES = (  # lengths, K, D, whether the draw is corrected, sets of each sample
+    ([70, 1, 0, 33, 2], 5, 40, False, None),
+    ([70, 1, 0, 33, 2], 5, 40, True, None),
+    ([200, 3], 4, 16, True, [3, 1]),
+    ([40], 1, 8, False, None),
+)
+
+
+def loss_inputs(
+    lengths: list[int], negatives: int, dim: int, correct: bool, sets: list[int] | None
+) -> tuple[list[Tensor], list[Tensor | int | None]]:
+    """Outputs, items and negatives; and the other arguments of ``sampled_softmax``. Many negatives equal a target."""
+    rng = torch.Generator().manual_seed(0)
+    counts = negatives * torch.tensor(sets or [1] * len(lengths))
+    total, drawn = sum(lengths), int(counts.sum())
+    learned = [torch.randn(size, dim, generator=rng) for size in (total, total, drawn)]
+    rest: list[Tensor | int | None] = [
+        torch.randint(6, (total,), generator=rng),
+        torch.randint(9, (drawn,), generator=rng),
+        torch.tensor([0, *lengths]).cumsum(0),
+        torch.randn(9, generator=rng) if correct else None,
+        *((counts, negatives) if sets else (None, None)),
+    ]
+    return learned, rest
+
+
+def run_loss(learned: list[Tensor], rest: list[Tensor | int | None]) -> list[Tensor]:
+    """The loss, and the gradients of outputs, items and negatives."""
+    outputs, items, negatives = (x.detach().requires_grad_() for x in learned)
+    item_ids, negative_ids, *others = rest
+    loss = sampled_softmax(outputs, items, item_ids, negatives, negative_ids, *others)  # type: ignore[arg-type]
+    return [loss.detach(), *torch.autograd.grad(loss, [outputs, items, negatives])]
+
+
+def largest_error(got: list[Tensor], want: list[Tensor]) -> float:
+    """Largest ``|got - want| / |want|``."""
+    return max(float((x.cpu().double() - y).norm() / y.norm().clamp(min=1e-9)) for x, y in zip(got, want, strict=True))
+
+
+SCRIPT = """
+from lightning_freescale.models import loss, loss_triton
+from tests.models.test_loss_triton import CASES, largest_error, loss_inputs, run_loss
+
+for case in CASES:
+    inputs = loss_inputs(*case)
+    want = run_loss(*inputs)
+    plain, loss._loss_and_gradients = loss._loss_and_gradients, loss_triton.loss_and_gradients
+    assert largest_error(run_loss(*inputs), want) < 1e-5, case
+    inputs[0][2][0] += 0.1  # negative control: one negative
+    assert largest_error(run_loss(*inputs), want) > 1e-3, case
+    loss._loss_and_gradients = plain
+"""
+
+
+def test_interpreted_kernels_equal_the_operations() -> None:
+    run_interpreted(SCRIPT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*CASES, ([3000, 0, 700, 1], 128, 512, True, None), ([900, 40], 100, 64, False, [7, 2])]
+)
+def test_compiled_kernels_equal_the_operations_in_float64(case: tuple) -> None:
+    learned, rest = loss_inputs(*case)
+    want = run_loss(
+        [x.double() for x in learned], [x.double() if i == 3 and x is not None else x for i, x in enumerate(rest)]
+    )
+    on_cuda = [x.cuda() if isinstance(x, Tensor) else x for x in rest]
+    got = run_loss([x.cuda() for x in learned], on_cuda)
+    assert largest_error(got, want) < 1e-5
+    again = run_loss([x.cuda() for x in learned], on_cuda)
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))  # every sum has a fixed order
