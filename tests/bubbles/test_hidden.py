@@ -59,8 +59,8 @@ def train(rank: int, folder: Path, slow: Kind, busy: bool) -> None:
     model = Busy(busy)
     inner = all_to_all.start
 
-    def exchange(*args: Any) -> Any:
-        transfer = inner(*args)
+    def exchange(*args: Any, **options: Any) -> Any:
+        transfer = inner(*args, **options)
         timeline, kind = args[5:7]
         step = model.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         if kind is not slow or step not in DELAYED:
