@@ -22,6 +22,9 @@ SECOND_PROCESS = [
     "tests/data",
     "tests/bubbles",
     "tests/simulate",
+    "tests/runtime",
+    "tests/strategy/test_zero_collision.py",
+    "tests/embedding/zero_collision",
 ]
 
 

@@ -78,7 +78,7 @@ class StepHooks(CheckpointHooks):
             assert self._rates is not None
             refuse_accumulation(self._module.trainer)
             self._rates.apply()
-        self._exchange_mode.before_step(_num_ids(args[0] if args else None))
+            self._exchange_mode.before_step(_num_ids(args[0] if args else None))
         if self.schedule is not None:
             self.schedule.begin_step(*self._pipeline.features_ahead(args[0] if args else None))
         if self._pipeline.current:
