@@ -34,9 +34,9 @@ class Catalogue:
     def of(histories: Histories) -> Catalogue:
         return Catalogue(histories.item_ids, dict(histories.feature_values))
 
-    def difference(self, other: Catalogue) -> str:
-        """What differs, for a message; empty if both name the same rows."""
-        pairs = [("items", self.item_ids, other.item_ids)]
+    def difference(self, other: Catalogue, items: bool = True) -> str:
+        """What differs, for a message; empty if both name the same rows. ``items=False`` compares the features alone."""
+        pairs = [("items", self.item_ids, other.item_ids)] if items else []
         if self.feature_values.keys() != other.feature_values.keys():
             return f"the features are {sorted(self.feature_values)} and {sorted(other.feature_values)}"
         pairs += [(name, values, other.feature_values[name]) for name, values in self.feature_values.items()]

@@ -217,17 +217,28 @@ class SeqRecDataMixin:
 
     def state_dict(self) -> dict[str, Any]:
         """The ids behind the rows of the tables, and how the data are read. Lightning saves it in every checkpoint."""
-        reading = {"max_history": self.max_history, "held_out": self.held_out, **self._source_options}
+        reading = {
+            "max_history": self.max_history,
+            "held_out": self.held_out,
+            "ids": self.ids,
+            **self._source_options,
+        }
         if self.streaming:
             return {"reading": reading}
         return {"reading": reading, "catalogue": Catalogue.of(self.histories).state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise :class:`InputError` if the rows of the tables stood for other items or features when the state was saved."""
+        """Raise :class:`InputError` if the rows of the tables stood for other items or features when the state was saved.
+
+        With ``ids="raw"`` the table itself knows which row belongs to which item, so the items may differ.
+        """
         if self.streaming or "catalogue" not in state_dict:
             return
-        difference = Catalogue.from_state_dict(state_dict["catalogue"]).difference(Catalogue.of(self.histories))
-        if difference:
+        saved_ids = state_dict["reading"].get("ids", "dense")
+        if saved_ids != self.ids:
+            raise InputError(f"ids: {self.ids!r}, but the checkpoint was trained with {saved_ids!r}; use that")
+        saved = Catalogue.from_state_dict(state_dict["catalogue"])
+        if difference := saved.difference(Catalogue.of(self.histories), items=self.ids == "dense"):
             raise InputError(
                 f"data: the checkpoint was trained with another catalogue ({difference}), so its rows stand for other items; "
                 "use the data of that training"

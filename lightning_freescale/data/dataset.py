@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.negatives import NegativeSampler
-from lightning_freescale.data.samples import MIN_EVENTS, SampleArrays, collate, leave_one_out, whole_histories
+from lightning_freescale.data.samples import MIN_EVENTS, SampleArrays, collate, events_before, leave_one_out
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 
@@ -90,4 +90,4 @@ class WholeHistoryDataset(HistoryDataset):
     def _samples(self, indices: NDArray[np.int64]) -> SampleArrays:
         events = self.histories
         columns = (events.items, events.timestamps, events.features, events.offsets)
-        return whole_histories(*columns, indices, self.max_history)
+        return events_before(events.offsets[indices + 1], *columns, indices, self.max_history)

@@ -58,23 +58,11 @@ def leave_one_out(
         skip: number of last events that are left out before the target is chosen.
     """
     last = offsets[indices + 1] - 1 - skip
-    samples = _events_before(last, items, timestamps, features, offsets, indices, max_history)
+    samples = events_before(last, items, timestamps, features, offsets, indices, max_history)
     return samples._replace(users=indices + first_user, targets=items[last])
 
 
-def whole_histories(
-    items: NDArray[np.int64],
-    timestamps: NDArray[np.int64],
-    features: Mapping[str, NDArray[np.int64]],
-    offsets: NDArray[np.int64],
-    indices: NDArray[np.int64],
-    max_history: int,
-) -> SampleArrays:
-    """Return the latest events of the users ``indices [n]``, with the last one, and no targets. Arguments as above."""
-    return _events_before(offsets[indices + 1], items, timestamps, features, offsets, indices, max_history)
-
-
-def _events_before(
+def events_before(
     ends: NDArray[np.int64],
     items: NDArray[np.int64],
     timestamps: NDArray[np.int64],
@@ -83,7 +71,10 @@ def _events_before(
     indices: NDArray[np.int64],
     max_history: int,
 ) -> SampleArrays:
-    """The latest ``max_history`` events of the users ``indices [n]`` before the events ``ends [n]``."""
+    """Return the latest ``max_history`` events of the users ``indices [n]`` before the events ``ends [n]``, without targets.
+
+    The other arguments are those of :func:`leave_one_out`.
+    """
     lengths = np.minimum(ends - offsets[indices], max_history)
     starts = ends - lengths
     return SampleArrays(

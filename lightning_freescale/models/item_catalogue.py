@@ -49,7 +49,19 @@ class ItemCatalogue(_Base):
         """The position of each id in the catalogue: int64 of any shape to the same shape. Unknown ids get some position."""
         if self.catalogue_ids is None or self.catalogue_order is None:
             return ids
-        return self.catalogue_order[torch.searchsorted(self.catalogue_ids, ids).clamp_(max=len(self.catalogue_ids) - 1)]
+        return self.catalogue_order[self._nearest(self.catalogue_ids, ids)]
+
+    def known_item_numbers(self, ids: Tensor) -> Tensor:
+        """:meth:`item_numbers`, and -1 for every id that is not in the catalogue."""
+        if self.catalogue_ids is None or self.catalogue_order is None:
+            return ids
+        place = self._nearest(self.catalogue_ids, ids)
+        return torch.where(self.catalogue_ids[place] == ids, self.catalogue_order[place], -1)
+
+    @staticmethod
+    def _nearest(catalogue_ids: Tensor, ids: Tensor) -> Tensor:
+        """Where each id is among the sorted ids of the catalogue, or some other place if it is not there."""
+        return torch.searchsorted(catalogue_ids, ids).clamp_(max=len(catalogue_ids) - 1)
 
     @property
     def catalogue_size(self) -> int:

@@ -30,8 +30,8 @@ class Recommendations(NamedTuple):
     """The best items of ``B`` users, the best first.
 
     Attributes:
-        users: ``[B]`` ids of the users in the data, or user numbers if the data module has no ids.
-        items: ``[B, k]`` ids of the items in the data, or row numbers if the data module has none.
+        users: ``[B]`` ids of the users in the data. Without a data module that names users, their positions in the batch.
+        items: ``[B, k]`` ids of the items in the data. Without such a data module, the numbers of the items.
         scores: ``[B, k]`` float32: cosines. It is minus infinity where a user has fewer than ``k`` candidates; the item there is
             the first of the catalogue and means nothing.
     """
@@ -92,7 +92,7 @@ class Recommending(ItemCatalogue, _Base):
         k = min(self.hparams["top_k"], self.catalogue_size)
         outputs = self.encode(self.embedding(batch.features), batch)[batch.lengths.cumsum(0) - 1]
         seen = (
-            JaggedRows(batch.lengths.long(), self.item_numbers(batch.features[HISTORY].values()))
+            JaggedRows(batch.lengths.long(), self.known_item_numbers(batch.features[HISTORY].values()))
             if self.hparams["filter_seen"]
             else None
         )

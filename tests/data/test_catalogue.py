@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,8 +66,8 @@ def test_files_that_do_not_fit_are_named() -> None:
         Catalogue(np.array([1, 2])).recode(histories([2, 3], [[0, 1], [1]]), min_events=2)
 
 
-def module(item_ids: list, genres: list[str] | None = None) -> SeqRecDataModule:
-    return SeqRecDataModule(histories(item_ids, [[0, 1, 2, 0]], genres), batch_size=1, max_history=4)
+def module(item_ids: list, genres: list[str] | None = None, **options: Any) -> SeqRecDataModule:
+    return SeqRecDataModule(histories(item_ids, [[0, 1, 2, 0]], genres), batch_size=1, max_history=4, **options)
 
 
 def test_a_checkpoint_of_another_catalogue_is_refused() -> None:
@@ -79,3 +80,13 @@ def test_a_checkpoint_of_another_catalogue_is_refused() -> None:
     with pytest.raises(InputError, match="the features are"):
         module(["a", "b", "c"], genres=["x"]).load_state_dict(state)
     module(["a", "b", "d"]).load_state_dict({})  # a checkpoint of an earlier version does not say
+
+
+def test_raw_ids_resume_with_a_catalogue_that_has_changed() -> None:
+    """The table knows its ids, so only the features must be the same."""
+    state = module(["a", "b", "c"], ["x", "y"], ids="raw").state_dict()
+    module(["a", "c", "new"], ["x", "y"], ids="raw").load_state_dict(state)
+    with pytest.raises(InputError, match="genre: row 1 is"):
+        module(["a", "b", "c"], ["x", "z"], ids="raw").load_state_dict(state)
+    with pytest.raises(InputError, match="ids: 'dense', but the checkpoint was trained with 'raw'"):
+        module(["a", "b", "c"], ["x", "y"]).load_state_dict(state)

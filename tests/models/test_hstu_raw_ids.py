@@ -87,6 +87,8 @@ def test_the_catalogue_is_ranked() -> None:
     ids = torch.tensor([2**60, 5, 77])
     model.set_catalogue(ids)
     assert model.item_numbers(ids).tolist() == [0, 1, 2]
+    assert model.known_item_numbers(ids).tolist() == [0, 1, 2]
+    assert model.known_item_numbers(ids.max() + 1 + ids).tolist() == [-1, -1, -1]
     model.eval()
     with torch.no_grad():
         model._look_up_catalogue()

@@ -49,8 +49,10 @@ def exists(path: str) -> bool:
 
 def is_folder(path: str) -> bool:
     """Whether ``path`` is a folder. Web servers have none."""
+    if get_protocol(path).startswith("http"):
+        return False
     fs, inner = url_to_fs(path)
-    return not get_protocol(path).startswith("http") and fs.isdir(inner)
+    return fs.isdir(inner)
 
 
 def remove(path: str) -> None:
