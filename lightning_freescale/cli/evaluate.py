@@ -20,7 +20,7 @@ from lightning_freescale.models.metrics import target_ranks
 LIST_LENGTH = 10  # items of a list, for the coverage
 
 
-class Beside(pl.Callback):
+class PopularityComparison(pl.Callback):
     """What the model's own metrics do not say: the same metrics of the most popular items, and the coverage of the lists.
 
     Args:
@@ -71,15 +71,15 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     model = trained_model.load_model(options.checkpoint, checkpoint, filter_seen)
     model.hparams.update(max_eval_items=model.num_items, top_k=min(LIST_LENGTH, model.num_items))
     data = trained_model.read_data(options.checkpoint, checkpoint, options, MIN_EVENTS)
-    beside = Beside(torch.from_numpy(data.histories.training_item_counts(held_out=1)), filter_seen)
+    comparison = PopularityComparison(torch.from_numpy(data.histories.training_item_counts(held_out=1)), filter_seen)
     # The progress bar writes to standard output, where JSON must stand alone.
-    trainer = trained_model.make_trainer(callbacks=[beside], enable_progress_bar=not options.json)
+    trainer = trained_model.make_trainer(callbacks=[comparison], enable_progress_bar=not options.json)
     (found,) = trainer.test(model, datamodule=data, verbose=False)
     rows = {
         name: {"model": found[f"test/{name}"], "popularity": metric.compute().item()}  # type: ignore[operator]
-        for name, metric in beside.popularity.items()
+        for name, metric in comparison.popularity.items()
     }
-    shares = [len(items - {-1}) / model.num_items for items in (beside.recommended, beside.popular)]
+    shares = [len(items - {-1}) / model.num_items for items in (comparison.recommended, comparison.popular)]
     rows[f"coverage@{LIST_LENGTH}"] = dict(zip(("model", "popularity"), shares, strict=True))
     if options.json:
         print(json.dumps({"users": data.histories.num_users, "items": model.num_items, "metrics": rows}, indent=2))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import fbgemm_gpu  # noqa: F401  registers the read-only look-up
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.zero_collision import look_up_by_fbgemm
 from lightning_freescale.embedding.zero_collision.layout import EMPTY, Eviction, Layout
 from lightning_freescale.embedding.zero_collision.reference import ReferenceRemapper
 from lightning_freescale.embedding.zero_collision.remap import (
@@ -134,17 +134,7 @@ def test_fbgemm_reads_the_table(policy: str | None) -> None:
         seen.append(ids)
     ids = torch.cat(seen)
     found = look_up(state, layout, ids)
-    expected = torch.ops.fbgemm.zero_collision_hash(
-        input=ids,
-        identities=state.identities[:, None],
-        max_probe=layout.max_probe,
-        circular_probe=True,
-        readonly=True,
-        local_sizes=torch.full_like(ids, layout.bucket_size),
-        offsets=(ids % layout.buckets) * layout.bucket_size,
-        opt_in_prob=100,
-        num_reserved_slots=layout.reserved,
-    )[0]
+    expected = look_up_by_fbgemm(state, layout, ids)
     assert torch.equal(found, expected)
     missing = found % layout.bucket_size >= layout.usable
     assert missing.any()
