@@ -19,6 +19,7 @@ from lightning_freescale.embedding.zero_collision.collection import ZeroCollisio
 from lightning_freescale.runtime.errors import CheckpointError, ConfigurationError, FreeScaleError, InputError
 from lightning_freescale.strategy import FreeScaleStrategy
 from lightning_freescale.strategy.checkpoints.export import export
+from lightning_freescale.strategy.checkpoints.verify import last_checkpoint
 
 _messages = _rank_zero.log
 with contextlib.suppress(ModuleNotFoundError):  # pytorch_lightning comes with lightning, but users may have removed it
@@ -37,5 +38,6 @@ __all__ = [
     "SeqRecDataModule",
     "ZeroCollision",
     "export",
+    "last_checkpoint",
     "zero_collision",
 ]

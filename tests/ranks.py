@@ -38,9 +38,10 @@ def free_port() -> int:
 LINGER = 3.0  # seconds
 
 
-def _run(
+def run_rank(
     rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection, all_done: Event
 ) -> None:
+    """The life of the process of one rank: call ``fn(rank, *args)``, send ``("ok", result)`` or ``("error", traceback)``, end."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # oneDNN's state does not survive a fork: matrix products hang on ARM
     # With LOCAL_RANK set, Lightning takes the processes as given and launches none of its own.
@@ -77,7 +78,7 @@ def run_ranks(
     pipes, processes, all_done = [], [], context.Event()
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_run, args=(rank, world, port, fn, args, theirs, all_done)))
+        processes.append(context.Process(target=run_rank, args=(rank, world, port, fn, args, theirs, all_done)))
         processes[-1].start()
         theirs.close()  # so that a dead child reads as EOF here
         pipes.append(ours)

@@ -26,6 +26,7 @@ Files:
     zero_collision/     tables whose ids are any 64-bit numbers
     plan.py             the sharding plan: which rank holds which part of which table
     shard.py            shards a model by that plan; the dense parameters become data parallel
+    fixed_buckets.py    the data parallelism of the dense parameters on a CPU, equal to the bit after a resume
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
     index.py            index arithmetic as pure functions, and the names of the row orders
     stages.py           the stages of a batch as types; the operations take one stage and return the next

@@ -16,6 +16,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
+from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 from lightning_freescale.embedding.wire import Wire
@@ -89,8 +90,11 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             module, ddp_ignore_param_names | _unsynchronized_buffers(module)
         )
-        device_ids = None if device.type == "cpu" else [device]
-        dmp._dmp_wrapped_module = DistributedDataParallel(module.to(device), device_ids=device_ids, **self._options)
+        # A resume that is equal to the last bit is promised on a CPU only. On a GPU, DDP may adapt its buckets to the model.
+        if device.type == "cpu":
+            dmp._dmp_wrapped_module = FixedBucketsDDP(module.to(device), **self._options)
+        else:
+            dmp._dmp_wrapped_module = DistributedDataParallel(module.to(device), device_ids=[device], **self._options)
 
 
 def _unsynchronized_buffers(module: nn.Module) -> set[str]:

@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,21 @@ def keep_from_forked_processes() -> None:
     all objects that it inherits from garbage collection.
     """
     os.register_at_fork(after_in_child=gc.freeze)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether torch has raised ``error`` because another rank or the rendezvous store does not answer."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def describe_missing_ranks(error: BaseException, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Why the default process group could not be set up. Before that, a rank cannot ask the others."""
+    seconds = timeout.total_seconds()
+    reason = f"not all of the {world_size} ranks have come within {seconds:.0f} s"
+    if rank != 0:
+        store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = f"rank 0, which hosts the rendezvous store at {store}, cannot be reached, or {reason}"
+    return f"rank {rank}: {reason}: {str(error).splitlines()[0]}"
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:

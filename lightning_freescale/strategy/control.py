@@ -9,6 +9,7 @@ that batch, some steps later. The headers have arrived by then, and all ranks ac
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from datetime import timedelta
 from enum import IntEnum
@@ -25,7 +26,8 @@ from lightning_freescale.runtime.streams import Readback
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
-REPORT_SECONDS = 2.0  # How long to wait until a failing rank has reported its error.
+REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
+LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
 
 
 class Status(IntEnum):
@@ -250,12 +252,13 @@ class Control:
         except Exception:
             return "rank 0, which hosts the rendezvous store, has ended or cannot be reached"
         reports = []
+        deadline = time.monotonic() + REPORT_SECONDS
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
             key = f"freescale/ended/{rank}"
             try:
-                store.wait([key], timedelta(seconds=REPORT_SECONDS))
+                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), LEAST_REPORT_SECONDS)))
                 reports.append(f"rank {rank} ended with {store.get(key).decode()}")
             except Exception:  # There is no report: this rank is the missing one.
                 reports.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")

@@ -25,7 +25,11 @@ from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.process_groups import keep_from_forked_processes
+from lightning_freescale.runtime.process_groups import (
+    describe_missing_ranks,
+    is_connection_error,
+    keep_from_forked_processes,
+)
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
 from lightning_freescale.strategy.control import Control, Request
@@ -194,15 +198,28 @@ class FreeScaleMixin(StepHooks, _Base):
     # ---- set-up: process groups, then the model --------------------------------------------------------------------
     def setup_environment(self) -> None:
         keep_from_forked_processes()
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except RuntimeError as error:
+            if not is_connection_error(error):
+                raise
+            raise self._missing_at_start(error) from error
         if self.control is None:
             self.control = Control(self._wait)
-        self._failed, self._in_run = False, True
+        self._failed, self._in_run, self._came_to_save = False, True, None
         if self._declares_tables():
             self.control.open()
         self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
+
+    def _missing_at_start(self, error: RuntimeError) -> FreeScaleError:
+        if torch.distributed.is_initialized():
+            return Control(self._wait).missing_ranks("the set-up of the process group", error)
+        environment = self.cluster_environment
+        assert environment is not None
+        rank, world_size = environment.global_rank(), environment.world_size()
+        return FreeScaleError(describe_missing_ranks(error, rank, world_size, self._wait))
 
     def setup(self, trainer: Any) -> None:
         assert self.control is not None

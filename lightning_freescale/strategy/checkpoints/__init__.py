@@ -7,5 +7,6 @@
 * ``random_states.py``: a resumed run draws the numbers of the uninterrupted one.
 * ``background.py``: asynchronous saves. ``meeting.py``: saves while an exception is handled.
 * ``plain_loading.py``: lets ``Model.load_from_checkpoint`` and other strategies read folders.
+* ``verify.py``: checks a checkpoint without a Trainer, and finds the last undamaged one.
 * ``export.py``: turns a checkpoint into one plain file, without process groups. ``id_map.py``: which row belongs to which id.
 """

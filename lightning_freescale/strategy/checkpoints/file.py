@@ -63,13 +63,14 @@ def verify(path: str, control: Control) -> None:
     error: Exception | None = None
     try:
         if torch.serialization.get_crc32_options():
-            _check_records(path, control.rank, control.world_size)
+            check_records(path, control.rank, control.world_size)
     except Exception as failure:
         error = failure
     raise_together(control, error, where="loading a checkpoint")
 
 
-def _check_records(path: str, first: int = 0, step: int = 1) -> None:
+def check_records(path: str, first: int = 0, step: int = 1) -> None:
+    """Raise :class:`CheckpointError` if one of the records ``first``, ``first + step``, ... of a file by PyTorch is damaged."""
     with storage.open_file(path, "rb") as stream:
         if stream.read(2) != b"PK":
             return
@@ -88,7 +89,7 @@ def _check_records(path: str, first: int = 0, step: int = 1) -> None:
 
 def read_alone(path: str, weights_only: bool | None = None) -> dict[str, Any]:
     """Verify and read a checkpoint file without other ranks."""
-    _check_records(path)
+    check_records(path)
     try:
         with storage.open_file(path, "rb") as stream:
             checkpoint = torch.load(stream, map_location="cpu", weights_only=weights_only)

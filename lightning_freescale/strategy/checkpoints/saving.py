@@ -28,6 +28,7 @@ class CheckpointSaving(CheckpointState):
 
     _reason_not_to_save: str | None = None
     _skip_barrier = False
+    _came_to_save: bool | None = None  # Whether all ranks came to save after an exception; ``None`` before they meet.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights for a checkpoint: full tensors for a file, sharded ones for a folder. A collective."""
@@ -54,14 +55,38 @@ class CheckpointSaving(CheckpointState):
         self.flush()
         self.control.check_losses()  # A checkpoint never holds weights that a NaN has reached.
 
+    @property
+    def _meeting_seconds(self) -> float:
+        assert self.control is not None
+        return min(MEETING_SECONDS, self.control.timeout.total_seconds())
+
+    def _all_ranks_came_to_save(self) -> bool:
+        """Whether all ranks handle an exception and come to save. They meet once per run of the Trainer."""
+        control = self.control
+        assert control is not None
+        if self._came_to_save is None:
+            self._came_to_save = control.world_size == 1 or all_ranks_came(
+                control.rank, control.world_size, self._meeting_seconds
+            )
+        return self._came_to_save
+
+    @property
+    def _handles_exception_alone(self) -> bool:
+        """Whether an exception has ended the run, and not all ranks handle one. A collective would then wait for ranks."""
+        return self._is_set_up and is_interrupted(self._module.trainer) and not self._all_ranks_came_to_save()
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._handles_exception_alone else super().reduce_boolean_decision(decision, all)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._handles_exception_alone else super().broadcast(obj, src)
+
     def _flush_after_exception(self) -> str | None:
         """Prepare a save while an exception is handled. Return why it is not possible; the exception must not be hidden."""
         control = self.control
         assert control is not None
-        if control.world_size > 1 and not all_ranks_came(control.rank, control.world_size):
-            return (
-                f"an exception was raised on this rank, and not all ranks came to save within {MEETING_SECONDS:.0f} s"
-            )
+        if not self._all_ranks_came_to_save():
+            return f"an exception was raised on this rank, and not all ranks came to save within {self._meeting_seconds:.0f} s"
         if control.diverged:
             return "the weights are invalid, because a loss was not finite"
         try:

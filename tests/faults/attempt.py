@@ -1,0 +1,118 @@
+"""One start of all ranks of a training. A rank is killed at a chosen moment, and the others are watched until they end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from tests.faults.training import Settings, train
+from tests.ranks import free_port, run_rank
+
+POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a rank is killed: ``delay`` seconds after it has written ``count`` lines to its record of ``kind``.
+
+    ``kind`` is ``"start"`` (``count`` is 0), ``"samples"`` or ``"saves"``.
+    """
+
+    kind: str
+    count: int
+    delay: float
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        killed: whether the victim was killed before it was done.
+        results: the weights of each rank that has completed the training.
+        errors: what each rank that failed has raised.
+        seconds: how long after the kill each other rank ended.
+        stuck: the ranks that were still running at the limit.
+    """
+
+    killed: bool = False
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    stuck: list[int] = field(default_factory=list)
+
+
+def run_attempt(
+    world: int,
+    folder: Path,
+    attempt: int,
+    settings: Settings,
+    victim: int | None = None,
+    moment: Moment | None = None,
+    limit: float = 60.0,
+) -> Outcome:
+    """Start ``world`` ranks, kill ``victim`` at ``moment``, and wait up to ``limit`` seconds after that for the others."""
+    context = mp.get_context("fork")
+    port, all_done = free_port(), context.Event()
+    processes, pipes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (world, str(folder), attempt, settings)
+        processes.append(context.Process(target=run_rank, args=(rank, world, port, train, arguments, theirs, all_done)))
+        processes[-1].start()
+        theirs.close()  # The death of the child then reads as the end of the pipe.
+        pipes.append(ours)
+    outcome = Outcome()
+    if victim is not None and moment is not None:
+        outcome.killed = _kill(processes[victim], folder, attempt, victim, moment)
+    begin = time.monotonic()
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting and (left := begin + limit - time.monotonic()) > 0:
+        for pipe in connection.wait(list(waiting), left):
+            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            try:
+                status, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                status, value = "error", "the process has died without a message"
+            (outcome.results if status == "ok" else outcome.errors)[rank] = value
+            outcome.seconds[rank] = time.monotonic() - begin
+        if outcome.errors and not outcome.killed:
+            break
+    outcome.stuck = sorted(waiting.values())
+    all_done.set()
+    for process in processes:
+        process.kill()
+        process.join()
+    if victim in outcome.results:
+        outcome.killed = False  # The rank had completed its training before.
+    if outcome.killed and victim is not None:
+        outcome.errors.pop(victim, None)
+        outcome.seconds.pop(victim, None)
+    return outcome
+
+
+def _kill(process: Any, folder: Path, attempt: int, victim: int, moment: Moment) -> bool:
+    """Kill the process at the moment. Return whether it was still running."""
+    record = folder / moment.kind / f"{attempt}.{victim}.jsonl"
+    while moment.kind != "start" and _lines(record) < moment.count and process.is_alive():
+        time.sleep(POLL_SECONDS)
+    time.sleep(moment.delay)
+    if not process.is_alive():
+        return False
+    os.kill(process.pid, signal.SIGKILL)
+    return True
+
+
+def _lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,57 @@
+"""Ranks that are killed at random moments: the others end with a named error, and a restart loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.attempt import Outcome
+from tests.faults.campaign import campaign, check_samples, check_survivors, check_weights
+from tests.faults.training import EPOCHS, USERS, Settings
+
+
+@pytest.mark.timeout(400)
+def test_ten_kills() -> None:
+    result = campaign(kills=10, seed=7)
+    assert result["problems"] == {}
+    assert result["kills"] == 10
+    assert result["survivors"] >= 10
+
+
+# ---- the checks can fail -----------------------------------------------------------------------------------------------
+def record(folder: Path, attempt: int, begin: int, steps: dict[int, tuple[int, list[int]]]) -> None:
+    lines = [{"begin": begin}]
+    lines += [{"step": step, "epoch": epoch, "users": users} for step, (epoch, users) in steps.items()]
+    path = folder / "samples" / f"{attempt}.0.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_lost_and_repeated_samples_are_found(tmp_path: Path) -> None:
+    everyone = list(range(USERS))
+    steps = {epoch + 1: (epoch, everyone) for epoch in range(EPOCHS)}
+    record(tmp_path, 0, 0, {1: steps[1], 2: (1, everyone[:5])})  # Step 2 is not in the checkpoint of step 1.
+    record(tmp_path, 1, 1, {step: entry for step, entry in steps.items() if step > 1})
+    assert check_samples(tmp_path) == []
+    record(tmp_path, 1, 1, {2: (1, everyone[1:]), 3: (2, [*everyone, 7])})
+    assert check_samples(tmp_path) == ["1 samples lost: [(1, 0)]", "1 samples trained twice: [(2, 7)]"]
+
+
+def test_other_weights_are_found() -> None:
+    reference = {2: {"w": torch.ones(3)}}
+    rounded, wrong = {"w": torch.ones(3) + 1e-6}, {"w": torch.ones(3) + 0.1}
+    assert check_weights({"w": torch.ones(3)}, reference, [2, 2]) == []
+    assert len(check_weights(rounded, reference, [2, 2])) == 1
+    assert check_weights(rounded, reference, [3, 2]) == []
+    assert len(check_weights(wrong, reference, [3, 2])) == 1
+
+
+def test_survivors_that_hang_or_name_nobody_are_found() -> None:
+    settings = Settings(timeout=5.0)
+    good = Outcome(True, {}, {0: "FreeScaleError: rank 1 is missing"}, {0: 3.0})
+    assert check_survivors(good, 1, settings) == []
+    bad = Outcome(True, {}, {0: "RuntimeError: connection closed"}, {0: 11.0}, stuck=[2])
+    assert len(check_survivors(bad, 1, settings)) == 3

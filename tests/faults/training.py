@@ -1,0 +1,129 @@
+"""The training of one rank. It resumes from the last checkpoint in its folder, if there is one."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
+
+import lightning_freescale as fs
+from lightning_freescale.data.histories import Histories
+from lightning_freescale.models import HSTU
+from tests import toy
+
+USERS, GLOBAL_BATCH, EPOCHS = 48, 12, 3
+STEPS = EPOCHS * USERS // GLOBAL_BATCH
+SAVE_EVERY = 3  # steps
+SHARED_ITEMS = (
+    16  # Items of which every history has some. Item ``SHARED_ITEMS + u`` is the first event of user ``u`` alone.
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What differs between the trainings of a campaign. The result of the training depends on none of it."""
+
+    prioritize: bool = True
+    checkpoint: str = "file"
+    asynchronous: bool = False
+    transport: str = "auto"
+    timeout: float = 10.0  # seconds
+    pause: float = 0.0  # seconds after every step
+    pause_alone: float = 0.0  # seconds after every step if there is one rank
+
+
+def histories() -> Histories:
+    """Users with 5 to 20 events. The first event of a user tells who it is."""
+    numbers = np.random.default_rng(0)
+    lengths = numbers.integers(5, 21, USERS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    items = numbers.integers(0, SHARED_ITEMS, offsets[-1])
+    items[offsets[:-1]] = SHARED_ITEMS + np.arange(USERS)
+    times = 1_000_000 + np.concatenate([np.arange(length) * 60 for length in lengths])
+    return Histories(items, times, offsets, np.arange(SHARED_ITEMS + USERS), np.arange(USERS))
+
+
+class SampleRecord(pl.Callback):
+    """Writes the users of every trained batch to ``folder/samples``, and notes the begin of every save."""
+
+    def __init__(self, folder: Path, attempt: int | None, settings: Settings):
+        self.folder, self.attempt, self.settings = folder, attempt, settings
+
+    def _append(self, rank: int, kind: str, entry: dict[str, Any]) -> None:
+        path = self.folder / kind / f"{self.attempt}.{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as stream:
+            stream.write(json.dumps(entry) + "\n")
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.attempt is None:
+            self.attempt = trainer.strategy.broadcast(time.time_ns())
+        begin = {"begin": trainer.global_step, "world": trainer.world_size}
+        self._append(trainer.global_rank, "samples", begin)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, i: int) -> None:
+        history = batch.history
+        first = history.values()[history.offsets()[:-1].long()]
+        entry = {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "users": (first - SHARED_ITEMS).tolist(),
+        }
+        self._append(trainer.global_rank, "samples", entry)
+        time.sleep(self.settings.pause_alone if trainer.world_size == 1 else self.settings.pause)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._append(trainer.global_rank, "saves", {"step": trainer.global_step})
+
+
+def train(
+    rank: int, world: int, folder: str, attempt: int | None, settings: Settings, nodes: int = 1
+) -> dict[str, Tensor]:
+    """Train to the end and return the unsharded weights.
+
+    Args:
+        attempt: the number of the start in the record of the samples; ``None``: the time of the start, in nanoseconds.
+        nodes: number of hosts. The ranks are divided evenly.
+    """
+    pl.seed_everything(1, verbose=False)
+    data = fs.SeqRecDataModule(histories(), batch_size=GLOBAL_BATCH // world, max_history=32, num_negatives=4)
+    model = HSTU(
+        data.num_items,
+        embedding_dim=8,
+        num_layers=1,
+        num_heads=1,
+        max_history=32,
+        lr=1e-2,
+    )
+    strategy = fs.FreeScaleStrategy(
+        prioritize=settings.prioritize,
+        checkpoint=settings.checkpoint,  # type: ignore[arg-type]
+        transport=settings.transport,  # type: ignore[arg-type]
+        timeout=settings.timeout,
+        monitor=False,
+    )
+    saves = pl.callbacks.ModelCheckpoint(
+        dirpath=Path(folder) / "checkpoints", every_n_train_steps=SAVE_EVERY, save_last=True, save_on_exception=True
+    )
+    options: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]} if settings.asynchronous else {}
+    trainer = toy.trainer(
+        strategy,
+        world // nodes,
+        num_nodes=nodes,
+        max_epochs=EPOCHS,
+        enable_checkpointing=True,
+        callbacks=[saves, SampleRecord(Path(folder), attempt, settings)],
+        **options,
+    )
+    trainer.fit(model, data, ckpt_path="last")
+    weights = toy.weights(model)
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    return weights
