@@ -36,6 +36,7 @@ Files:
     collisions.py       finds the collisions of two batches, and divides a batch by them
     gradient_return.py  the way of a gradient from autograd to the table
     prioritized.py      the operations on one module, from ids to output
+    held_gradients.py   gradient accumulation: the gradients of the tables wait for the last micro-batch
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)

@@ -22,6 +22,9 @@ from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
 
+ACCUMULATION = "micro-batches of gradient accumulation"
+ACCUMULATION_REASON = "their rows are updated together, after the last one"
+
 # Process groups of TorchRec's own exchanges, by backend and timeout. Sharded models keep using theirs after the Trainer that
 # sharded them is gone, so these groups stay open for the life of the process, and all models share them.
 _table_groups: dict[tuple[str, timedelta], Any] = {}
@@ -56,6 +59,9 @@ class ExchangeMode:
         self._reopen: Callable[[], None] = lambda: None  # makes a schedule like the first one
         self._backend: str | None = None
         self._groups: ExchangeGroups | None = None
+        self._paused: list[str] | None = (
+            None  # the modules that are prioritized again when no gradients are accumulated
+        )
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
         """Choose the backend of all process groups of the tables."""
@@ -118,7 +124,7 @@ class ExchangeMode:
         Args:
             ids: number of ids of this rank's batch.
         """
-        if self._review is None:
+        if self._review is None or self._paused is not None:
             return
         self._review.add_step(ids)
         if self._trial is None:
@@ -137,6 +143,20 @@ class ExchangeMode:
             self._close_schedule()
             if self._backend == "gloo":  # A group of gloo has a thread that wakes a hundred times a second.
                 self._leave_groups()
+
+    def accumulate(self, accumulates: bool) -> None:
+        """Exchange synchronously while gradients are accumulated: the rows of all micro-batches are updated together."""
+        if self.schedule is None or accumulates == (self._paused is not None):
+            return
+        if accumulates:
+            log_once(f"prioritize: {ACCUMULATION} are exchanged synchronously, because {ACCUMULATION_REASON}")
+            self.stop_clock()
+            self._paused = self.schedule.active
+            self.schedule.activate(())
+        else:
+            self.schedule.activate(self._paused or ())
+            self._paused = None
+            self.start_clock()
 
     def stop_clock(self) -> None:
         """Leave the time until :meth:`start_clock` out of the measurement of ``"auto"``: it is no part of a step."""
@@ -161,7 +181,7 @@ class ExchangeMode:
             for module in self.schedule.modules:
                 module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)
-        self._trial = self._review = self.schedule = self._groups = None
+        self._trial = self._review = self.schedule = self._groups = self._paused = None
 
     def _close_schedule(self) -> None:
         self._trial = None

@@ -136,8 +136,14 @@ def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
     """Set the step counts to ``counted``, as :func:`steps` returned them. The kernels also count lookups of validation."""
     for name, kernel in _kernels_by_collection(module):
         if name in counted:
-            kernel.iter_cpu.fill_(counted[name])
-            kernel.iter.fill_(counted[name])
+            set_count([kernel], counted[name])
+
+
+def set_count(kernels: Iterable[SplitTableBatchedEmbeddingBagsCodegen], count: int) -> None:
+    """Set the number of steps that ``kernels`` have counted."""
+    for kernel in kernels:
+        kernel.iter_cpu.fill_(count)
+        kernel.iter.fill_(count)
 
 
 # ---- learning rate -------------------------------------------------------------------------------------------------
@@ -202,13 +208,8 @@ class ModuleOptimizer:
 
     def count_next_lookup_as(self, step: int) -> None:
         """Make the kernels count the next lookup as training step number ``step``."""
-        self._set_count(step - 1)
+        set_count(self._kernels, step - 1)
 
     def restore_count(self) -> None:
         """Set the kernels' count to the number of training steps of this module, whatever they have counted since."""
-        self._set_count(self._step)
-
-    def _set_count(self, count: int) -> None:
-        for kernel in self._kernels:
-            kernel.iter_cpu.fill_(count)
-            kernel.iter.fill_(count)
+        set_count(self._kernels, self._step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
@@ -33,8 +32,6 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
         ({"model_averaging_period": 4}, {}, ["model_averaging_period=4"]),
         ({}, {"precision": "16-true"}, ["precision", "'16-true'", "bf16-mixed"]),
         ({}, {"precision": "64-true"}, ["precision", "'64-true'"]),
-        ({}, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2"]),
-        ({}, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, ["accumulate_grad_batches=2"]),
     ],
     ids=lambda value: str(value)[:60],
 )
