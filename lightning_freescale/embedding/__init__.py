@@ -25,6 +25,8 @@ Files:
 
     zero_collision/     tables whose ids are any 64-bit numbers
     plan.py             the sharding plan: which rank holds which part of which table
+    user_plan.py        a plan that the user or TorchRec's planner has made
+    support.py          which tables can be exchanged prioritized, and why others cannot
     shard.py            shards a model by that plan; the dense parameters become data parallel
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
     index.py            index arithmetic as pure functions, and the names of the row orders

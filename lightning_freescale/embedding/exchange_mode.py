@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,13 @@ from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.support import reason_against_prioritizing
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
+
+Scheduled: TypeAlias = dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection]
 
 ACCUMULATION = "micro-batches of gradient accumulation"
 ACCUMULATION_REASON = "their rows are updated together, after the last one"
@@ -96,7 +99,10 @@ class ExchangeMode:
         for module in modules.values():
             if isinstance(module, ShardedZeroCollisionCollection):
                 module.timeline = timeline
-        if not self._prioritize or not modules:
+        if not self._prioritize:
+            return
+        modules = _without_unsupported(modules)
+        if not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:
             log_once("prioritize='auto': synchronous exchange, because a single rank exchanges nothing with others")
@@ -195,9 +201,22 @@ class ExchangeMode:
         self._groups = None
 
 
-def _scheduled_modules(model: nn.Module) -> dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection]:
-    """The modules whose exchange can be prioritized, by name; not the collection inside one with zero-collision ids."""
-    found: dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection] = {}
+def _without_unsupported(modules: Scheduled) -> Scheduled:
+    """The modules whose exchange can be prioritized. The log names the others."""
+    kept: Scheduled = {}
+    for name, module in modules.items():
+        collection = module.collection if isinstance(module, ShardedZeroCollisionCollection) else module
+        reason = reason_against_prioritizing(collection)
+        if reason is None:
+            kept[name] = module
+        else:
+            log_once(f"prioritize: {name} is exchanged synchronously, because it {reason}")
+    return kept
+
+
+def _scheduled_modules(model: nn.Module) -> Scheduled:
+    """The modules whose exchange may be prioritized, by name; not the collection inside one with zero-collision ids."""
+    found: Scheduled = {}
     inside: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, ShardedZeroCollisionCollection):

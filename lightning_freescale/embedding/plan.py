@@ -62,7 +62,8 @@ def embedding_modules(module: nn.Module) -> dict[str, Collection]:
     return found
 
 
-def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+def table_configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+    """The configurations of the tables of one collection."""
     if isinstance(collection, EmbeddingBagCollection):
         return list(collection.embedding_bag_configs())
     return list(collection.embedding_configs())
@@ -76,7 +77,7 @@ def rows_by_feature(module: nn.Module) -> dict[str, int]:
     rows: dict[str, int] = {}
     for collection in embedding_modules(module).values():
         unlimited = isinstance(collection, ZeroCollisionCollection)
-        for config in _configs(collection):
+        for config in table_configs(collection):
             limit = ANY_ID if unlimited else config.num_embeddings
             for feature in config.feature_names:
                 rows[feature] = min(limit, rows.get(feature, limit))
@@ -180,7 +181,7 @@ def make_plan(
     Whole tables go, the largest first, to the rank whose whole tables have the fewest elements so far.
     """
     collections = embedding_modules(module)
-    configs = [config for collection in collections.values() for config in _configs(collection)]
+    configs = [config for collection in collections.values() for config in table_configs(collection)]
     buckets = {
         name: number
         for collection in collections.values()
@@ -201,7 +202,7 @@ def make_plan(
             collection,
             {
                 config.name: _placement(config, chosen[config.name], owner, world_size, buckets.get(config.name))
-                for config in _configs(collection)
+                for config in table_configs(collection)
             },
             sharder=sharder_of[type(collection)],
             local_size=local_size,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.planner import Planner
@@ -21,6 +23,7 @@ from lightning_freescale.embedding.distinct_ids import check_dedup
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.mode_trial import ModeChoice
 from lightning_freescale.embedding.plan import embedding_modules
+from lightning_freescale.embedding.user_plan import check_plan_options
 from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import FreeScaleError
@@ -64,6 +67,10 @@ class FreeScaleMixin(StepHooks, _Base):
         sharding: ``"row_wise"``, ``"table_wise"`` or ``"column_wise"`` for all tables, or a mapping from table names to
             one of them. By default tables are sharded row-wise; a table with fewer than 16 rows per rank stays whole
             on one rank.
+        plan: a TorchRec ``ShardingPlan`` of your own, with an entry for each collection, by its name in the model.
+        constraints: TorchRec's ``ParameterConstraints`` by table name. TorchRec's ``EmbeddingShardingPlanner`` then makes
+            the plan.
+        topology: TorchRec's ``Topology`` for the planner.
         embedding_optimizer: the optimizer of the tables, for instance ``{"optimizer": "rowwise_adagrad", "lr": 0.02}``.
             The choices are ``sgd``, ``adagrad``, ``rowwise_adagrad`` and, on CUDA, ``adam``. It runs inside backward.
             Its learning rate changes in proportion to the rate of the parameter group that holds the table.
@@ -107,6 +114,13 @@ class FreeScaleMixin(StepHooks, _Base):
     _sigterm_exception: type[BaseException]
     _is_overridden: Callable[[str, object], bool]
     _monitor_type: type[BubbleMonitorMixin]
+    control: Control | None = None
+    _copies: SideStream | None = None
+    _signals: SignalRequests | None = None
+    _sharded_model: ShardedModel | None = None
+    _sharded: DistributedModelParallel | None = None
+    _rates: TableLearningRates | None = None
+    _in_training_step = False
     _failed = False  # Whether the current run has ended with an exception on this rank.
     _in_run = False  # Whether a run of the Trainer has been set up and not torn down.
 
@@ -114,6 +128,9 @@ class FreeScaleMixin(StepHooks, _Base):
         self,
         *,
         sharding: Mapping[str, str] | str | None = None,
+        plan: ShardingPlan | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        topology: Topology | None = None,
         embedding_optimizer: Mapping[str, Any] | None = None,
         balance: Literal["auto", "fixed", "variable", "zigzag", "off"] | Planner = "auto",
         fit_costs: bool | int = False,
@@ -134,12 +151,14 @@ class FreeScaleMixin(StepHooks, _Base):
         parse_wire(wire)
         self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(timeout=self._wait, **ddp_kwargs)
-        self._shard_options = {
+        placement: dict[str, Any] = {
             "sharding": sharding,
-            "optimizer": embedding_optimizer,
-            "dedup": dedup,
-            "wire": wire,
+            "plan": plan,
+            "constraints": constraints,
+            "topology": topology,
         }
+        check_plan_options(**placement)
+        self._shard_options = {**placement, "optimizer": embedding_optimizer, "dedup": dedup, "wire": wire}
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
         check_format(checkpoint)
         self._uneven, self._checkpoint_format, self._monitor = uneven, checkpoint, monitor
@@ -161,15 +180,8 @@ class FreeScaleMixin(StepHooks, _Base):
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
         self._accumulation = GradientAccumulation()
-        self.control: Control | None = None
-        self._copies: SideStream | None = None
-        self._signals: SignalRequests | None = None
-        self._sharded_model: ShardedModel | None = None
         self._table_positions = []
-        self._sharded: DistributedModelParallel | None = None
-        self._rates: TableLearningRates | None = None
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
-        self._in_training_step = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
