@@ -24,6 +24,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale import FreeScaleStrategy
 from tests import toy
@@ -63,15 +64,15 @@ def plan_by_hand(model: toy.Model, world: int, kind: str, sharder: Any) -> Shard
 
 
 def by_hand(
-    rank: int, world: int, kind: str, optimizer: str, bags: bool
+    rank: int, world: int, kind: str, optimizer: str, bags: bool, half: bool = False, **fused: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """What a TorchRec user writes, without Lightning."""
     dist.init_process_group("gloo")
     pl.seed_everything(1, verbose=False)
-    model = toy.Model(bags=bags)
+    model = toy.Model(bags=bags, data_type=DataType.FP16 if half else DataType.FP32)
     initial = {key: value.clone() for key, value in model.embeddings.state_dict().items()}
     sharder_type = EmbeddingBagCollectionSharder if bags else EmbeddingCollectionSharder
-    sharder = sharder_type(fused_params={"optimizer": FUSED[optimizer], "learning_rate": 0.1})
+    sharder = sharder_type(fused_params={"optimizer": FUSED[optimizer], "learning_rate": 0.1, **fused})
     dmp = DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan_by_hand(model, world, kind, sharder), sharders=[sharder]
     )
@@ -113,11 +114,11 @@ def nn_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def by_strategy(
-    rank: int, world: int, options: dict[str, Any], bags: bool
+    rank: int, world: int, options: dict[str, Any], bags: bool, half: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     pl.seed_everything(1, verbose=False)
-    model = toy.Model(bags=bags)
-    strategy = FreeScaleStrategy(balance="off", prioritize=False, **options)
+    model = toy.Model(bags=bags, data_type=DataType.FP16 if half else DataType.FP32)
+    strategy = FreeScaleStrategy(**({"balance": "off", "prioritize": False} | options))
     toy.trainer(strategy, world, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader())
     return model.losses, toy.weights(model)
 
