@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
 
 ROWS = {"item": 96, "shop": 40}
 DIM = 8
@@ -54,7 +55,7 @@ def loader(size: int = 64, batch_size: int = 2, shuffle: bool = True, **kwargs: 
 class Model(pl.LightningModule):
     """Sequence embeddings (mean of tanh) and pooled embeddings of the same features, two tables each."""
 
-    def __init__(self, bags: bool = False, device: str = "cpu", lr: float = 0.05):
+    def __init__(self, bags: bool = False, device: str = "cpu", lr: float = 0.05, data_type: DataType = DataType.FP32):
         super().__init__()
         self.lr = lr
         kind, config = (EmbeddingBagCollection, EmbeddingBagConfig) if bags else (EmbeddingCollection, EmbeddingConfig)
@@ -64,6 +65,7 @@ class Model(pl.LightningModule):
                 embedding_dim=DIM,
                 num_embeddings=rows,
                 feature_names=[f for f, t in FEATURES.items() if t == name],
+                data_type=data_type,
             )
             for name, rows in ROWS.items()
         ]
@@ -75,7 +77,7 @@ class Model(pl.LightningModule):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         if self.bags:
-            pooled = self.embeddings(features).values()
+            pooled = self.embeddings(features).values().float()
         else:
             rows = self.embeddings(features)
             pooled = torch.cat([mean(rows[key]) for key in FEATURES], dim=1)
@@ -110,7 +112,7 @@ def mean(jagged: Any) -> Tensor:
     """Mean over the events of each sample, ``[B, D]``."""
     lengths = jagged.lengths()
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
-    total = torch.zeros(len(lengths), DIM).index_add(0, sample, torch.tanh(jagged.values()))
+    total = torch.zeros(len(lengths), DIM).index_add(0, sample, torch.tanh(jagged.values().float()))
     return total / lengths.clamp(min=1)[:, None]
 
 

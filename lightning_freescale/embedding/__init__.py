@@ -25,6 +25,8 @@ Files:
 
     zero_collision/     tables whose ids are any 64-bit numbers
     plan.py             the sharding plan: which rank holds which part of which table
+    user_plan.py        a plan that the user or TorchRec's planner has made
+    support.py          which tables can be exchanged prioritized, and why others cannot
     shard.py            shards a model by that plan; the dense parameters become data parallel
     fixed_buckets.py    the data parallelism of the dense parameters on a CPU, equal to the bit after a resume
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
@@ -37,6 +39,7 @@ Files:
     collisions.py       finds the collisions of two batches, and divides a batch by them
     gradient_return.py  the way of a gradient from autograd to the table
     prioritized.py      the operations on one module, from ids to output
+    held_gradients.py   gradient accumulation: the gradients of the tables wait for the last micro-batch
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,16 @@ from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.support import reason_against_prioritizing
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
+
+Scheduled: TypeAlias = dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection]
+
+ACCUMULATION = "micro-batches of gradient accumulation"
+ACCUMULATION_REASON = "their rows are updated together, after the last one"
 
 # Process groups of TorchRec's own exchanges, by backend and timeout. Sharded models keep using theirs after the Trainer that
 # sharded them is gone, so these groups stay open for the life of the process, and all models share them.
@@ -56,6 +62,9 @@ class ExchangeMode:
         self._reopen: Callable[[], None] = lambda: None  # makes a schedule like the first one
         self._backend: str | None = None
         self._groups: ExchangeGroups | None = None
+        self._paused: list[str] | None = (
+            None  # the modules that are prioritized again when no gradients are accumulated
+        )
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
         """Choose the backend of all process groups of the tables."""
@@ -90,7 +99,10 @@ class ExchangeMode:
         for module in modules.values():
             if isinstance(module, ShardedZeroCollisionCollection):
                 module.timeline = timeline
-        if not self._prioritize or not modules:
+        if not self._prioritize:
+            return
+        modules = _without_unsupported(modules)
+        if not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:
             log_once("prioritize='auto': synchronous exchange, because a single rank exchanges nothing with others")
@@ -118,7 +130,7 @@ class ExchangeMode:
         Args:
             ids: number of ids of this rank's batch.
         """
-        if self._review is None:
+        if self._review is None or self._paused is not None:
             return
         self._review.add_step(ids)
         if self._trial is None:
@@ -137,6 +149,20 @@ class ExchangeMode:
             self._close_schedule()
             if self._backend == "gloo":  # A group of gloo has a thread that wakes a hundred times a second.
                 self._leave_groups()
+
+    def accumulate(self, accumulates: bool) -> None:
+        """Exchange synchronously while gradients are accumulated: the rows of all micro-batches are updated together."""
+        if self.schedule is None or accumulates == (self._paused is not None):
+            return
+        if accumulates:
+            log_once(f"prioritize: {ACCUMULATION} are exchanged synchronously, because {ACCUMULATION_REASON}")
+            self.stop_clock()
+            self._paused = self.schedule.active
+            self.schedule.activate(())
+        else:
+            self.schedule.activate(self._paused or ())
+            self._paused = None
+            self.start_clock()
 
     def stop_clock(self) -> None:
         """Leave the time until :meth:`start_clock` out of the measurement of ``"auto"``: it is no part of a step."""
@@ -161,7 +187,7 @@ class ExchangeMode:
             for module in self.schedule.modules:
                 module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)
-        self._trial = self._review = self.schedule = self._groups = None
+        self._trial = self._review = self.schedule = self._groups = self._paused = None
 
     def _close_schedule(self) -> None:
         self._trial = None
@@ -175,9 +201,22 @@ class ExchangeMode:
         self._groups = None
 
 
-def _scheduled_modules(model: nn.Module) -> dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection]:
-    """The modules whose exchange can be prioritized, by name; not the collection inside one with zero-collision ids."""
-    found: dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection] = {}
+def _without_unsupported(modules: Scheduled) -> Scheduled:
+    """The modules whose exchange can be prioritized. The log names the others."""
+    kept: Scheduled = {}
+    for name, module in modules.items():
+        collection = module.collection if isinstance(module, ShardedZeroCollisionCollection) else module
+        reason = reason_against_prioritizing(collection)
+        if reason is None:
+            kept[name] = module
+        else:
+            log_once(f"prioritize: {name} is exchanged synchronously, because it {reason}")
+    return kept
+
+
+def _scheduled_modules(model: nn.Module) -> Scheduled:
+    """The modules whose exchange may be prioritized, by name; not the collection inside one with zero-collision ids."""
+    found: Scheduled = {}
     inside: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, ShardedZeroCollisionCollection):

@@ -19,12 +19,12 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from lightning_freescale.batch.jagged_checks import ANY_ID
 from lightning_freescale.embedding.distinct_ids import Dedup, add_cpu_kernel
-from lightning_freescale.embedding.table_optimizer import fused_params, has_own_optimizer
+from lightning_freescale.embedding.table_optimizer import check_own_optimizers, fused_params, has_own_optimizer
 from lightning_freescale.embedding.wire import Wire, parse_wire, torchrec_codecs
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollisionCollection
 from lightning_freescale.embedding.zero_collision.sharded import ZeroCollisionSharder, check_bucket_sharding
@@ -35,6 +35,8 @@ SHARDING_TYPES = ("row_wise", "table_wise", "column_wise")
 
 # The kernels for CUDA equal those for CPU in Triton's interpreter, but no training was compared on a GPU yet.
 ZERO_COLLISION_DEVICES = ("cpu",)
+
+CPU_TABLE_TYPES = (DataType.FP32, DataType.FP16)  # that FBGEMM's training kernels have on CPU
 
 # With fewer rows on each rank, row-wise sharding is not worth an all-to-all: the table stays whole on one rank.
 MIN_ROWS_PER_RANK = 16
@@ -62,7 +64,8 @@ def embedding_modules(module: nn.Module) -> dict[str, Collection]:
     return found
 
 
-def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+def table_configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+    """The configurations of the tables of one collection."""
     if isinstance(collection, EmbeddingBagCollection):
         return list(collection.embedding_bag_configs())
     return list(collection.embedding_configs())
@@ -76,7 +79,7 @@ def rows_by_feature(module: nn.Module) -> dict[str, int]:
     rows: dict[str, int] = {}
     for collection in embedding_modules(module).values():
         unlimited = isinstance(collection, ZeroCollisionCollection)
-        for config in _configs(collection):
+        for config in table_configs(collection):
             limit = ANY_ID if unlimited else config.num_embeddings
             for feature in config.feature_names:
                 rows[feature] = min(limit, rows.get(feature, limit))
@@ -93,7 +96,9 @@ def make_sharders(
     """Sharders for both kinds of collection, with the fused optimizer that ``options`` (``embedding_optimizer``) asks for."""
     if dedup and device.type == "cpu":
         add_cpu_kernel()
+    _refuse_types_without_kernel(module, device)
     if has_own_optimizer(embedding_modules(module).values()):
+        check_own_optimizers(embedding_modules(module).values())
         if options is not None:
             raise ConfigurationError(
                 "embedding_optimizer: the tables have an optimizer already (apply_optimizer_in_backward); use one of the two"
@@ -104,6 +109,18 @@ def make_sharders(
     kinds = dict.fromkeys([EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())])
     sequences = {"use_index_dedup": bool(dedup), "qcomm_codecs_registry": torchrec_codecs(parse_wire(wire))}
     return [_make_sharder(kind, params, sequences, device) for kind in kinds]
+
+
+def _refuse_types_without_kernel(module: nn.Module, device: torch.device) -> None:
+    if device.type != "cpu":
+        return
+    for collection in embedding_modules(module).values():
+        for config in table_configs(collection):
+            if config.data_type not in CPU_TABLE_TYPES:
+                raise ConfigurationError(
+                    f"table {config.name!r} has data_type {config.data_type.name}: FBGEMM trains it on CUDA only; on a CPU "
+                    f"choose one of {', '.join(kind.name for kind in CPU_TABLE_TYPES)}"
+                )
 
 
 def _make_sharder(
@@ -180,7 +197,7 @@ def make_plan(
     Whole tables go, the largest first, to the rank whose whole tables have the fewest elements so far.
     """
     collections = embedding_modules(module)
-    configs = [config for collection in collections.values() for config in _configs(collection)]
+    configs = [config for collection in collections.values() for config in table_configs(collection)]
     buckets = {
         name: number
         for collection in collections.values()
@@ -201,7 +218,7 @@ def make_plan(
             collection,
             {
                 config.name: _placement(config, chosen[config.name], owner, world_size, buckets.get(config.name))
-                for config in _configs(collection)
+                for config in table_configs(collection)
             },
             sharder=sharder_of[type(collection)],
             local_size=local_size,

@@ -238,6 +238,11 @@ class ExchangeSchedule:
         return [module.name for module in self.modules]
 
     @property
+    def active(self) -> list[str]:
+        """Names of the modules that are to be prioritized, whether or not they can be."""
+        return [module.name for module in self.modules if module.active]
+
+    @property
     def capable(self) -> list[str]:
         """Names of the modules that have not been found to stay synchronous for good."""
         return [module.name for module in self.modules if module.synchronous_reason is None]

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import ShardedModule, ShardingEnv
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
+from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
 
 
@@ -29,6 +31,9 @@ def shard(
     *,
     local_size: int = 1,
     sharding: Mapping[str, str] | str | None = None,
+    plan: ShardingPlan | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    topology: Topology | None = None,
     optimizer: Mapping[str, Any] | None = None,
     dedup: Dedup = False,
     wire: Wire = "float32",
@@ -41,11 +46,21 @@ def shard(
     Args:
         group: process group of all ranks, on which TorchRec exchanges ids, rows and gradients.
         local_size: number of ranks on this host.
-        sharding, optimizer, dedup, wire: the strategy's ``sharding``, ``embedding_optimizer``, ``dedup`` and ``wire``.
+        sharding, plan, constraints, topology: the strategy's options with these names.
+        optimizer, dedup, wire: the strategy's ``embedding_optimizer``, ``dedup`` and ``wire``.
         ddp_kwargs: arguments of DDP for the dense parameters.
     """
     sharders = make_sharders(module, optimizer, device, dedup, wire)
-    plan = make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
+    plan = users_plan(
+        module,
+        sharders,
+        plan=plan,
+        constraints=constraints,
+        topology=topology,
+        device=device,
+        group=group,
+        local_size=local_size,
+    ) or make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
     weights = _table_weights(module)
     with _own_random_numbers(group.rank(), device):
         sharded = DistributedModelParallel(
@@ -136,7 +151,8 @@ def _fill_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     state = module.state_dict()
     for key, weight in weights.items():
         if not hasattr(state[key], "local_shards"):
-            continue  # a count of a zero-collision table, equal on all ranks: sharding has kept it
+            state[key].copy_(weight)  # a data-parallel table, or a count of a zero-collision table
+            continue
         for shard in state[key].local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(weight[row : row + rows, column : column + columns])

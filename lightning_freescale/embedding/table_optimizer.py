@@ -17,11 +17,12 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from lightning_freescale.runtime.errors import ConfigurationError
 
 # The update of a row depends only on the gradient and the state of that row. So an update of half of a batch's rows, or a later
-# update, gives the same result. Optimizers that use norms of the table (LAMB, LARS) or counters over it are not listed.
+# update, gives the same result.
 TABLE_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -29,8 +30,11 @@ TABLE_OPTIMIZERS = {
     "adam": EmbOptimType.ADAM,
 }
 CUDA_ONLY_OPTIMIZERS = ("adam",)  # FBGEMM's CPU kernels have no Adam
+# FBGEMM has these on CUDA only, and no run on a GPU has compared the exchanges with them.
+NOT_COMPARED_OPTIMIZERS = ("lamb", "partial_rowwise_adam", "partial_rowwise_lamb", "lars_sgd")
+WEIGHT_DECAY_OPTIMIZERS = ("adam",)  # FBGEMM ignores the weight decay of the others, all of them on CPU
 DEFAULT_TABLE_OPTIMIZER: Mapping[str, Any] = {"optimizer": "rowwise_adagrad", "lr": 0.02}
-_FBGEMM_NAMES = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
+_FBGEMM_NAMES = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay", "max_gradient": "max_gradient"}
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
@@ -42,6 +46,11 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
     """
     options = dict(DEFAULT_TABLE_OPTIMIZER if options is None else options)
     name = options.pop("optimizer", DEFAULT_TABLE_OPTIMIZER["optimizer"])
+    if name in NOT_COMPARED_OPTIMIZERS:
+        raise ConfigurationError(
+            f"embedding_optimizer: optimizer {name!r} exists in FBGEMM on CUDA only, and has not been compared with TorchRec "
+            f"there; choose one of {', '.join(TABLE_OPTIMIZERS)}"
+        )
     if name not in TABLE_OPTIMIZERS:
         raise ConfigurationError(
             f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(TABLE_OPTIMIZERS)} "
@@ -66,9 +75,22 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
             raise ConfigurationError(
                 f"embedding_optimizer: {key}={value!r} is unknown for {name!r}; known: {', '.join(known)}"
             )
+    _check_values(name, params)
+    if "max_gradient" in params:
+        params["gradient_clipping"] = True
+    return params
+
+
+def _check_values(name: str, params: Mapping[str, Any]) -> None:
     if params["learning_rate"] < 0:
         raise ConfigurationError(f"embedding_optimizer: lr={params['learning_rate']} must not be negative")
-    return params
+    if params.get("weight_decay") and name not in WEIGHT_DECAY_OPTIMIZERS:
+        raise ConfigurationError(
+            f"embedding_optimizer: weight_decay={params['weight_decay']}: FBGEMM ignores the weight decay of {name!r}. Leave "
+            f"it out, or use {' or '.join(WEIGHT_DECAY_OPTIMIZERS)} on CUDA"
+        )
+    if params.get("max_gradient", 1.0) <= 0:
+        raise ConfigurationError(f"embedding_optimizer: max_gradient={params['max_gradient']} must be positive")
 
 
 def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
@@ -76,6 +98,23 @@ def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
     return any(
         hasattr(parameter, "_optimizer_classes") for collection in collections for parameter in collection.parameters()
     )
+
+
+def check_own_optimizers(collections: Iterable[nn.Module]) -> None:
+    """Refuse optimizers that ``apply_optimizer_in_backward`` has attached to tables and that are not in the list above.
+
+    Raises:
+        ConfigurationError: it names the table and the optimizer.
+    """
+    known = set(TABLE_OPTIMIZERS.values())
+    for collection in collections:
+        for table, parameter in collection.named_parameters():
+            for optimizer in getattr(parameter, "_optimizer_classes", ()):
+                if optimizer_type_to_emb_opt_type(optimizer) not in known:
+                    raise ConfigurationError(
+                        f"apply_optimizer_in_backward: {optimizer.__name__} of {table} is not supported; use the optimizer of "
+                        f"torch or TorchRec for one of {', '.join(TABLE_OPTIMIZERS)}"
+                    )
 
 
 # ---- state, for checkpoints ----------------------------------------------------------------------------------------
@@ -136,8 +175,14 @@ def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
     """Set the step counts to ``counted``, as :func:`steps` returned them. The kernels also count lookups of validation."""
     for name, kernel in _kernels_by_collection(module):
         if name in counted:
-            kernel.iter_cpu.fill_(counted[name])
-            kernel.iter.fill_(counted[name])
+            set_count([kernel], counted[name])
+
+
+def set_count(kernels: Iterable[SplitTableBatchedEmbeddingBagsCodegen], count: int) -> None:
+    """Set the number of steps that ``kernels`` have counted."""
+    for kernel in kernels:
+        kernel.iter_cpu.fill_(count)
+        kernel.iter.fill_(count)
 
 
 # ---- learning rate -------------------------------------------------------------------------------------------------
@@ -202,13 +247,8 @@ class ModuleOptimizer:
 
     def count_next_lookup_as(self, step: int) -> None:
         """Make the kernels count the next lookup as training step number ``step``."""
-        self._set_count(step - 1)
+        set_count(self._kernels, step - 1)
 
     def restore_count(self) -> None:
         """Set the kernels' count to the number of training steps of this module, whatever they have counted since."""
-        self._set_count(self._step)
-
-    def _set_count(self, count: int) -> None:
-        for kernel in self._kernels:
-            kernel.iter_cpu.fill_(count)
-            kernel.iter.fill_(count)
+        set_count(self._kernels, self._step)

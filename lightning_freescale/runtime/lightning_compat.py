@@ -12,7 +12,7 @@ import inspect
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 FITTING = "fit"  # The value of TrainerFn.FITTING in `lightning` and in `pytorch_lightning`.
 
@@ -43,6 +43,21 @@ def shift_batch_progress(trainer: Any, batches: int) -> None:
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     for count in ("ready", "started", "processed", "completed"):
         setattr(progress, count, getattr(progress, count) + batches)
+
+
+class WindowPosition(NamedTuple):
+    """The place of the current batch among the micro-batches of one optimizer step."""
+
+    number: int  # accumulate_grad_batches
+    first: bool
+    last: bool  # the optimizer steps after this batch
+
+
+def accumulation_window(trainer: Any) -> WindowPosition:
+    """Where the current batch is in its optimizer step. The last batch of an epoch always ends a step."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    number = trainer.accumulate_grad_batches
+    return WindowPosition(number, (ready - 1) % number == 0, not trainer.fit_loop._should_accumulate())
 
 
 def timeout_of(strategy: Any) -> timedelta | None:
@@ -179,6 +194,8 @@ def private_names() -> Iterable[str]:
     return (
         "fit_loop.epoch_loop._batches_that_stepped",
         "fit_loop.epoch_loop._results",
+        "fit_loop._should_accumulate",
+        "fit_loop.epoch_loop.batch_progress.current.ready",
         "fit_loop.epoch_loop._broadcast_sigterm_tensor",
         "fit_loop.epoch_loop.batch_progress.current.processed",
         "fit_loop._combined_loader_states_to_load",

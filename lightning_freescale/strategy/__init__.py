@@ -6,6 +6,7 @@
   ``prepared_batch.py`` holds a batch together with everything that belongs to it.
 * ``control.py``: headers of batches and agreement between ranks. ``signals.py``: SIGTERM and SLURM's requeue signal.
 * ``sharded_model.py``: a model is sharded once. ``table_learning_rate.py``: its tables follow the user's schedulers.
+* ``accumulation.py``: the micro-batches of gradient accumulation count as one large batch.
 * ``loss_weighting.py``: ranks with different numbers of samples. ``refusals.py``: settings that cannot be exact.
 * ``progress_bar.py``: values for the progress bar without a wait for the device.
 

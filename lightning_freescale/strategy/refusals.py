@@ -26,21 +26,11 @@ def refuse_inexact(trainer: Any, precision: str) -> None:
         raise ConfigurationError(
             f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
         )
-    refuse_accumulation(trainer)
     refuse_weight_averaging(trainer)
     if trainer.gradient_clip_val:
         log_once(
             f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters. The tables are updated inside "
             "backward, row by row, and are not part of the norm"
-        )
-
-
-def refuse_accumulation(trainer: Any) -> None:
-    """Refuse gradient accumulation. Each step calls it, because a callback may schedule the accumulation."""
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigurationError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the tables are updated in every backward, so the "
-            "micro-batches would see different rows; use a larger batch_size instead"
         )
 
 
@@ -50,6 +40,15 @@ def refuse_model_averaging(period: int | None) -> None:
         raise ConfigurationError(
             f"model_averaging_period={period}: the ranks would train their dense parameters apart, while they share the "
             "tables. Leave model_averaging_period and post-local SGD out"
+        )
+
+
+def refuse_start_method(method: str) -> None:
+    """Refuse launchers that copy the model between processes."""
+    if method != "popen":
+        raise ConfigurationError(
+            f"start_method={method!r}: spawned or forked processes cannot return sharded tables; use the default launcher "
+            "or torchrun"
         )
 
 

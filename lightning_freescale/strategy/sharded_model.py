@@ -65,7 +65,7 @@ def shard_once(
     Args:
         group: returns the group of the ranks that share the tables. TorchRec's own exchanges use it.
         local_size: ranks on this host.
-        options: ``sharding``, ``optimizer``, ``dedup`` and ``wire`` of :func:`~lightning_freescale.embedding.shard.shard`.
+        options: arguments of :func:`~lightning_freescale.embedding.shard.shard`, by name.
         ddp_kwargs: options of the data-parallel wrapper of the dense part.
     """
     done: ShardedModel | None = getattr(module, _ATTRIBUTE, None)
@@ -96,7 +96,7 @@ def was_sharded_with_tables(module: nn.Module) -> bool:
 
 def _refuse_other_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     for name, value in new.items():
-        if value != old[name]:
+        if value != old[name] and repr(value) != repr(old[name]):  # TorchRec's topology has no comparison of its own.
             option = "embedding_optimizer" if name == "optimizer" else name
             raise ConfigurationError(
                 f"{option}={value!r}: this model was sharded with {option}={old[name]!r} by an earlier Trainer, and a "

@@ -17,11 +17,11 @@ from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.strategy import loss_weighting
+from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.hooks import CheckpointHooks
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.progress_bar import show_last_values
-from lightning_freescale.strategy.refusals import refuse_accumulation
 from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
 
@@ -34,6 +34,7 @@ class StepHooks(CheckpointHooks):
     """
 
     control: Control | None
+    _accumulation: GradientAccumulation
     _balancer: Balancer
     _exchange_mode: ExchangeMode
     _pipeline: BatchPipeline
@@ -76,8 +77,9 @@ class StepHooks(CheckpointHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_tables:
             assert self._rates is not None
-            refuse_accumulation(self._module.trainer)
             self._rates.apply()
+            accumulates = self._accumulation.begin(self._module.trainer, self._module)
+            self._exchange_mode.accumulate(accumulates)
             self._exchange_mode.before_step(_num_ids(args[0] if args else None))
         if self.schedule is not None:
             self.schedule.begin_step(*self._pipeline.features_ahead(args[0] if args else None))
@@ -113,8 +115,11 @@ class StepHooks(CheckpointHooks):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Weight the loss by this rank's share, so that the mean over the ranks is the mean over the global batch."""
-        share = loss_weighting.share(self._pipeline.loss_weights(), self.global_rank)
-        return super().backward(closure_loss * share if share != 1.0 else closure_loss, optimizer, *args, **kwargs)
+        weights = self._pipeline.loss_weights()
+        factor = loss_weighting.share(weights, self.global_rank)
+        if self._has_tables:
+            factor *= self._accumulation.loss_factor(weights, self._module)
+        return super().backward(closure_loss * factor if factor != 1.0 else closure_loss, optimizer, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -131,6 +136,8 @@ class StepHooks(CheckpointHooks):
         self._balancer.compute_timer.end_step()
         if self.schedule is not None:
             self.schedule.after_backward()
+        if self._has_tables:
+            self._accumulation.end_backward()
 
     def flush(self) -> None:
         """Apply every pending gradient of the tables. Call it on all ranks before you read the tables in a callback."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.planner import Planner
@@ -21,9 +23,10 @@ from lightning_freescale.embedding.distinct_ids import check_dedup
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.mode_trial import ModeChoice
 from lightning_freescale.embedding.plan import embedding_modules
+from lightning_freescale.embedding.user_plan import check_plan_options
 from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
-from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import (
     describe_missing_ranks,
@@ -31,6 +34,7 @@ from lightning_freescale.runtime.process_groups import (
     keep_from_forked_processes,
 )
 from lightning_freescale.runtime.streams import SideStream
+from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
@@ -41,6 +45,7 @@ from lightning_freescale.strategy.refusals import (
     name_coupled_samples,
     refuse_inexact,
     refuse_model_averaging,
+    refuse_start_method,
 )
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
@@ -66,6 +71,10 @@ class FreeScaleMixin(StepHooks, _Base):
         sharding: ``"row_wise"``, ``"table_wise"`` or ``"column_wise"`` for all tables, or a mapping from table names to
             one of them. By default tables are sharded row-wise; a table with fewer than 16 rows per rank stays whole
             on one rank.
+        plan: a TorchRec ``ShardingPlan`` of your own, with an entry for each collection, by its name in the model.
+        constraints: TorchRec's ``ParameterConstraints`` by table name. TorchRec's ``EmbeddingShardingPlanner`` then makes
+            the plan.
+        topology: TorchRec's ``Topology`` for the planner.
         embedding_optimizer: the optimizer of the tables, for instance ``{"optimizer": "rowwise_adagrad", "lr": 0.02}``.
             The choices are ``sgd``, ``adagrad``, ``rowwise_adagrad`` and, on CUDA, ``adam``. It runs inside backward.
             Its learning rate changes in proportion to the rate of the parameter group that holds the table.
@@ -109,11 +118,23 @@ class FreeScaleMixin(StepHooks, _Base):
     _sigterm_exception: type[BaseException]
     _is_overridden: Callable[[str, object], bool]
     _monitor_type: type[BubbleMonitorMixin]
+    control: Control | None = None
+    _copies: SideStream | None = None
+    _signals: SignalRequests | None = None
+    _sharded_model: ShardedModel | None = None
+    _sharded: DistributedModelParallel | None = None
+    _rates: TableLearningRates | None = None
+    _in_training_step = False
+    _failed = False  # Whether the current run has ended with an exception on this rank.
+    _in_run = False  # Whether a run of the Trainer has been set up and not torn down.
 
     def __init__(
         self,
         *,
         sharding: Mapping[str, str] | str | None = None,
+        plan: ShardingPlan | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        topology: Topology | None = None,
         embedding_optimizer: Mapping[str, Any] | None = None,
         balance: Literal["auto", "fixed", "variable", "zigzag", "off"] | Planner = "auto",
         fit_costs: bool | int = False,
@@ -128,17 +149,20 @@ class FreeScaleMixin(StepHooks, _Base):
         monitor: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        if ddp_kwargs.get("start_method", "popen") != "popen":
-            raise ConfigurationError(
-                f"start_method={ddp_kwargs['start_method']!r}: spawned or forked processes cannot return sharded tables; "
-                "use the default launcher or torchrun"
-            )
+        refuse_start_method(ddp_kwargs.get("start_method", "popen"))
         check_options(fit_costs, uneven, embedding_optimizer)
         check_dedup(dedup)
         parse_wire(wire)
         self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(timeout=self._wait, **ddp_kwargs)
-        self._sharding, self._embedding_optimizer, self._dedup, self._wire = sharding, embedding_optimizer, dedup, wire
+        placement: dict[str, Any] = {
+            "sharding": sharding,
+            "plan": plan,
+            "constraints": constraints,
+            "topology": topology,
+        }
+        check_plan_options(**placement)
+        self._shard_options = {**placement, "optimizer": embedding_optimizer, "dedup": dedup, "wire": wire}
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
         check_format(checkpoint)
         self._uneven, self._checkpoint_format, self._monitor = uneven, checkpoint, monitor
@@ -159,17 +183,9 @@ class FreeScaleMixin(StepHooks, _Base):
             random_states=self.random_states_of_loader,
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
-        self.control: Control | None = None
-        self._copies: SideStream | None = None
-        self._signals: SignalRequests | None = None
-        self._sharded_model: ShardedModel | None = None
+        self._accumulation = GradientAccumulation()
         self._table_positions = []
-        self._sharded: DistributedModelParallel | None = None
-        self._rates: TableLearningRates | None = None
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
-        self._in_training_step = False
-        self._failed = False  # Whether the current run has ended with an exception on this rank.
-        self._in_run = False  # Whether a run of the Trainer has been set up and not torn down.
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -275,12 +291,7 @@ class FreeScaleMixin(StepHooks, _Base):
             self._exchange_mode.table_group,
             self.root_device,
             local_size=self.num_processes,
-            options={
-                "sharding": self._sharding,
-                "optimizer": self._embedding_optimizer,
-                "dedup": self._dedup,
-                "wire": self._wire,
-            },
+            options=self._shard_options,
             ddp_kwargs=self._ddp_kwargs,
         )
         self._sharded, self._pipeline.rows = self._sharded_model.sharded, self._sharded_model.rows
@@ -309,7 +320,7 @@ class FreeScaleMixin(StepHooks, _Base):
         self._rates = TableLearningRates(
             self._sharded,
             self._sharded_model.rates,
-            explicit="lr" in (self._embedding_optimizer or {}),
+            explicit="lr" in (self._shard_options["optimizer"] or {}),
             frozen=self._sharded_model.frozen,
         )
         self._rates.follow(self._module, self.optimizers)
@@ -386,6 +397,7 @@ class FreeScaleMixin(StepHooks, _Base):
         if self.root_device.type == "cuda" and not self._failed:
             torch.cuda.synchronize(self.root_device)  # No kernel of a group that is about to end is in the queue.
         self._balancer.close()
+        self._accumulation.close()
         self._exchange_mode.close(self._failed)
         self._pipeline.close()
         if self.control is not None:

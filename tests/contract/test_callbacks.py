@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     Timer,
@@ -25,9 +24,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale import FreeScaleStrategy
 from tests import toy
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 # Sequence embeddings are frozen and initialized equally, so that the losses are those of ddp up to rounding.
 SAME = {"sharding": "table_wise", "balance": "off", "prioritize": False, "monitor": False}
@@ -281,19 +280,6 @@ def tune_batch_size(rank: int) -> list[str]:
 def test_lightning_refuses_to_tune_the_batch_size_of_any_distributed_strategy() -> None:
     for messages in run_ranks(tune_batch_size):
         assert messages[:2] == messages[2:]
-
-
-def schedule_accumulation(rank: int) -> None:
-    scheduler = GradientAccumulationScheduler({1: 2})
-    toy.trainer("freescale", 2, callbacks=[scheduler]).fit(toy.Model(), toy.loader(16))
-
-
-def test_a_schedule_of_accumulation_is_refused_with_tables() -> None:
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(schedule_accumulation, every_error=True, timeout=30)
-    for error in failure.value.errors.values():
-        assert ConfigurationError.__name__ in error
-        assert "accumulate_grad_batches=2" in error
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,17 @@ from torch.utils.data import DistributedSampler
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale import FreeScaleStrategy
 from tests import toy
@@ -28,38 +38,53 @@ FUSED = {
 }
 
 
-def by_hand(
-    rank: int, world: int, kind: str, optimizer: str, bags: bool
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What a TorchRec user writes, without Lightning."""
-    dist.init_process_group("gloo")
-    pl.seed_everything(1, verbose=False)
-    model = toy.Model(bags=bags)
-    initial = {key: value.clone() for key, value in model.embeddings.state_dict().items()}
-    sharder_type = EmbeddingBagCollectionSharder if bags else EmbeddingCollectionSharder
-    sharder = sharder_type(fused_params={"optimizer": FUSED[optimizer], "learning_rate": 0.1})
-    kernel = {"compute_kernel": "fused"}
-    placement = {
-        "row_wise": lambda owner: row_wise(**kernel),
-        "table_wise": lambda owner: table_wise(rank=owner, **kernel),
-        "column_wise": lambda owner: column_wise(ranks=list(range(world)), **kernel),
-    }[kind]
+def plan_by_hand(model: toy.Model, world: int, kind: str, sharder: Any) -> ShardingPlan:
+    """``kind`` for both tables; two kinds with a slash between them for the tables ``item`` and ``shop``."""
+    makers: dict[str, Callable[[int], Any]] = {
+        "row_wise": lambda owner: row_wise(),
+        "table_wise": lambda owner: table_wise(rank=owner),
+        "column_wise": lambda owner: column_wise(ranks=list(range(world))),
+        "table_row_wise": lambda owner: table_row_wise(host_index=0),
+        "grid_shard": lambda owner: grid_shard(host_indexes=[0]),
+        "data_parallel": lambda owner: data_parallel(),
+    }
+    kinds = kind.split("/") if "/" in kind else [kind, kind]
     plan = construct_module_sharding_plan(
         model.embeddings,
-        {"item": placement(0), "shop": placement(world - 1)},
+        {"item": makers[kinds[0]](0), "shop": makers[kinds[1]](world - 1)},
         sharder=sharder,
         local_size=world,
         world_size=world,
         device_type="cpu",
     )
+    for placement in plan.values():
+        if placement.sharding_type != "data_parallel":
+            placement.compute_kernel = "fused"
+    return ShardingPlan({"embeddings": plan})
+
+
+def by_hand(
+    rank: int, world: int, kind: str, optimizer: str, bags: bool, half: bool = False, **fused: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What a TorchRec user writes, without Lightning."""
+    dist.init_process_group("gloo")
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model(bags=bags, data_type=DataType.FP16 if half else DataType.FP32)
+    initial = {key: value.clone() for key, value in model.embeddings.state_dict().items()}
+    sharder_type = EmbeddingBagCollectionSharder if bags else EmbeddingCollectionSharder
+    sharder = sharder_type(fused_params={"optimizer": FUSED[optimizer], "learning_rate": 0.1, **fused})
     dmp = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({"embeddings": plan}), sharders=[sharder]
+        model, device=torch.device("cpu"), plan=plan_by_hand(model, world, kind, sharder), sharders=[sharder]
     )
     for key, value in model.embeddings.state_dict().items():
+        if not hasattr(value, "local_shards"):  # a data-parallel table
+            value.copy_(initial[key])
+            continue
         for shard in value.local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(initial[key][row : row + rows, column : column + columns])
-    dense = torch.optim.Adam(model.head.parameters(), lr=0.05)
+    not_fused = [part for part in model.parameters() if not hasattr(part, "_in_backward_optimizers")]
+    dense = torch.optim.Adam(not_fused, lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(dense, step_size=3, gamma=0.5)
     samples = toy.Samples(64)
     sampler = DistributedSampler(samples, world, rank, shuffle=True, seed=1)
@@ -89,11 +114,11 @@ def nn_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def by_strategy(
-    rank: int, world: int, options: dict[str, Any], bags: bool
+    rank: int, world: int, options: dict[str, Any], bags: bool, half: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     pl.seed_everything(1, verbose=False)
-    model = toy.Model(bags=bags)
-    strategy = FreeScaleStrategy(balance="off", prioritize=False, **options)
+    model = toy.Model(bags=bags, data_type=DataType.FP16 if half else DataType.FP32)
+    strategy = FreeScaleStrategy(**({"balance": "off", "prioritize": False} | options))
     toy.trainer(strategy, world, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader())
     return model.losses, toy.weights(model)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
@@ -24,7 +23,10 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
 @pytest.mark.parametrize(
     ("strategy_options", "options", "words"),
     [
-        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["embedding_optimizer", "'lamb'", "rowwise_adagrad"]),
+        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["embedding_optimizer", "'lamb'", "CUDA only", "adagrad"]),
+        ({"embedding_optimizer": {"optimizer": "lion"}}, {}, ["embedding_optimizer", "'lion'", "rowwise_adagrad"]),
+        ({"embedding_optimizer": {"weight_decay": 0.1}}, {}, ["weight_decay=0.1", "ignores", "'rowwise_adagrad'"]),
+        ({"embedding_optimizer": {"max_gradient": 0.0}}, {}, ["max_gradient=0.0 must be positive"]),
         ({"embedding_optimizer": {"optimizer": "adam"}}, {}, ["'adam'", "CUDA", "sgd"]),
         ({"embedding_optimizer": {"optimizer": "sgd", "momentum": 0.9}}, {}, ["momentum=0.9", "'sgd'"]),
         ({"sharding": {"items": "row_wise"}}, {}, ["sharding", "'items'", "item, shop"]),
@@ -33,8 +35,7 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
         ({"model_averaging_period": 4}, {}, ["model_averaging_period=4"]),
         ({}, {"precision": "16-true"}, ["precision", "'16-true'", "bf16-mixed"]),
         ({}, {"precision": "64-true"}, ["precision", "'64-true'"]),
-        ({}, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2"]),
-        ({}, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, ["accumulate_grad_batches=2"]),
+        ({}, {"precision": "bf16-true"}, ["precision", "'bf16-true'", "bf16-mixed"]),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -1,0 +1,212 @@
+"""Gradient accumulation: the gradients of the tables are held until the last micro-batch of an optimizer step.
+
+TorchRec's fused optimizer updates the rows in every backward. With gradient accumulation, all micro-batches of an optimizer step
+must read the rows as they were before it, and one update of each row must follow. So, while gradients are accumulated:
+
+    forward of a micro-batch     the kernels look the rows up as always, and count no step
+    backward of a micro-batch    the owner of the rows keeps the ids and their gradients; nothing is updated
+    after the last backward      one look-up of all held ids, and its backward with all held gradients: FBGEMM sums the
+                                 gradients of each row and updates it once
+
+The held gradients are those that TorchRec would have applied: they have travelled to the owner, and they are divided by the
+number of ranks. The order of a sum is: by feature, by micro-batch, and then as in the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.embedding.table_optimizer import kernels_in, set_count
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
+from lightning_freescale.runtime.errors import ConfigurationError
+
+
+class LookedUp(NamedTuple):
+    """What one look-up of a micro-batch has read: ``T`` features of ``B`` samples with ``n`` ids together."""
+
+    keys: list[str]
+    by_feature: list[int]  # [T] number of ids
+    ids: Tensor  # [n], by feature and then by sample
+    lengths: Tensor  # [T, B]
+    weights: Tensor | None  # [n], of weighted bags
+
+
+class HeldGradient(NamedTuple):
+    """The gradient of one look-up: ``[n, D]`` for sequences, ``[B, D of all features]`` for bags."""
+
+    looked_up: LookedUp
+    gradient: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        read = self.looked_up
+        weights = 0 if read.weights is None else read.weights.nbytes
+        return self.gradient.nbytes + read.ids.nbytes + read.lengths.nbytes + weights
+
+
+class HeldLookup:
+    """One of TorchRec's look-ups. While ``holds`` is set, its gradients are held and not applied.
+
+    Args:
+        lookup: TorchRec's module that looks up the rows of one sharding group of a collection, on this rank.
+        sequence: whether the rows are returned one by one, as an ``EmbeddingCollection`` does, and not pooled.
+    """
+
+    def __init__(self, lookup: nn.Module, sequence: bool):
+        self._lookup, self._sequence = lookup, sequence
+        self._look_up: Callable[[KeyedJaggedTensor], Tensor] = lookup.forward
+        self._kernels = kernels_in(lookup)
+        self.holds = False
+        self.held: list[HeldGradient] = []
+        lookup.forward = self._forward
+
+    def _forward(self, features: KeyedJaggedTensor) -> Tensor:
+        if not self.holds or not torch.is_grad_enabled() or not self._kernels:
+            return self._look_up(features)
+        looked_up = _looked_up(features)
+        counts = [int(kernel.iter_cpu) for kernel in self._kernels]
+        with torch.no_grad():
+            rows = self._look_up(features)
+        for kernel, count in zip(self._kernels, counts, strict=True):
+            set_count([kernel], count)
+        anchor = torch.empty(0, device=rows.device, requires_grad=True)
+        return _HoldGradient.apply(anchor, self, looked_up, rows)
+
+    def hold(self, looked_up: LookedUp, gradient: Tensor) -> None:
+        """In the backward of a micro-batch. A micro-batch without ids has no row to update."""
+        ids = looked_up.ids.numel()
+        if ids:
+            self.held.append(HeldGradient(looked_up, gradient.reshape(ids, -1) if self._sequence else gradient))
+
+    def apply(self) -> None:
+        """Update each row that the micro-batches have read once, with the sum of its gradients, and count one step."""
+        held, self.held = self.held, []
+        counts = [int(kernel.iter_cpu) + 1 for kernel in self._kernels]
+        if held:
+            features, gradient = _join(held, self._sequence)
+            with torch.enable_grad():
+                rows = self._look_up(features)
+            rows.backward(gradient.reshape(rows.shape))  # the fused optimizer runs in here
+        for kernel, count in zip(self._kernels, counts, strict=True):
+            set_count([kernel], count)
+
+    def close(self) -> None:
+        self.held = []
+        self._lookup.__dict__.pop("forward", None)
+
+
+class _HoldGradient(torch.autograd.Function):
+    """Returns the rows of a look-up. Its backward hands their gradient to :class:`HeldLookup`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: HeldLookup, looked_up: LookedUp, rows: Tensor) -> Tensor:
+        """``anchor`` requires a gradient, so that autograd calls backward."""
+        ctx.lookup, ctx.looked_up = lookup, looked_up
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.lookup.hold(ctx.looked_up, gradients[0])
+        return (None,) * 4
+
+
+def _looked_up(features: KeyedJaggedTensor) -> LookedUp:
+    if features.variable_stride_per_key():
+        raise ConfigurationError(
+            "accumulate_grad_batches: a collection is called with a batch size that varies by feature, whose gradients "
+            "cannot be held. Use accumulate_grad_batches=1"
+        )
+    weights = features.weights_or_none()
+    if weights is not None and weights.requires_grad:
+        raise ConfigurationError(
+            "accumulate_grad_batches: the weights of a weighted bag need gradients, which cannot be held. Use "
+            "accumulate_grad_batches=1"
+        )
+    lengths = features.lengths().view(len(features.keys()), features.stride())
+    return LookedUp(list(features.keys()), features.length_per_key(), features.values(), lengths, weights)
+
+
+def _join(held: Sequence[HeldGradient], sequence: bool) -> tuple[KeyedJaggedTensor, Tensor]:
+    """The look-ups of all micro-batches as one: each feature with the samples of one micro-batch after the other.
+
+    Returns:
+        the ids, and their gradient as :class:`HeldGradient` describes it.
+    """
+
+    def by_feature(parts: Sequence[Tensor]) -> Tensor:
+        """``[n of a micro-batch, ...]`` each, to one tensor: by feature, and then by micro-batch."""
+        split = [part.split(one.looked_up.by_feature) for part, one in zip(parts, held, strict=True)]
+        return torch.cat([part for feature in zip(*split, strict=True) for part in feature])
+
+    read = [one.looked_up for one in held]
+    weights = [part.weights for part in read if part.weights is not None]
+    lengths = torch.cat([part.lengths for part in read], dim=1)
+    features = KeyedJaggedTensor(
+        read[0].keys,
+        by_feature([part.ids for part in read]),
+        weights=by_feature(weights) if weights else None,
+        lengths=lengths.flatten(),
+        stride=lengths.shape[1],
+    )
+    gradients = [one.gradient for one in held]
+    return features, by_feature(gradients) if sequence else torch.cat(gradients)
+
+
+class HeldTableGradients:
+    """The gradients of all sharded tables of a model, while they are accumulated.
+
+    Args:
+        model: the sharded model.
+
+    Raises:
+        ConfigurationError: if a table of the model has zero-collision ids.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._lookups: list[HeldLookup] = []
+        for name, module in model.named_modules():
+            if isinstance(module, ShardedZeroCollisionCollection):
+                raise ConfigurationError(
+                    f"accumulate_grad_batches: {name} has zero-collision ids. A micro-batch could give a row to another id "
+                    "while a gradient of the first id is held. Use accumulate_grad_batches=1 and a larger batch_size"
+                )
+            if isinstance(module, (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)):
+                sequence = isinstance(module, ShardedEmbeddingCollection)
+                self._lookups += [HeldLookup(lookup, sequence) for lookup in module._lookups if kernels_in(lookup)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(one.nbytes for lookup in self._lookups for one in lookup.held)
+
+    def hold(self, holds: bool) -> None:
+        """Whether the gradients of the next steps are held."""
+        for lookup in self._lookups:
+            lookup.holds = holds
+
+    def drop(self) -> None:
+        """Forget what is held."""
+        for lookup in self._lookups:
+            lookup.held = []
+
+    def scale(self, factor: float) -> None:
+        """Multiply what is held."""
+        for lookup in self._lookups:
+            lookup.held = [one._replace(gradient=one.gradient * factor) for one in lookup.held]
+
+    def apply(self) -> None:
+        """Update the rows. Nothing is exchanged: the gradients are at the owners already."""
+        for lookup in self._lookups:
+            lookup.apply()
+
+    def close(self) -> None:
+        """Drop what is held, and give the look-ups their own forward back."""
+        for lookup in self._lookups:
+            lookup.close()

@@ -1,0 +1,233 @@
+"""Gradient accumulation: a step over several micro-batches is the step of one large batch, also for the tables."""
+
+from __future__ import annotations
+
+import doctest
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torchrec import EmbeddingCollection
+
+from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
+from lightning_freescale.embedding.held_gradients import HeldLookup
+from lightning_freescale.runtime.log import logger
+from lightning_freescale.strategy import accumulation
+from tests import toy
+from tests.ranks import run_ranks
+
+Result = tuple[list[float], dict[str, Tensor], int]
+SYNC: dict[str, Any] = {"balance": "off", "prioritize": False}
+
+
+def fit(
+    rank: int,
+    world: int,
+    bags: bool,
+    strategy: dict[str, Any],
+    *,
+    size: int,
+    batch_size: int,
+    optimizer: str = "rowwise_adagrad",
+    schedule: dict[int, int] | None = None,
+    **options: Any,
+) -> Result:
+    """Losses, weights and optimizer steps."""
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model(bags=bags)
+    tables = {"optimizer": optimizer, "lr": 0.1}
+    callbacks = [GradientAccumulationScheduler(schedule)] if schedule else []
+    own = FreeScaleStrategy(embedding_optimizer=tables, **strategy)
+    trainer = toy.trainer(own, world, callbacks=callbacks, use_distributed_sampler=True, **options)
+    trainer.fit(model, toy.loader(size, batch_size, shuffle=False))
+    return model.losses, toy.weights(model), trainer.global_step
+
+
+def fits(rank: int, world: int, cases: list[tuple[bool, dict[str, Any], dict[str, Any]]]) -> list[Result]:
+    return [fit(rank, world, bags, strategy, **options) for bags, strategy, options in cases]
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-5) for key in a)
+
+
+# ---- one large batch -------------------------------------------------------------------------------------------------
+def test_equal_to_one_large_batch() -> None:
+    """54 samples: the last micro-batch has one sample per rank at most, and the last window is not complete."""
+    number, small = 4, 2
+    for world in (1, 2):
+        cases = []
+        for bags, optimizer in ((False, "sgd"), (True, "sgd"), (False, "rowwise_adagrad"), (True, "rowwise_adagrad")):
+            shared = {"size": 27 * world, "optimizer": optimizer}
+            cases.append((bags, SYNC, {**shared, "batch_size": number * small}))
+            cases.append((bags, SYNC, {**shared, "batch_size": small, "accumulate_grad_batches": number}))
+        for results in run_ranks(fits, world, args=(world, cases)):
+            for large, accumulated in zip(results[::2], results[1::2], strict=True):
+                assert large[2] == accumulated[2] == 8  # two epochs of four steps
+                assert len(accumulated[0]) == 28  # micro-batches
+                assert close(large[1], accumulated[1])
+
+
+class UpdateAtOnce(HeldLookup):
+    """Does not hold gradients: every micro-batch updates the rows."""
+
+    def _forward(self, features: Any) -> Tensor:
+        return self._look_up(features)
+
+
+@pytest.mark.parametrize("wrong", ["rows are updated at once", "every micro-batch counts alike"])
+def test_the_comparison_can_fail(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong == "rows are updated at once":
+        monkeypatch.setattr("lightning_freescale.embedding.held_gradients.HeldLookup", UpdateAtOnce)
+    else:
+        alike = accumulation.WindowFactors(1.0, 1.0)
+        monkeypatch.setattr(accumulation, "window_factors", lambda *_: alike)
+    shared = {"size": 27, "optimizer": "sgd"}
+    cases = [
+        (False, SYNC, {**shared, "batch_size": 8}),
+        (False, SYNC, {**shared, "batch_size": 2, "accumulate_grad_batches": 4}),
+    ]
+    large, accumulated = run_ranks(fits, 1, args=(1, cases))[0]
+    assert not close(large[1], accumulated[1])
+
+
+def test_balanced_micro_batches_of_uneven_ranks_are_one_large_batch() -> None:
+    """Two ranks with different numbers of samples, against one rank with all samples of the step."""
+    balanced = {"balance": "variable", "prioritize": True}
+    shared = {"size": 56, "optimizer": "sgd"}
+    two = run_ranks(fits, 2, args=(2, [(False, balanced, {**shared, "batch_size": 2, "accumulate_grad_batches": 3})]))
+    one = run_ranks(fits, 1, args=(1, [(False, SYNC, {**shared, "batch_size": 12})]))
+    assert two[0][0][2] == one[0][0][2] == 10
+    assert close(two[0][0][1], one[0][0][1])
+
+
+# ---- both strategies -------------------------------------------------------------------------------------------------
+def test_equal_under_both_strategies_bit_for_bit() -> None:
+    """As a number, and as a schedule that begins and ends with prioritized steps."""
+    settings: list[tuple[bool, dict[str, Any]]] = [
+        (False, {"accumulate_grad_batches": 3}),
+        (True, {"accumulate_grad_batches": 3}),
+        (False, {"schedule": {1: 3, 2: 1}, "max_epochs": 3}),
+    ]
+    cases = [
+        (bags, {"balance": "off", "prioritize": prioritize}, {"size": 40, "batch_size": 2, **options})
+        for bags, options in settings
+        for prioritize in (False, True)
+    ]
+    for results in run_ranks(fits, 2, args=(2, cases)):
+        for plain, prioritized in zip(results[::2], results[1::2], strict=True):
+            assert plain[0] == prioritized[0]
+            assert toy.same(plain[1], prioritized[1])
+        assert [result[2] for result in results[::2]] == [8, 8, 24]
+
+
+def exchanged(rank: int) -> list[list[str]]:
+    """The prioritized modules of each step, with accumulation in the second of three epochs."""
+    seen: list[list[str]] = []
+
+    class Watch(pl.Callback):
+        def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+            seen.append(trainer.strategy.schedule.prioritized)
+
+    trainer = toy.trainer(
+        FreeScaleStrategy(balance="off", prioritize=True),
+        2,
+        max_epochs=3,
+        callbacks=[GradientAccumulationScheduler({1: 2, 2: 1}), Watch()],
+    )
+    trainer.fit(toy.Model(), toy.loader(16))
+    return seen
+
+
+def test_steps_are_prioritized_again_after_accumulation() -> None:
+    """Four micro-batches an epoch. The first step of a training shows what a module is called with."""
+    for seen in run_ranks(exchanged):
+        assert seen == [[]] + [["embeddings"]] * 3 + [[]] * 2 + [["embeddings"]] * 4
+
+
+# ---- windows that do not end, validation inside of a window ----------------------------------------------------------
+class Stopping(toy.Model):
+    """Validates inside of a window. Notes the tables at each validation."""
+
+    def on_fit_start(self) -> None:
+        self.tables: list[dict[str, Tensor]] = []
+
+    def on_validation_start(self) -> None:
+        self.tables.append(toy.weights(self))
+
+
+def validate_inside(rank: int) -> tuple[list[bool], int]:
+    pl.seed_everything(1, verbose=False)
+    model = Stopping()
+    trainer = toy.trainer(
+        FreeScaleStrategy(balance="off", prioritize=True),
+        2,
+        max_epochs=1,
+        limit_train_batches=7,
+        limit_val_batches=1,
+        val_check_interval=1,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=3,
+    )
+    trainer.fit(model, toy.loader(40), toy.loader(8, shuffle=False))
+    same = [toy.same(before, after) for before, after in zip(model.tables, model.tables[1:], strict=False)]
+    return same, trainer.global_step
+
+
+def test_rows_change_only_after_the_last_micro_batch() -> None:
+    for same, steps in run_ranks(validate_inside):
+        assert same == [True, False, True, True, False, False]  # after micro-batches 2 to 7
+        assert steps == 3
+
+
+# ---- what is logged, and what is refused -----------------------------------------------------------------------------
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def logged(rank: int, found: list[str]) -> list[str]:
+    strategy = {"balance": "off", "prioritize": True}
+    fit(rank, 2, False, strategy, size=16, batch_size=2, accumulate_grad_batches=2, max_epochs=1)
+    return found
+
+
+def test_the_log_names_memory_and_exchange(messages: list[str]) -> None:
+    found = run_ranks(logged, args=(messages,))[0]
+    assert sum("gradients of the tables are held until the last of 2 micro-batches" in text for text in found) == 1
+    assert sum("micro-batches of gradient accumulation are exchanged synchronously" in text for text in found) == 1
+
+
+class RawIds(toy.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        assert isinstance(self.embeddings, EmbeddingCollection)
+        self.embeddings = zero_collision(
+            self.embeddings, {name: ZeroCollision(buckets=4, max_probe=4) for name in toy.ROWS}
+        )
+
+
+def accumulate_raw_ids(rank: int) -> None:
+    trainer = toy.trainer(FreeScaleStrategy(), 1, accumulate_grad_batches=2)
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches: embeddings has zero-collision ids"):
+        trainer.fit(RawIds(), toy.loader(8))
+
+
+def test_zero_collision_ids_are_refused() -> None:
+    run_ranks(accumulate_raw_ids, 1)
+
+
+def test_the_examples_of_the_factors() -> None:
+    assert doctest.testmod(accumulation).failed == 0
+    assert accumulation.window_factors([0, 3], 2, last=True) == (2.0, 2.0)
+    assert accumulation.window_factors([0, 0], 2, last=True) == (0.0, 1.0)
