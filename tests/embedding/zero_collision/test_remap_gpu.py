@@ -1,4 +1,4 @@
-"""The compiled Triton kernels of zero-collision ids against the C++ core, with many ids in flight at once."""
+"""The compiled Triton kernels of zero-collision ids: equal to the reference and to the C++ core, with many ids at once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec import EmbeddingConfig
 
-from lightning_freescale.embedding.zero_collision.layout import Layout
+from lightning_freescale.embedding.zero_collision.fresh_rows import row_draw
+from lightning_freescale.embedding.zero_collision.layout import Eviction, Layout
+from tests.embedding.zero_collision.test_remap import batches, evictions, layouts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts(), eviction=evictions, steps=batches(6), left_out=st.sampled_from([0, 3]))
+def test_compiled_kernels_equal_the_reference(
+    layout: Layout, eviction: Eviction, steps: list[list[int]], left_out: int
+) -> None:
+    from tests.embedding.zero_collision.kernels import compare_with_reference
+
+    compare_with_reference(layout, eviction, steps, left_out, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("policy", [None, "ttl", "lru"])
@@ -22,3 +37,10 @@ def test_compiled_kernels_equal_the_core(policy: Any, size: int) -> None:
 
     layout = Layout(buckets=96, first_bucket=16, held=64, bucket_size=size, reserved=size // 32, max_probe=128)
     compare_with_core(policy, torch.device("cuda"), steps=8, batch=60 * size, layout=layout)
+
+
+@pytest.mark.parametrize("std", [None, 0.02])
+def test_first_rows_have_the_same_bits(std: float | None) -> None:
+    table = EmbeddingConfig(name="item", embedding_dim=64, num_embeddings=1000, feature_names=["f"])
+    draw, ids = row_draw(table, 3, std), torch.randint(0, 2**63 - 1, (4001,))
+    assert torch.equal(draw(ids.cuda()).cpu(), draw(ids))
