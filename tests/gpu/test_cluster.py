@@ -74,6 +74,16 @@ def test_zero_collision_ids(backend: str) -> None:
     assert results["unordered"]["rows"] > 1e-3
 
 
+def test_hstu_on_raw_ids(tmp_path: Path) -> None:
+    """Both exchanges give the same ids and ages, exactly, and losses within 1 %, because of bf16. The checkpoint is exported."""
+    results = result_of("raw_ids.py", "20", folder=tmp_path)
+    assert results["differ"] == 0
+    assert results["ids"] > 4000  # of 8,192 rows
+    assert len(results["True"]["losses"]) == 20
+    assert results["True"]["losses"] == pytest.approx(results["False"]["losses"], rel=0.01)
+    assert results["True"]["val"]["val/loss"] == pytest.approx(results["False"]["val"]["val/loss"], rel=0.01)
+
+
 def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
     """Losses agree within 1 %, also over the SM-free transport. With bf16, the order of sums changes the rounding."""
     results = result_of("hstu.py", "40", folder=tmp_path)

@@ -19,7 +19,7 @@ import lightning_freescale as fs
 import lightning_freescale.transport
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding.zero_collision import training
-from tests.embedding.zero_collision.test_training import never_undo, write_all_fresh_rows_early
+from tests.embedding.zero_collision.sabotage import never_undo, write_all_fresh_rows_early
 from tests.embedding.zero_collision.training import STEPS, Trained, drifting_batches, to_kjt
 
 SCALE = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -89,3 +90,16 @@ def owners(state: IdentityState) -> dict[int, tuple[int, int]]:
     """The id and the age of every slot that is not empty. The age of an empty slot is -1."""
     rows = enumerate(zip(state.identities.tolist(), state.seen.tolist(), strict=True))
     return {slot: pair for slot, pair in rows if pair != (-1, -1)}
+
+
+def random_case(seed: int) -> dict[str, Any]:
+    """Arguments of :func:`compare_with_reference`: a small table, and batches of ids that come back, go and are new."""
+    chance = random.Random(seed)
+    buckets, size = chance.randint(1, 5), chance.randint(2, 40)
+    layout = Layout(buckets, 0, buckets, size, chance.randint(1, max(1, size // 4)), max_probe=chance.randint(1, 48))
+    steps = []
+    for step in range(6):
+        known = [chance.randrange(20 * step, 20 * step + 80) for _ in range(chance.randrange(60))]
+        steps.append(known + [chance.randrange(2**63) for _ in range(chance.randrange(8))])
+    eviction = Eviction(chance.choice([None, "ttl", "lru"]), chance.randint(1, 3))  # type: ignore[arg-type]
+    return {"layout": layout, "eviction": eviction, "steps": steps, "left_out": chance.choice([0, 3])}

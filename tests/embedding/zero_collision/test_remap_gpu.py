@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchrec import EmbeddingConfig
 
 from lightning_freescale.embedding.zero_collision.fresh_rows import row_draw
-from lightning_freescale.embedding.zero_collision.layout import Eviction, Layout
-from tests.embedding.zero_collision.test_remap import batches, evictions, layouts
+from lightning_freescale.embedding.zero_collision.layout import Layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,14 +17,11 @@ pytestmark = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
-@given(layout=layouts(), eviction=evictions, steps=batches(6), left_out=st.sampled_from([0, 3]))
-def test_compiled_kernels_equal_the_reference(
-    layout: Layout, eviction: Eviction, steps: list[list[int]], left_out: int
-) -> None:
-    from tests.embedding.zero_collision.kernels import compare_with_reference
+@pytest.mark.parametrize("seed", range(40))
+def test_compiled_kernels_equal_the_reference(seed: int) -> None:
+    from tests.embedding.zero_collision.kernels import compare_with_reference, random_case
 
-    compare_with_reference(layout, eviction, steps, left_out, torch.device("cuda"))
+    compare_with_reference(**random_case(seed), device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize("policy", [None, "ttl", "lru"])
