@@ -93,7 +93,7 @@ struct MissingId {
   std::int64_t position;  // in the batch
 
   bool operator<(const MissingId& other) const {
-    return std::tie(hash, id, position) < std::tie(other.hash, other.id, other.position);
+    return std::tie(id, position) < std::tie(other.id, other.position);
   }
 };
 

@@ -33,9 +33,6 @@ from lightning_freescale.runtime.log import log_once
 
 SHARDING_TYPES = ("row_wise", "table_wise", "column_wise")
 
-# The kernels for CUDA equal those for CPU in Triton's interpreter, but no training was compared on a GPU yet.
-ZERO_COLLISION_DEVICES = ("cpu",)
-
 CPU_TABLE_TYPES = (DataType.FP32, DataType.FP16)  # that FBGEMM's training kernels have on CPU
 
 # With fewer rows on each rank, row-wise sharding is not worth an all-to-all: the table stays whole on one rank.
@@ -130,8 +127,6 @@ def _make_sharder(
     if kind is ZeroCollisionCollection:
         if sequence_options["use_index_dedup"]:
             raise ConfigurationError("dedup: tables with zero-collision ids do not support it yet; leave it out")
-        if device.type not in ZERO_COLLISION_DEVICES:
-            raise ConfigurationError(f"zero_collision: such tables train on CPU only for now, not on {device.type}")
         return ZeroCollisionSharder(params, sequence_options)
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:

@@ -325,6 +325,7 @@ class ExchangeSchedule:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.exchange.gradients.apply_late()
             module.exchange.undo_ahead()
+            module.exchange.table_stream.join()  # the caller reads the tables on the current stream
 
     def close(self) -> None:
         """Flush, drop the prefetched batches, and give the modules their own forward back."""

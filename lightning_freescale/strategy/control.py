@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_freescale.runtime import errors
 from lightning_freescale.runtime.errors import FreeScaleError
-from lightning_freescale.runtime.process_groups import are_complete, leave
+from lightning_freescale.runtime.process_groups import are_complete, describe_missing_ranks, leave
 from lightning_freescale.runtime.streams import Readback
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
@@ -263,3 +263,10 @@ class Control:
             except Exception:  # There is no report: this rank is the missing one.
                 reports.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")
         return "; ".join(reports)
+
+
+def missing_at_start(error: RuntimeError, environment: Any, timeout: timedelta) -> FreeScaleError:
+    """The error to raise if the default process group could not be set up. ``environment`` is Lightning's."""
+    if dist.is_initialized():
+        return Control(timeout).missing_ranks("the set-up of the process group", error)
+    return FreeScaleError(describe_missing_ranks(error, environment.global_rank(), environment.world_size(), timeout))

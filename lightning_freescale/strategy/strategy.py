@@ -28,15 +28,11 @@ from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.process_groups import (
-    describe_missing_ranks,
-    is_connection_error,
-    keep_from_forked_processes,
-)
+from lightning_freescale.runtime.process_groups import is_connection_error, keep_from_forked_processes
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
-from lightning_freescale.strategy.control import Control, Request
+from lightning_freescale.strategy.control import Control, Request, missing_at_start
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
@@ -219,7 +215,7 @@ class FreeScaleMixin(StepHooks, _Base):
         except RuntimeError as error:
             if not is_connection_error(error):
                 raise
-            raise self._missing_at_start(error) from error
+            raise missing_at_start(error, self.cluster_environment, self._wait) from error
         if self.control is None:
             self.control = Control(self._wait)
         self._failed, self._in_run, self._came_to_save = False, True, None
@@ -228,14 +224,6 @@ class FreeScaleMixin(StepHooks, _Base):
         self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
-
-    def _missing_at_start(self, error: RuntimeError) -> FreeScaleError:
-        if torch.distributed.is_initialized():
-            return Control(self._wait).missing_ranks("the set-up of the process group", error)
-        environment = self.cluster_environment
-        assert environment is not None
-        rank, world_size = environment.global_rank(), environment.world_size()
-        return FreeScaleError(describe_missing_ranks(error, rank, world_size, self._wait))
 
     def setup(self, trainer: Any) -> None:
         assert self.control is not None

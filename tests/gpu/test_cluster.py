@@ -50,6 +50,40 @@ def test_prioritized_equals_synchronous(backend: str) -> None:
         assert (case["saved"] > 0) == case["dedup"], case
 
 
+@pytest.mark.parametrize("backend", ["nccl", "freescale"])
+def test_zero_collision_ids(backend: str) -> None:
+    """Ids, ages and slots are those of the CPU exactly; losses within 1e-6 and rows within 1e-5 of their size."""
+    results = result_of("zero_collision.py", backend)
+    assert [case["optimizer"] for case in results["cases"]] == [
+        "rowwise_adagrad",
+        "rowwise_adagrad",
+        "sgd",
+        "adagrad",
+        "adam",
+    ]
+    for case in results["cases"]:
+        assert all(count > 0 for count in case["counts"]), case  # inserted, evicted, without a row
+        for found in (case["synchronous"], case.get("cpu")):
+            if found is not None:
+                assert found["integers"] == 0, case
+                assert found["losses"] <= 1e-6, case
+                assert found["rows"] <= 1e-5, case
+    # The comparison can fail.
+    assert results["never_undo"]["integers"] > 0
+    assert results["write_all_fresh_rows_early"]["rows"] > 1e-3
+    assert results["unordered"]["rows"] > 1e-3
+
+
+def test_hstu_on_raw_ids(tmp_path: Path) -> None:
+    """Both exchanges give the same ids and ages, exactly, and losses within 1 %, because of bf16. The checkpoint is exported."""
+    results = result_of("raw_ids.py", "20", folder=tmp_path)
+    assert results["differ"] == 0
+    assert results["ids"] > 4000  # of 8,192 rows
+    assert len(results["True"]["losses"]) == 20
+    assert results["True"]["losses"] == pytest.approx(results["False"]["losses"], rel=0.01)
+    assert results["True"]["val"]["val/loss"] == pytest.approx(results["False"]["val"]["val/loss"], rel=0.01)
+
+
 def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
     """Losses agree within 1 %, also over the SM-free transport. With bf16, the order of sums changes the rounding."""
     results = result_of("hstu.py", "40", folder=tmp_path)

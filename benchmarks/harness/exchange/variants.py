@@ -40,6 +40,8 @@ from lightning_freescale.embedding.all_to_all import COLLISION, ExchangeGroups
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.stages import FetchingBatch
+from lightning_freescale.embedding.zero_collision.collection import ZeroCollision, zero_collision
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.prepared_batch import PreparedBatch, copy_in_advance
 
@@ -49,7 +51,7 @@ Steps = Generator[Tensor, None, None]  # yields the loss of each step
 class ExchangeModel(nn.Module):
     """One table and the dense part. Returns the loss twice, as TorchRec's pipelines require: to train on, and detached."""
 
-    def __init__(self, workload: EqualCostWorkload, dense: nn.Module):
+    def __init__(self, workload: EqualCostWorkload, dense: nn.Module, ids: ZeroCollision | None = None):
         super().__init__()
         table = EmbeddingConfig(
             name="catalogue",
@@ -59,7 +61,9 @@ class ExchangeModel(nn.Module):
             weight_init_min=-1.0,  # large rows: a wrong row changes the loss visibly
             weight_init_max=1.0,
         )
-        self.embeddings = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        self.embeddings: Any = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        if ids is not None:
+            self.embeddings = zero_collision(self.embeddings, {table.name: ids})
         self.dense = dense
 
     def forward(self, batch: ExchangeBatch) -> tuple[Tensor, Tensor]:
@@ -68,11 +72,11 @@ class ExchangeModel(nn.Module):
 
 
 def build(
-    workload: EqualCostWorkload, machine: Machine, group: dist.ProcessGroup
+    workload: EqualCostWorkload, machine: Machine, group: dist.ProcessGroup, ids: ZeroCollision | None = None
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     """The model with its table sharded over ``group``, and its dense optimizer. The weights are equal on every call."""
     torch.manual_seed(1)
-    model = ExchangeModel(workload, machine.dense(workload.dim))
+    model = ExchangeModel(workload, machine.dense(workload.dim), ids)
     sharded = shard(model, group, machine.device, sharding="row_wise")  # as the strategy shards it
     return sharded, machine.optimizer(model.dense.parameters())
 
@@ -155,19 +159,25 @@ class FreeScaleSteps:
     Args:
         prioritize: with the schedule (``prioritize=True``) or without it (``freescale_sync``).
         group: the ranks over which the table is sharded.
+        ids: how the table gives rows to raw ids; ``None`` for dense ids.
     """
 
-    def __init__(self, prioritize: bool, workload: EqualCostWorkload, machine: Machine, group: dist.ProcessGroup):
+    def __init__(
+        self,
+        prioritize: bool,
+        workload: EqualCostWorkload,
+        machine: Machine,
+        group: dist.ProcessGroup,
+        ids: ZeroCollision | None = None,
+    ):
         self._device = machine.device
-        self._model, self._optimizer = build(workload, machine, group)
+        self._model, self._optimizer = build(workload, machine, group, ids)
         self._copies = SideStream(machine.device)
         self.schedule: ExchangeSchedule | None = None
+        kind = ShardedEmbeddingCollection if ids is None else ShardedZeroCollisionCollection
+        modules: Any = {name: module for name, module in self._model.named_modules() if isinstance(module, kind)}
+        self.embeddings = next(iter(modules.values()))
         if prioritize:
-            modules = {
-                name: module
-                for name, module in self._model.named_modules()
-                if isinstance(module, ShardedEmbeddingCollection)
-            }
             self.schedule = ExchangeSchedule(
                 modules, ExchangeGroups(machine.exchange_group("high"), machine.exchange_group("low")), self._copies
             )

@@ -9,7 +9,7 @@ Files:
     layout.py       how the slots of a table are arranged, and when a slot is taken back
     reference.py    the definition, in plain Python
     remap.py        the same on tensors: look-ups, insertions, undo
-    hashing.py      the hash of ids on tensors
+    hashing.py      arithmetic of 64-bit integers without a sign, on tensors
     triton_remap.py the kernels for CUDA
     fresh_rows.py   the first row of an id
     module.py       the identities of one table, as a managed-collision module of TorchRec

@@ -17,7 +17,7 @@ from lightning_freescale.embedding.zero_collision import remap
 from lightning_freescale.embedding.zero_collision.fresh_rows import RowDraw
 from lightning_freescale.embedding.zero_collision.layout import EMPTY, Eviction, Layout
 from lightning_freescale.embedding.zero_collision.remap import IdentityState, Insertion
-from lightning_freescale.runtime.errors import CheckpointError
+from lightning_freescale.runtime.errors import CheckpointError, InputError
 
 
 class ZeroCollisionModule(ManagedCollisionModule):
@@ -85,15 +85,15 @@ class ZeroCollisionModule(ManagedCollisionModule):
             )
 
     # ---- from ids to slots ------------------------------------------------------------------------------------------
-    def insert(self, ids: Tensor) -> tuple[Tensor, Insertion]:
+    def insert(self, ids: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Insertion]:
         """Insert the ids of the next training step: ``[n]`` int64 to ``[n]`` slots of this part, and what has changed."""
-        slots, insertion = remap.insert(self.state, self.layout, self.eviction, ids, self.step)
+        slots, insertion = remap.insert(self.state, self.layout, self.eviction, ids, self.step, chosen)
         self.step += 1
         return slots, insertion
 
-    def look_up(self, ids: Tensor) -> Tensor:
+    def look_up(self, ids: Tensor, chosen: Tensor | None = None) -> Tensor:
         """``[n]`` int64 ids to ``[n]`` slots of this part, without any change."""
-        return remap.look_up(self.state, self.layout, ids)
+        return remap.look_up(self.state, self.layout, ids, chosen)
 
     # ---- what TorchRec asks of a managed-collision module -----------------------------------------------------------
     def forward(self, features: dict[str, JaggedTensor], *_: Any, **__: Any) -> dict[str, JaggedTensor]:
@@ -101,10 +101,15 @@ class ZeroCollisionModule(ManagedCollisionModule):
 
     def remap(self, features: dict[str, JaggedTensor], *_: Any, **__: Any) -> dict[str, JaggedTensor]:
         """Look-ups without any change, for a table that is not sharded."""
-        return {
-            key: JaggedTensor(values=self.look_up(jagged.values().to(torch.int64)), lengths=jagged.lengths())
-            for key, jagged in features.items()
-        }
+        found = {}
+        for key, jagged in features.items():
+            ids = jagged.values().to(torch.int64)
+            if (
+                ids.is_cuda and len(ids) and (low := int(ids.min())) < 0
+            ):  # the kernel cannot tell; no strategy has checked
+                raise InputError(f"{key}: id {low} is negative; zero-collision ids are integers from 0 to 2^63 - 1")
+            found[key] = JaggedTensor(values=self.look_up(ids), lengths=jagged.lengths())
+        return found
 
     def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         return features

@@ -54,33 +54,28 @@ class OwnedTable:
     optimizer_state: list[Tensor]
     features: list[str]
 
-    def remap(self, ids: Tensor, counts: Sequence[int], insert: bool) -> tuple[Tensor, Insertion | None]:
+    def remap(
+        self, ids: Tensor, mine: Tensor | None, inserting: Tensor | None, insert: bool
+    ) -> tuple[Tensor, Insertion | None]:
         """From ids to slots, for all features of the table.
 
         The ids of features that insert come first. Then the other features look their ids up.
 
         Args:
-            ids: ``[n]`` int64, of one feature after the other.
-            counts: number of ids of each feature.
+            ids: ``[n]`` int64, of all tables of the sharding group.
+            mine: ``[n]`` booleans, which of the ids belong to this table; ``None`` if all do.
+            inserting: ``[n]`` booleans, which of them belong to features that insert; ``None`` if all of this table do.
             insert: whether the ids are those of a training step. Otherwise nothing changes.
 
         Returns:
-            ``[n]`` int64 slots, and what has changed.
+            ``[n]`` int64 slots, which mean nothing for ids of other tables, and what has changed.
         """
-        identities, insertion = self.identities, None
+        identities = self.identities
         if not insert:
-            return identities.look_up(ids), None
-        read_only = [feature in identities.read_only for feature in self.features]
-        if not any(read_only):
-            slots, insertion = identities.insert(ids)
-        else:
-            parts = ids.split(list(counts))
-            inserting = [part for part, only in zip(parts, read_only, strict=True) if not only]
-            inserted, insertion = identities.insert(torch.cat(inserting))
-            found = iter(inserted.split([len(part) for part in inserting]))
-            slots = torch.cat(
-                [identities.look_up(part) if only else next(found) for part, only in zip(parts, read_only, strict=True)]
-            )
+            return identities.look_up(ids, mine), None
+        slots, insertion = identities.insert(ids, mine if inserting is None else inserting)
+        if inserting is not None:
+            slots = torch.where(inserting, slots, identities.look_up(ids, mine))
         return slots, insertion
 
     def write_fresh(self, insertion: Insertion, slots: Tensor | None = None) -> WrittenRows:
@@ -89,11 +84,12 @@ class OwnedTable:
         Args:
             slots: ``[n]`` int64; only fresh rows among them are written. All by default.
         """
-        fresh, ids = insertion.fresh_slots, insertion.fresh_ids
+        fresh = insertion.fresh_slots
         chosen = torch.ones_like(fresh, dtype=torch.bool) if slots is None else self._among(fresh, slots)
+        if insertion.rows is None:
+            insertion.rows = self.identities.draw(insertion.fresh_ids)
         states = [torch.zeros_like(state[fresh]) for state in self.optimizer_state]
-        tensors = [self.weight, *self.optimizer_state]
-        return WrittenRows(tensors, fresh, [self.identities.draw(ids), *states], chosen)
+        return WrittenRows([self.weight, *self.optimizer_state], fresh, [insertion.rows, *states], chosen)
 
     def _among(self, slots: Tensor, others: Tensor) -> Tensor:
         """Which of ``slots [f]`` are among ``others [n]``: ``[f]`` booleans."""

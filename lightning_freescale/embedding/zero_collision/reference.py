@@ -79,9 +79,8 @@ class ReferenceRemapper:
         Returns:
             the fresh slots: those that have a new owner, and who owns them.
         """
-        distinct = sorted(set(ids), key=lambda number: (hash_id(number), number))
         missing = []
-        for number in distinct:
+        for number in sorted(set(ids)):
             slot = self.find(number)
             if slot is None:
                 missing.append(number)

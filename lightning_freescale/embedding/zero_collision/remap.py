@@ -55,6 +55,7 @@ class Insertion:
         first_slots: ``[k]`` int64, begins with the slots that have a new owner.
         first_ids: ``[k]`` int64, begins with the new owners.
         numbers: the :class:`InsertionCounts`, on their way to the host.
+        rows: ``[f, D]`` the first rows of the new owners, once they have been drawn.
     """
 
     touched: Tensor
@@ -63,6 +64,7 @@ class Insertion:
     first_slots: Tensor
     first_ids: Tensor
     numbers: Readback
+    rows: Tensor | None = None
 
     @property
     def counts(self) -> InsertionCounts:
@@ -99,20 +101,24 @@ def empty_state(slots: int, device: torch.device) -> IdentityState:
 
 
 def insert(
-    state: IdentityState, layout: Layout, eviction: Eviction, ids: Tensor, step: int
+    state: IdentityState, layout: Layout, eviction: Eviction, ids: Tensor, step: int, chosen: Tensor | None = None
 ) -> tuple[Tensor, Insertion]:
     """Look up ``ids [n]`` int64 and insert those that are missing, as batch of training step ``step``.
+
+    Args:
+        chosen: ``[n]`` booleans: leave the other ids out. Their slots mean nothing.
 
     Returns:
         the slot of each id, ``[n]`` int64, and what has changed.
     """
     if ids.device.type == "cuda":
-        return _triton().insert(state, layout, eviction, ids, step)
+        return _triton().insert(state, layout, eviction, ids, step, chosen)
+    wanted = ids if chosen is None else ids[chosen]
     with _named_ids():
         slots, touched, old_ids, old_seen, hits, fallback = _C.zero_collision_insert(
             state.identities.numpy(),
             state.seen.numpy(),
-            ids.contiguous().numpy(),
+            wanted.contiguous().numpy(),
             layout.numbers(),
             eviction.code,
             eviction.ttl,
@@ -135,16 +141,28 @@ def insert(
         first_ids=state.identities[fresh],
         numbers=Readback(torch.tensor(counts)),
     )
-    return torch.from_numpy(slots), insertion
+    return _at(torch.from_numpy(slots), chosen), insertion
 
 
-def look_up(state: IdentityState, layout: Layout, ids: Tensor) -> Tensor:
-    """The slot of each of ``ids [n]`` int64, without any change. Ids without a slot share reserved slots of their bucket."""
+def look_up(state: IdentityState, layout: Layout, ids: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """The slot of each of ``ids [n]`` int64, without any change. Ids without a slot share reserved slots of their bucket.
+
+    Args:
+        chosen: ``[n]`` booleans: leave the other ids out. Their slots mean nothing.
+    """
     if ids.device.type == "cuda":
-        return _triton().look_up(state, layout, ids)
+        return _triton().look_up(state, layout, ids, chosen)
+    wanted = ids if chosen is None else ids[chosen]
     with _named_ids():
-        slots = _C.zero_collision_find(state.identities.numpy(), ids.contiguous().numpy(), layout.numbers())[0]
-    return torch.from_numpy(slots)
+        slots = _C.zero_collision_find(state.identities.numpy(), wanted.contiguous().numpy(), layout.numbers())[0]
+    return _at(torch.from_numpy(slots), chosen)
+
+
+def _at(slots: Tensor, chosen: Tensor | None) -> Tensor:
+    """The slots of the chosen ids, at their places among all ids."""
+    if chosen is None:
+        return slots
+    return torch.zeros(chosen.shape, dtype=torch.int64).masked_scatter_(chosen, slots)
 
 
 def _triton() -> Any:

@@ -35,6 +35,24 @@ class TableInsertion(NamedTuple):
     insertion: Insertion
 
 
+class TableFeatures(NamedTuple):
+    """A table, and which features of its sharding group are its own. Masks leave the counts of ids on the device."""
+
+    table: OwnedTable
+    mine: Tensor | None  # [T] booleans: the features of the table; None if all are
+    inserting: Tensor | None  # [T] booleans: those of them that insert; None if all of the table do
+
+    @property
+    def needs_features(self) -> bool:
+        return self.mine is not None or self.inserting is not None
+
+    def masks(self, feature: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """``mine`` and ``inserting`` for ids of the features ``feature [n]``: ``[n]`` booleans, or None."""
+        if feature is None:
+            return None, None
+        return tuple(None if flags is None else flags[feature] for flags in (self.mine, self.inserting))  # type: ignore[return-value]
+
+
 class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection):
     """A :class:`ZeroCollisionCollection` after sharding. Each rank remaps the ids of the buckets that it owns.
 
@@ -49,6 +67,10 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
         super().__init__(*args, **kwargs)
         modules = self._managed_collision_collection._managed_collision_modules
         self.tables = _owned_tables(self._embedding_module, modules)
+        self._tables_of_group = [
+            _table_features([self.tables[name] for name in names], self._device)
+            for names in self._managed_collision_collection._sharding_tables
+        ]
         self.timeline = Timeline()
         # The probes of the monitor find the look-ups of a sharded module under these names.
         self._lookups, self._output_dists = self._embedding_module._lookups, self._embedding_module._output_dists
@@ -66,30 +88,33 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
             insert: whether they are the ids of a training step. Otherwise nothing changes.
         """
         insertions: list[TableInsertion] = []
-        groups = zip(received, self._managed_collision_collection._sharding_tables, strict=True)
-        remapped = [self._remap_group(features, names, insert, insertions) for features, names in groups]
+        groups = zip(received, self._tables_of_group, strict=True)
+        remapped = [self._remap_group(features, tables, insert, insertions) for features, tables in groups]
         return KJTList(remapped), insertions
 
     def _remap_group(
-        self, features: KeyedJaggedTensor, names: Sequence[str], insert: bool, insertions: list[TableInsertion]
+        self,
+        features: KeyedJaggedTensor,
+        tables: Sequence[TableFeatures],
+        insert: bool,
+        insertions: list[TableInsertion],
     ) -> KeyedJaggedTensor:
-        counts = iter(features.length_per_key())
-        slots: list[Tensor] = []
-        rest = features.values().to(torch.int64)
-        for name in names:
-            table = self.tables[name]
-            of_features = [next(counts) for _ in table.features]
-            ids, rest = rest.split([sum(of_features), len(rest) - sum(of_features)])
-            found, insertion = table.remap(ids, of_features, insert)
-            slots.append(found)
+        ids = features.values().to(torch.int64)
+        feature = _feature_of_ids(features) if any(table.needs_features for table in tables) else None
+        slots: Tensor | None = None
+        for table in tables:
+            mine, inserting = table.masks(feature)
+            found, insertion = table.table.remap(ids, mine, inserting, insert)
+            slots = found if slots is None or mine is None else torch.where(mine, found, slots)
             if insertion is not None:
-                insertions.append(TableInsertion(table, insertion))
+                insertions.append(TableInsertion(table.table, insertion))
+        assert slots is not None
         return KeyedJaggedTensor(
             features.keys(),
-            torch.cat(slots),
+            slots,
             lengths=features.lengths(),
             stride=features.stride(),
-            length_per_key=features.length_per_key(),
+            length_per_key=features.length_per_key_or_none(),  # to compute it would make the host wait for the ids
         )
 
     # ---- the synchronous step ---------------------------------------------------------------------------------------
@@ -174,3 +199,27 @@ def _owned_tables(collection: ShardedEmbeddingCollection, modules: Mapping[str, 
                     list(table.feature_names),
                 )
     return tables
+
+
+def _table_features(tables: Sequence[OwnedTable], device: torch.device) -> list[TableFeatures]:
+    """Which features of a sharding group belong to which of its ``tables``. The features are in the order of the tables."""
+    found = []
+    for table in tables:
+        read_only = table.identities.read_only
+        mine = [other is table for other in tables for _ in other.features]
+        inserting = [other is table and name not in read_only for other in tables for name in other.features]
+        found.append(
+            TableFeatures(
+                table,
+                None if len(tables) == 1 else torch.tensor(mine, device=device),
+                None if inserting == mine else torch.tensor(inserting, device=device),
+            )
+        )
+    return found
+
+
+def _feature_of_ids(features: KeyedJaggedTensor) -> Tensor:
+    """The index of the feature of each id, ``[n]`` int64. The host does not wait for the device."""
+    lengths, ids = features.lengths(), features.values().numel()
+    of_sample = torch.arange(lengths.numel(), device=lengths.device) // max(1, features.stride())
+    return of_sample.repeat_interleave(lengths.to(torch.int64), output_size=ids)

@@ -75,8 +75,6 @@ def test_options_of_the_strategy_that_do_not_fit() -> None:
     for dedup in (True, "auto"):
         with pytest.raises(fs.ConfigurationError, match="dedup: tables with zero-collision ids do not support it yet"):
             make_sharders(model, None, CPU, dedup=dedup)  # type: ignore[arg-type]
-    with pytest.raises(fs.ConfigurationError, match="train on CPU only for now, not on cuda"):
-        make_sharders(model, None, torch.device("cuda"))
 
 
 def test_torchrecs_own_collision_modules_are_refused() -> None:

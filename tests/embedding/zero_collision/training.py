@@ -29,30 +29,38 @@ EVICTING = {
 }
 
 STEPS = 14
+SLEEP_CYCLES = 40_000_000  # of a GPU: 20 ms, several times as long as the host needs for a step
+
+host_group: Any = None  # process group for CPU tensors; by default that of all ranks
 
 # The batches of one rank: for every step and sample, the ids of each feature.
 Batches = list[list[list[list[int]]]]
 
 
-def drifting_batches(rank: int, steps: int, seed: int, samples: Callable[[int, int], int]) -> Batches:
-    """Ids of a window that moves with the steps: old ids die, new ones appear. Negatives are drawn from all ids so far."""
+def drifting_batches(rank: int, steps: int, seed: int, samples: Callable[[int, int], int], scale: int = 1) -> Batches:
+    """Ids of a window that moves with the steps: old ids die, new ones appear. Negatives are drawn from all ids so far.
+
+    Args:
+        scale: how many times more ids a step has, and the window.
+    """
     chance = random.Random(1000 * seed + rank)
 
     def ids(step: int, negative: bool) -> list[int]:
         first = 0 if negative else max(0, 2 * step - 8)
-        return [chance.randrange(first, 2 * step + 30) * 7919 + 3 for _ in range(chance.randrange(5))]
+        window = scale * first, scale * (2 * step + 30)
+        return [chance.randrange(*window) * 7919 + 3 for _ in range(chance.randrange(4 * scale + 1))]
 
     return [
         [[ids(step, key == "negatives") for key in KEYS] for _ in range(samples(rank, step))] for step in range(steps)
     ]
 
 
-def to_kjt(batch: list[list[list[int]]]) -> KeyedJaggedTensor:
+def to_kjt(batch: list[list[list[int]]], device: str = "cpu") -> KeyedJaggedTensor:
     batch = batch or [[[] for _ in KEYS]]  # TorchRec does not accept an empty batch: use one sample without ids
     by_feature = [[sample[f] for sample in batch] for f in range(len(KEYS))]
     values = torch.tensor([i for feature in by_feature for ids in feature for i in ids], dtype=torch.int64)
     lengths = torch.tensor([len(ids) for feature in by_feature for ids in feature], dtype=torch.int64)
-    return KeyedJaggedTensor(KEYS, values, lengths=lengths, stride=len(batch))
+    return KeyedJaggedTensor(KEYS, values, lengths=lengths, stride=len(batch)).to(torch.device(device))
 
 
 class Holder(nn.Module):
@@ -76,18 +84,27 @@ def plain_collection() -> EmbeddingCollection:
 class Trained:
     """One model in training, in one of three modes: ``"reference"``, ``"synchronous"`` or ``"prioritized"``."""
 
-    def __init__(self, mode: str, optimizer: str, world: int, options: dict[str, fs.ZeroCollision] = EVICTING):
+    def __init__(
+        self,
+        mode: str,
+        optimizer: str,
+        world: int,
+        options: dict[str, fs.ZeroCollision] = EVICTING,
+        device: str = "cpu",
+        backend: str | None = None,
+    ):
+        self.device = device
         collection: nn.Module = plain_collection()
         managed = fs.zero_collision(plain_collection(), options)
         if mode != "reference":
             collection = managed
         self.holder, self.mode = Holder(collection), mode
-        group = dist.group.WORLD
+        group = host_group if device == "cpu" and host_group else dist.group.WORLD
         assert group is not None
         settings = {"optimizer": optimizer, "lr": 0.1}
         sharding = "row_wise"
         self.sharded = shard(
-            self.holder, group, torch.device("cpu"), local_size=world, optimizer=settings, sharding=sharding
+            self.holder, group, torch.device(device), local_size=world, optimizer=settings, sharding=sharding
         )
         self.module = self.holder.embedding
         self.remappers = _reference_remappers(managed)
@@ -96,20 +113,20 @@ class Trained:
         self.timeline: Timeline = getattr(self.module, "timeline", Timeline())
         self.schedule: ExchangeSchedule | None = None
         if mode == "prioritized":
-            groups = ExchangeGroups(dist.new_group(), dist.new_group())
+            groups = ExchangeGroups(dist.new_group(backend=backend), dist.new_group(backend=backend))
             self.schedule = ExchangeSchedule({"embedding": self.module}, groups)
         torch.manual_seed(5)
-        self.head = nn.Linear(DIM, 1)
+        self.head = nn.Linear(DIM, 1).to(device)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
     def train_step(
         self, rank: int, batches: list[Batches], step: int, kjts: list[KeyedJaggedTensor], disturbance: str = ""
-    ) -> float:
-        """One step, and its loss. ``disturbance`` is something unusual that happens in some steps."""
+    ) -> Tensor:
+        """One step, and its loss. The host does not wait for it. ``disturbance``: something unusual happens in some steps."""
         kjt = kjts[step]
         after_next = kjts[step + 2 : step + 3]
         if disturbance == "wrong prefetch" and after_next:
-            after_next = [to_kjt(batches[rank][0])]
+            after_next = [to_kjt(batches[rank][0], self.device)]
         if disturbance == "switches" and self.schedule is not None:
             self.schedule.activate(["embedding"] if step % 5 < 3 else [])
         self.timeline.begin_step(step)
@@ -119,14 +136,16 @@ class Trained:
             self.schedule.begin_step([kjt], kjts[step + 1 : step + 2], after_next)
         if disturbance == "no forward" and step % 4 == 2:
             self.timeline.end_step()
-            return 0.0
-        looked_up = self.evaluate(kjts[(step + 1) % STEPS]) if disturbance == "look-ups" else 0.0
+            return torch.zeros(())
+        looked_up = self.evaluate(kjts[(step + 1) % STEPS]) if disturbance == "look-ups" else torch.zeros(())
         loss = self._loss(self.module(kjt))
+        if self.device == "cuda":  # keeps the device behind the host, which shows whether a stream fails to wait
+            torch.cuda._sleep(SLEEP_CYCLES)
         if disturbance == "look-ups":
             looked_up += self.evaluate(kjts[(step + 2) % STEPS])
         if disturbance == "no backward" and step % 4 == 2:
             self.timeline.end_step()
-            return loss.item()
+            return loss.detach()
         if self.schedule is not None:
             self.schedule.before_backward()
         loss.backward()
@@ -134,17 +153,17 @@ class Trained:
             self.schedule.after_backward()
         self.step += 1
         self.timeline.end_step()
-        return loss.item() + looked_up
+        return loss.detach() + looked_up
 
-    def evaluate(self, kjt: KeyedJaggedTensor) -> float:
+    def evaluate(self, kjt: KeyedJaggedTensor) -> Tensor:
         """A look-up without gradients, as in validation."""
         assert self.mode != "reference"
         with torch.no_grad():
-            return self._loss(self.module(kjt)).item()
+            return self._loss(self.module(kjt))
 
     def _loss(self, output: Any) -> Tensor:
         parts = (self.head(torch.tanh(output[key].values())).sum() + output[key].lengths().sum() for key in KEYS)
-        return sum(parts, torch.zeros(()))
+        return sum(parts, torch.zeros((), device=self.device))
 
     # ---- the reference ----------------------------------------------------------------------------------------------
     def _remapped(self, rank: int, batch: list[list[list[list[int]]]]) -> KeyedJaggedTensor:
@@ -195,7 +214,7 @@ class Trained:
         steps = self.timeline.take()
         names = ("ids_inserted", "ids_evicted", "ids_fallback")
         total = torch.tensor([sum(step.counts.get(name, 0) for step in steps) for name in names])
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=host_group)
         return total
 
 
@@ -224,8 +243,8 @@ def _full(value: Any) -> Tensor:
             slice(first, first + size)
             for first, size in zip(part.metadata.shard_offsets, part.metadata.shard_sizes, strict=True)
         )
-        full[place] = part.tensor.to(torch.float64)
-    dist.all_reduce(full)
+        full[place] = part.tensor.cpu().to(torch.float64)
+    dist.all_reduce(full, group=host_group)
     return full
 
 
@@ -281,7 +300,7 @@ def compare_modes(
         if mode != "reference":
             counts = trained.counts()
             assert (counts > 0).all() or any_counts, counts  # otherwise the comparison shows little
-        results.append((losses, states))
+        results.append(([loss.item() for loss in losses], states))
     first = results[0]
     return (
         all(other[0] == first[0] for other in results[1:]),
