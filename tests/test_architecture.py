@@ -21,6 +21,7 @@ LAYERS = {
     "simulate": 3,
     "models": 3,
     "embedding": 4,
+    "inference": 4,
     "strategy": 5,
     "cli": 6,
 }
