@@ -22,6 +22,7 @@ LAYERS = {
     "models": 3,
     "embedding": 4,
     "inference": 4,
+    "serving": 5,
     "strategy": 5,
     "cli": 6,
 }

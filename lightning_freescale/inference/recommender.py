@@ -197,6 +197,11 @@ def read_events(
     return histories
 
 
+def window(sample: SampleArrays, first: int) -> SampleArrays:
+    """The events of one user from number ``first`` on."""
+    return _slices(sample, np.array([first]), sample.lengths - first)
+
+
 def first_events(samples: SampleArrays, counts: NDArray[np.int64]) -> SampleArrays:
     """The first ``counts [B]`` events of each sample."""
     return _slices(samples, np.zeros_like(counts), counts)
