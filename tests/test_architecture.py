@@ -21,6 +21,8 @@ LAYERS = {
     "simulate": 3,
     "models": 3,
     "embedding": 4,
+    "inference": 4,
+    "serving": 5,
     "strategy": 5,
     "cli": 6,
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.batch.torchrec_types import KeyedJaggedTensor
 from lightning_freescale.runtime.errors import InputError
 
 ANY_ID = 2**63  # Number of ids of a table with zero-collision ids: every integer from 0 to 2^63 - 1.

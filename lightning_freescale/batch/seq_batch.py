@@ -9,10 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from lightning_freescale.batch.jagged_checks import check_jagged
+from lightning_freescale.batch.torchrec_types import JaggedTensor, KeyedJaggedTensor, Pipelineable
 from lightning_freescale.runtime.errors import InputError
 
 HISTORY = "history"

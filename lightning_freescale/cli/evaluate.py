@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.cli import trained_model
+from lightning_freescale.cli.recommender_files import add_event_arguments
 from lightning_freescale.data.samples import MIN_EVENTS
 from lightning_freescale.models.evaluation import ranking_metrics, without_seen
 from lightning_freescale.models.metrics import target_ranks
@@ -63,7 +64,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         description="Rank the last event of every user among the whole catalogue, by the events before it. The table shows the "
         "model and, beside it, the most popular items of the file.",
     )
-    trained_model.add_arguments(parser)
+    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint of an HSTU (a file or a folder)")
+    parser.add_argument("data", metavar="DATA", help="a Parquet, CSV or text file of events")
+    parser.add_argument("--batch-size", type=int, metavar="N", default=64, help="users per step (default: %(default)s)")
+    parser.add_argument("--keep-seen", action="store_true", help="also rank items that are in the user's history")
+    add_event_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
     filter_seen = not options.keep_seen

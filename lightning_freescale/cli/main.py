@@ -35,6 +35,7 @@ COMMANDS = {
     "recommend": Command(
         "lightning_freescale.cli.recommend:main", "write the best items of every user of a file, by a trained model"
     ),
+    "serve": Command("lightning_freescale.cli.serve:main", "answer requests for recommendations over HTTP"),
     "evaluate": Command("lightning_freescale.cli.evaluate:main", "rank the last event of every user of a file"),
     "verify": Command("lightning_freescale.cli.verify:main", "check that checkpoints are complete and undamaged"),
     "export": Command("lightning_freescale.cli.export:main", "write a checkpoint as one unsharded state dict"),

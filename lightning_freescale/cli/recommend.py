@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from tqdm import tqdm
 
-from lightning_freescale.cli import trained_model
+from lightning_freescale.cli.recommender_files import (
+    MODEL_HELP,
+    add_event_arguments,
+    event_options,
+    load_recommender,
+)
 from lightning_freescale.models.recommendation import Recommendations
 from lightning_freescale.runtime.errors import ConfigurationError
 
@@ -21,11 +27,13 @@ SUFFIXES = (".parquet", ".csv")
 DEFAULT_K = 10
 
 
-class RecommendationWriter(pl.Callback):
-    """Writes predictions to a Parquet or CSV file while they are made. A row has a user, a rank from 1, an item and a score.
+class RecommendationWriter:
+    """Writes recommendations to a Parquet or CSV file while they are made. A row has a user, a rank from 1, an item and a score.
+
+    ``with RecommendationWriter(path) as writer: writer.write(found)``. The file appears at the end of the block.
 
     Args:
-        path: the file; its suffix is ``.parquet`` or ``.csv``. It appears when all rows are written.
+        path: the file; its suffix is ``.parquet`` or ``.csv``.
     """
 
     def __init__(self, path: Path):
@@ -35,32 +43,28 @@ class RecommendationWriter(pl.Callback):
         self._partial = path.with_name(f".{path.name}.partial")
         self._writer: Any = None
 
-    def on_predict_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Recommendations,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        table = as_table(outputs)
+    def __enter__(self) -> RecommendationWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def write(self, found: Recommendations) -> None:
+        table = as_table(found)
         if self._writer is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             parquet = self.path.suffix == ".parquet"
             kind = pyarrow.parquet.ParquetWriter if parquet else pyarrow.csv.CSVWriter
             self._writer = kind(self._partial, table.schema)
         self._writer.write_table(table)
-        self.users += len(outputs.users)
+        self.users += len(found.users)
 
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        self._writer.close()
-        self._partial.replace(self.path)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._partial.unlink(missing_ok=True)
+        if error is None and self._writer is not None:
+            self._partial.replace(self.path)
+        else:
+            self._partial.unlink(missing_ok=True)
 
 
 def as_table(found: Recommendations) -> pa.Table:
@@ -81,22 +85,28 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Write the best items of every user of a file of events, with scores. The items and users have the ids of "
-        "the file. Items of the user's history are left out.",
+        "the file. Items of the user's history are left out. An exported model needs no TorchRec.",
     )
-    trained_model.add_arguments(parser)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("data", metavar="DATA", help="a Parquet, CSV or text file of events")
+    parser.add_argument("--batch-size", type=int, metavar="N", default=64, help="users per step (default: %(default)s)")
+    parser.add_argument("--keep-seen", action="store_true", help="also rank items that are in the user's history")
+    add_event_arguments(parser)
     parser.add_argument("--k", type=int, help=f"items per user (default: {DEFAULT_K})")
     parser.add_argument(
         "--output", type=Path, default=Path("recommendations.parquet"), metavar="FILE", help="Parquet or CSV"
     )
     options = parser.parse_args(argv)
-    writer = RecommendationWriter(options.output)
-    checkpoint = trained_model.read_checkpoint(options.checkpoint)
-    model = trained_model.load_model(options.checkpoint, checkpoint, filter_seen=not options.keep_seen)
-    k = min(DEFAULT_K, model.num_items) if options.k is None else options.k
-    if not 1 <= k <= model.num_items:
-        raise ConfigurationError(f"--k: must be from 1 to {model.num_items}, the number of items, not {k}")
-    model.hparams["top_k"] = k
-    data = trained_model.read_data(options.checkpoint, checkpoint, options, min_events=1)
-    trained_model.make_trainer(callbacks=[writer]).predict(model, datamodule=data, return_predictions=False)
+    if options.batch_size < 1:
+        raise ConfigurationError(f"--batch-size: must be at least 1, not {options.batch_size}")
+    writer, how = RecommendationWriter(options.output), event_options(options)
+    recommender = load_recommender(options.model)
+    k = min(DEFAULT_K, recommender.num_items) if options.k is None else recommender.check_k(options.k, "--k")
+    histories = recommender.read_events(options.data, **how)
+    with writer, tqdm(total=histories.num_users, unit=" users", desc="recommending", disable=None) as progress:
+        for samples in recommender.batches(histories, options.batch_size):
+            found = recommender.recommend(samples, k, filter_seen=not options.keep_seen)
+            writer.write(found._replace(users=histories.user_ids[samples.users]))
+            progress.update(len(samples.users))
     print(f"{options.output}: {k} items for each of {writer.users:,} users")
     return 0

@@ -26,14 +26,17 @@ The files in this folder:
 * ``stream.py``: ``StreamDataset`` and ``StreamLoader``, batches of streamed Parquet files.
 """
 
-from lightning_freescale.balance.sampler import GlobalBatchSampler
-from lightning_freescale.batch.seq_batch import SeqBatch
-from lightning_freescale.data.datamodule import SeqRecDataMixin, SeqRecDataModule
-from lightning_freescale.data.dataset import HistoryDataset
-from lightning_freescale.data.histories import Histories
-from lightning_freescale.data.negatives import NegativeSampler
-from lightning_freescale.data.stream import StreamDataset, StreamLoader
-from lightning_freescale.data.synthetic import Synthetic
+from lightning_freescale.runtime import requirements
+
+if requirements.TORCHREC_PROBLEM is None:  # files can be read without TorchRec, but batches of several ranks need it
+    from lightning_freescale.balance.sampler import GlobalBatchSampler
+    from lightning_freescale.batch.seq_batch import SeqBatch
+    from lightning_freescale.data.datamodule import SeqRecDataMixin, SeqRecDataModule
+    from lightning_freescale.data.dataset import HistoryDataset
+    from lightning_freescale.data.histories import Histories
+    from lightning_freescale.data.negatives import NegativeSampler
+    from lightning_freescale.data.stream import StreamDataset, StreamLoader
+    from lightning_freescale.data.synthetic import Synthetic
 
 __all__ = [
     "GlobalBatchSampler",
@@ -47,3 +50,6 @@ __all__ = [
     "StreamLoader",
     "Synthetic",
 ]
+
+if requirements.TORCHREC_PROBLEM is not None:
+    __getattr__ = requirements.refusing(__name__, __all__)

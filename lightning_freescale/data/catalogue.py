@@ -6,7 +6,7 @@ only through the catalogue of its own training data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -59,6 +59,19 @@ class Catalogue:
         values = {name: _to_array(tensors) for name, tensors in state["feature_values"].items()}
         return Catalogue(_to_array(state["item_ids"]), values)
 
+    # ---- other data ------------------------------------------------------------------------------------------------
+    def rows(self, values: Sequence[Any], feature: str | None = None) -> NDArray[np.int64]:
+        """The row of each raw id of an item or, with ``feature``, of each raw value of that feature; -1 if it is unknown.
+
+        An integer and its decimal digits as text are the same id.
+        """
+        known = self.item_ids if feature is None else self.feature_values[feature]
+        if known.dtype.kind in "US":
+            return _codes(np.array([str(value) for value in values], dtype=str), known)
+        parsed = [_number(value, known.dtype) for value in values]
+        found = _codes(np.array([0 if value is None else value for value in parsed], dtype=known.dtype), known)
+        return np.where([value is None for value in parsed], -1, found)
+
     # ---- other files -----------------------------------------------------------------------------------------------
     def recode(self, histories: Histories, min_events: int = 1) -> tuple[Histories, int]:
         """The histories with the row numbers of this catalogue, and the number of events that are left out.
@@ -105,6 +118,16 @@ def _codes(raw: NDArray, known: NDArray) -> NDArray[np.int64]:
         return np.where(found >= 0, order[found], -1)
     at = np.minimum(np.searchsorted(known, raw), len(known) - 1)
     return np.where(known[at] == raw, at, -1).astype(np.int64)
+
+
+def _number(value: Any, dtype: np.dtype) -> Any:
+    """``value`` as a number of type ``dtype``, or ``None`` if it is not exactly such a number."""
+    try:
+        number = dtype.type(value)
+    except (ValueError, OverflowError, TypeError):
+        return None
+    text = isinstance(value, str)
+    return number if (str(number) == value if text else number == value) else None
 
 
 def _to_tensors(values: NDArray) -> torch.Tensor | dict[str, torch.Tensor]:

@@ -173,6 +173,11 @@ def ticks(values: pa.Array, column: str, location: RowLocation, unit: TimeUnit) 
     return raw * (TICKS_PER_SECOND // per_second)
 
 
+def units_per_second(unit: TimeUnit) -> int:
+    """How many of ``unit`` are a second."""
+    return _PER_SECOND[unit]
+
+
 def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 

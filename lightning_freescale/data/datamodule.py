@@ -127,7 +127,7 @@ class SeqRecDataMixin:
         self.num_negatives, self.negative_sets, self.negatives = num_negatives, negative_sets, negatives
         self.held_out = held_out
         self.format, self.min_events, self.streaming, self._num_items = format, min_events, streaming, num_items
-        self._source_options = {
+        self._source_options: dict[str, Any] = {
             "columns": dict(columns or {}),
             "feature_columns": tuple(feature_columns),
             "time_unit": time_unit,
@@ -221,11 +221,17 @@ class SeqRecDataMixin:
             "max_history": self.max_history,
             "held_out": self.held_out,
             "ids": self.ids,
+            "times": self._has_times(),
             **self._source_options,
         }
         if self.streaming:
             return {"reading": reading}
         return {"reading": reading, "catalogue": Catalogue.of(self.histories).state_dict()}
+
+    def _has_times(self) -> bool:
+        """Whether the events have times of their own. Otherwise they are in time order, a second apart."""
+        is_text = not isinstance(self.data, Histories) and (self.format or Path(self.data).suffix) in ("text", ".txt")
+        return not is_text and self._source_options["columns"].get("time", "") is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise :class:`InputError` if the rows of the tables stood for other items or features when the state was saved.

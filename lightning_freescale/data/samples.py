@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.torchrec_types import KeyedJaggedTensor
 from lightning_freescale.data.negatives import NegativeSampler
 from lightning_freescale.runtime.jagged import gather
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.torchrec_types import KeyedJaggedTensor
 from lightning_freescale.models.item_catalogue import ItemCatalogue
 from lightning_freescale.models.metrics import MRR, NDCG, HitRate, target_ranks
 from lightning_freescale.models.norm import unit_rows

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.torchrec_types import EmbeddingCollection
 from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation

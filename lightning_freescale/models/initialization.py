@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingConfig
+
+from lightning_freescale.batch.torchrec_types import EmbeddingConfig
 
 
 def draw_rows(weight: Tensor, dim: int, std: float | None) -> None:

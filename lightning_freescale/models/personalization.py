@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.seq_batch import NEGATIVES, SeqBatch
+from lightning_freescale.batch.torchrec_types import KeyedJaggedTensor
 from lightning_freescale.models.attention.buckets import event_positions
 from lightning_freescale.models.personal_tokens import PersonalTokens, arrange
 from lightning_freescale.models.sequences import (

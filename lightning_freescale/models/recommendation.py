@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
+from lightning_freescale.batch.torchrec_types import KeyedJaggedTensor
 from lightning_freescale.models.item_catalogue import ItemCatalogue
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.top_k import JaggedRows, Ranked, part_of, top_k
@@ -87,14 +87,22 @@ class Recommending(ItemCatalogue, _Base):
 
     def recommend(self, batch: SeqBatch) -> Ranked:
         """Row numbers and scores of the best items. A collective if there are several ranks."""
-        if self._own_items is None:
-            raise ConfigurationError("recommend: call on_predict_start() first, as trainer.predict does")
-        k = min(self.hparams["top_k"], self.catalogue_size)
         outputs = self.encode(self.embedding(batch.features), batch)[batch.lengths.cumsum(0) - 1]
         seen = (
             JaggedRows(batch.lengths.long(), self.known_item_numbers(batch.features[HISTORY].values()))
             if self.hparams["filter_seen"]
             else None
         )
+        return self.best_items(outputs, self.hparams["top_k"], seen)
+
+    def best_items(self, outputs: Tensor, k: int, left_out: JaggedRows | None = None) -> Ranked:
+        """The best ``k`` items, or all if there are fewer, for ``outputs [B, D]``. A collective if there are several ranks.
+
+        ``left_out``: for each output, item numbers that are not candidates.
+        """
+        if self._own_items is None:
+            raise ConfigurationError("recommend: call on_predict_start() first, as trainer.predict does")
         with torch.autocast(outputs.device.type, enabled=False):
-            return top_k(outputs.float(), self._own_items.float(), self.catalogue_size, k, seen)
+            return top_k(
+                outputs.float(), self._own_items.float(), self.catalogue_size, min(k, self.catalogue_size), left_out
+            )

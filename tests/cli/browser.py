@@ -84,9 +84,9 @@ class Browser:
             if "method" in answer:
                 self.events.append(answer)
 
-    def open(self, page: Path) -> None:
-        """Open a file and wait until it is loaded."""
-        self.call("Page.navigate", url=page.resolve().as_uri())
+    def open(self, page: Path | str) -> None:
+        """Open a file or an address and wait until it is loaded."""
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         deadline = time.monotonic() + 30
         while self.evaluate("document.readyState") != "complete" and time.monotonic() < deadline:
             time.sleep(0.05)
