@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.models.personal_tokens import attention_work
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.simulate.run import FIRST_STEPS, LAST_STEPS, SimulationResult, simulate
 from lightning_freescale.simulate.scenario import FREESCALE, SPARSE_DIST, TORCHREC, Cluster, ModelProfile
@@ -83,14 +84,15 @@ def model_profile(lengths: NDArray[np.int64], args: argparse.Namespace) -> Model
         lengths: ``[users]`` events of the histories. With ``--compute-ms``, they scale the cost.
         args: options of the command.
     """
-    shape = CostModel(linear=1.0, quadratic=1 / args.crossover)
+    squares = attention_work(args.personal_tokens)
+    shape = CostModel(linear=1.0, quadratic=1 / args.crossover, squares=squares)
     # CostModel.from_hstu, for width D and per layer: 30 D^2 FLOPs per event and 7 D FLOPs per event squared.
     width = args.crossover * 7 / 30
     if args.compute_ms is None:
         seconds = 30 * args.layers * width**2 / (args.tflops * 1e12)
     else:
         seconds = args.compute_ms / 1e3 / (args.batch_size * shape(lengths).mean())
-    cost = CostModel(linear=seconds, quadratic=seconds / args.crossover)
+    cost = CostModel(linear=seconds, quadratic=seconds / args.crossover, squares=squares)
     weights = 5 * args.layers * width**2
     return ModelProfile(cost, 4.0 * (args.dim or round(width)), args.collisions / 100, dense_bytes=4 * weights)
 

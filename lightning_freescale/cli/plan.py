@@ -22,6 +22,7 @@ from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.samples import MIN_EVENTS
 from lightning_freescale.data.sources import Source, open_source
 from lightning_freescale.data.synthetic import Synthetic
+from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 
@@ -61,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--personal-tokens",
+        type=_personal_tokens,
+        metavar="KEY=N,KEY=N",
+        help="options of PersonalTokens, for example tokens=4,recent=256,refresh=64,segments=1: in the cost of a history, the "
+        "squared lengths of its sequences take the place of L^2",
+    )
+    parser.add_argument(
         "--batches",
         type=_positive,
         metavar="N",
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         return plan_ids(args)
     with_forecast = forecast.is_requested(args)
     lengths = training_lengths(args)
-    model = CostModel(linear=1.0, quadratic=1 / args.crossover)
+    model = CostModel(linear=1.0, quadratic=1 / args.crossover, squares=attention_work(args.personal_tokens))
     outcomes = []
     for ranks in args.ranks:
         if len(lengths) < ranks * args.batch_size:
@@ -162,10 +170,14 @@ def training_lengths(args: argparse.Namespace) -> NDArray[np.int64]:
 def table(args: argparse.Namespace, lengths: NDArray[np.int64], outcomes: Sequence[BalanceOutcome]) -> str:
     """The outcomes as text, with a legend."""
     p50, p99 = np.percentile(lengths, [50, 99])
+    cut = args.personal_tokens
+    squares = f"L^2 / {args.crossover}"
+    if cut is not None:
+        squares = f"S / {args.crossover}, where S is the sum of the squared lengths of its sequences with {cut}"
     lines = [
         f"{len(lengths):,} histories of {lengths.mean():,.0f} events on average, median {p50:,.0f}, 99th percentile "
         f"{p99:,.0f}, maximum {lengths.max():,}",
-        f"{args.batch_size} samples per rank; the cost of a history of L events is L + L^2 / {args.crossover}",
+        f"{args.batch_size} samples per rank; the cost of a history of L events is L + {squares}",
         "",
         f"{'ranks':>6}  {'balance':<9} {'straggler':>9} {'above bound':>12} {'padding':>8} {'tokens/rank':>12} "
         f"{'max tokens':>11} {'speedup':>8}",
@@ -199,6 +211,13 @@ def _positive(text: str) -> int:
 
 def _numbers(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _personal_tokens(text: str) -> PersonalTokens:
+    try:
+        return PersonalTokens(**{key: int(value) for key, value in map(_pair, text.split(","))})
+    except (TypeError, ValueError, ConfigurationError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _pair(text: str) -> tuple[str, str]:

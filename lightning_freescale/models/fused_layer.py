@@ -18,6 +18,7 @@ from lightning_freescale.models import elementwise_triton
 from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
 from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Norm
+from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import unit_stride
 
 
@@ -55,6 +56,7 @@ class _FusedLayer(torch.autograd.Function):
         shape: LayerShape,
         plan: cuda.CudaPlan,
         drop: Drop | None,
+        arranged: Any,
     ) -> Tensor:
         dtype, gates = shape.dtype, shape.split[0]
         w1, b1, w2, b2 = (x.to(dtype) for x in (w1, b1, w2, b2))
@@ -62,12 +64,17 @@ class _FusedLayer(torch.autograd.Function):
         projected = F.linear(normed, w1, b1)
         active = elementwise_triton.silu(projected[:, gates:])
         biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
-        attended = cuda.forward(*shape.qkv(active), biases, shape.alpha, plan).flatten(1)
+        qkv = shape.qkv(active)
+        if arranged is not None:
+            qkv = arranged.arrange(*qkv)
+        attended = cuda.forward(*qkv, biases, shape.alpha, plan).flatten(1)
+        if arranged is not None:
+            attended = arranged.collect(attended)
         gated_norm = Norm(attention_weight, attention_bias, shape.attention_eps, True, drop)
         gated = gated_norm.forward(attended, projected[:, :gates], dtype)
         norms = norm_weight, norm_bias, attention_weight, attention_bias
         ctx.save_for_backward(x, normed, projected, active, attended, gated, w1, w2, *norms, position_bias, time_bias)
-        ctx.shape, ctx.plan, ctx.drop = shape, plan, drop
+        ctx.shape, ctx.plan, ctx.drop, ctx.arranged = shape, plan, drop, arranged
         return elementwise_triton.add(x, F.linear(gated, w2, b2))
 
     @staticmethod
@@ -84,7 +91,10 @@ class _FusedLayer(torch.autograd.Function):
         rounded = elementwise_triton.round_and_sum(dout, shape.dtype, out_shares)
         dprojected = torch.empty_like(projected)
         biases = None if position_bias is None else (position_bias, time_bias)
-        qkv = shape.qkv(active)
+        qkv, arranged = shape.qkv(active), ctx.arranged
+        if arranged is not None:  # the copies of rows are made again, so that they need no memory between the passes
+            qkv = arranged.arrange(*qkv)
+        factor = cuda.gradient_factor(*qkv, biases, ctx.plan)
         dattended = (
             Norm(attention_weight, attention_bias, shape.attention_eps, True, ctx.drop)
             .backward(
@@ -93,11 +103,18 @@ class _FusedLayer(torch.autograd.Function):
                 rounded @ w2,
                 gate_shares,
                 dgate=dprojected[:, :gates],
-                factor=cuda.gradient_factor(*qkv, biases, ctx.plan),
+                factor=factor if arranged is None or factor is None else arranged.collect(factor),
             )
             .unflatten(1, (shape.heads, -1))
         )
-        dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, shape.qkv(dprojected[:, gates:]))
+        dqkv = shape.qkv(dprojected[:, gates:])
+        if arranged is None:
+            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv)
+        else:
+            dcopies = torch.empty_like(qkv[0]), torch.empty_like(qkv[1]), torch.empty_like(qkv[2])
+            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, arranged.collect_backward(dattended), dcopies)
+            for part, copied in zip(dqkv, dcopies, strict=True):
+                part.copy_(arranged.arrange_backward(copied))
         elementwise_triton.silu_backward_(projected[:, gates:], dprojected[:, gates:], rest_shares)
         norm = Norm(norm_weight, norm_bias, shape.norm_eps)
         dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dout)
@@ -106,7 +123,7 @@ class _FusedLayer(torch.autograd.Function):
         dattention_weight, dattention_bias, db1_gates = gate_sums.chunk(3)
         db1 = torch.cat([db1_gates, db1_rest])
         dnorm = norm_sums.chunk(2)
-        return dx, *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2, db2, None, None, None
+        return dx, *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2, db2, None, None, None, None
 
 
 def fused_layer(
@@ -120,6 +137,7 @@ def fused_layer(
     split: list[int],
     plan: cuda.CudaPlan,
     drop: Drop | None,
+    arranged: Attention | None = None,
 ) -> Tensor:
     """The output of a layer, ``[N, D]``, of the type of ``x``.
 
@@ -134,6 +152,8 @@ def fused_layer(
         split: columns of the gate, the values, the queries and the keys.
         plan: result of :func:`~lightning_freescale.models.attention.plan_attention`.
         drop: dropout of the gated attention output.
+        arranged: the attention if its rows are not those of ``x``: with personal tokens. There is a backward pass if it has
+            ``differentiable_when_fused``.
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     alpha = (split[2] // heads) ** -0.5
@@ -142,4 +162,4 @@ def fused_layer(
         *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
         *(attention_norm.weight, attention_norm.bias, f2.weight, f2.bias),
     )
-    return _FusedLayer.apply(x.contiguous(), *parameters, shape, plan, drop)
+    return _FusedLayer.apply(x.contiguous(), *parameters, shape, plan, drop, arranged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -24,7 +23,7 @@ from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncodin
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
-from lightning_freescale.models.personal_tokens import PersonalTokens, squared_lengths
+from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention
@@ -81,18 +80,18 @@ class HSTULayer(nn.Module):
 
         ``attention`` has the sequences of the events; ``keys [N]`` from ``row_keys`` is for dropout in training.
         """
-        if x.is_cuda and len(x) and type(attention) is Attention:
-            return self._fused(x, attention.plan, keys)
+        if x.is_cuda and len(x) and (attention.differentiable_when_fused or not torch.is_grad_enabled()):
+            return self._fused(x, attention.plan, keys, attention)
         return self.plain(x, attention, keys)
 
     def plain(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
-        """:meth:`forward` part by part: on a CPU, with personal tokens, and what the fused layer is compared with."""
+        """:meth:`forward` part by part: on a CPU, and what the fused layer is compared with."""
         u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
         attended = attention(q, k, v, self.position_bias, self.time_bias)
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
 
-    def _fused(self, x: Tensor, plan: Any, keys: Tensor | None) -> Tensor:
+    def _fused(self, x: Tensor, plan: Any, keys: Tensor | None, attention: Attention | None = None) -> Tensor:
         from lightning_freescale.models.fused_layer import fused_layer  # Triton is installed on CUDA machines only
         from lightning_freescale.models.norm_triton import Drop
 
@@ -102,7 +101,8 @@ class HSTULayer(nn.Module):
             drop = Drop(keys, self.dropout.number, self.dropout.rate)
         biases = self.position_bias, self.time_bias
         norms = self.norm, self.f1, biases, self.attention_norm, self.f2
-        return fused_layer(x, *norms, self.heads, self.split, plan, drop)
+        arranged = None if type(attention) is Attention else attention
+        return fused_layer(x, *norms, self.heads, self.split, plan, drop, arranged)
 
 
 class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
@@ -217,10 +217,10 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         x = self.input_dropout(self.layer_input(embedded, batch), keys)
         if self.personalization is None:
             return self.apply_layers(x, Attention(_offsets(batch.lengths), batch.timestamps, self.has_bias), keys)
-        rows, attention, keys, events = self.personalization.insert(
+        rows, attention, keys = self.personalization.insert(
             x, batch.lengths.long(), batch.timestamps, keys, self.has_bias
         )
-        return self.apply_layers(rows, attention, keys)[events]
+        return self.apply_layers(rows, attention, keys)[attention.sequences.events]
 
     def layer_input(self, embedded: Mapping[str, Any], batch: SeqBatch, states: UserStates | None = None) -> Tensor:
         """The input of the layers, ``[sum(L), D]``. With ``states`` the events follow histories that the batch does not have."""
@@ -333,11 +333,11 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     @property
     def squared_lengths(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        """What the second cost coefficient multiplies: ``L^2``, or with personal tokens the squares of both sequences.
+        """What the second cost coefficient multiplies: ``L^2``, or with personal tokens the squares of all sequences.
 
         It is a function of the lengths ``[n]`` that refers to no weights, because balanced loaders send it to their workers.
         """
-        return np.square if self.personalization is None else partial(squared_lengths, cut=self.personalization.cut)
+        return attention_work(PersonalTokens.of(self.hparams["personalization"]))
 
 
 class HSTU(HSTUMixin, pl.LightningModule):

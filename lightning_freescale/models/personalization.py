@@ -40,16 +40,22 @@ class UserStates(NamedTuple):
     Attributes:
         layers: keys and values of the tokens, for every layer.
         lengths: ``[B]`` int64, events of each history.
-        last_times: ``[B]`` int64, the time of the last event of each history; 0 if it is empty.
+        segment_times: ``[B, n]`` int64, the time of the last event of each of the ``n`` segments, that of the first event for
+            the empty segments before it; 0 if the history is empty.
     """
 
     layers: Sequence[LayerState]
     lengths: Tensor
-    last_times: Tensor
+    segment_times: Tensor
+
+    @property
+    def last_times(self) -> Tensor:
+        """``[B]`` int64, the time of the last event of each history; 0 if it is empty."""
+        return self.segment_times[:, -1]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a file such as ``safetensors.torch.save_file(states.tensors(), path)``."""
-        found = {"lengths": self.lengths, "last_times": self.last_times}
+        found = {"lengths": self.lengths, "segment_times": self.segment_times}
         for number, layer in enumerate(self.layers):
             found |= {f"keys.{number}": layer.keys, f"values.{number}": layer.values}
         return {name: value.contiguous() for name, value in found.items()}
@@ -58,23 +64,23 @@ class UserStates(NamedTuple):
     def from_tensors(tensors: Mapping[str, Tensor]) -> UserStates:
         """The inverse of :meth:`tensors`."""
         count = sum(name.startswith("keys.") for name in tensors)
-        missing = {"lengths", "last_times", *(f"values.{number}" for number in range(count))} - tensors.keys()
+        missing = {"lengths", "segment_times", *(f"values.{number}" for number in range(count))} - tensors.keys()
         if missing or not count:
             raise InputError(f"states: no tensor named {min(missing or {'keys.0'})!r}; the file is not of UserStates")
         layers = [LayerState(tensors[f"keys.{number}"], tensors[f"values.{number}"]) for number in range(count)]
-        return UserStates(layers, tensors["lengths"], tensors["last_times"])
+        return UserStates(layers, tensors["lengths"], tensors["segment_times"])
 
     def select(self, users: Tensor) -> UserStates:
         """The states of some users, by their index ``[n]``."""
         layers = [LayerState(layer.keys[users], layer.values[users]) for layer in self.layers]
-        return UserStates(layers, self.lengths[users], self.last_times[users])
+        return UserStates(layers, self.lengths[users], self.segment_times[users])
 
 
 class Personalization(nn.Module):
-    """The tokens that stand between history and recent events.
+    """The tokens that stand between history and recent events. All segments have the same tokens.
 
     Args:
-        cut: number of tokens, and where the history ends.
+        cut: number of tokens, where the history ends, and its segments.
         dim: width ``D`` of the layers.
     """
 
@@ -84,9 +90,15 @@ class Personalization(nn.Module):
         self.tokens = nn.Parameter(torch.randn(cut.tokens, dim) * INITIAL_TOKEN_STD)
 
     def insert(
-        self, x: Tensor, lengths: Tensor, timestamps: Tensor, keys: Tensor | None, bias: bool
-    ) -> tuple[Tensor, TokenAttention, Tensor | None, Tensor]:
-        """Insert the tokens of each user between history and recent events.
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        timestamps: Tensor,
+        keys: Tensor | None,
+        bias: bool,
+        record: bool = False,
+    ) -> tuple[Tensor, TokenAttention, Tensor | None]:
+        """Insert the tokens of each user between the segments of the history, and between history and recent events.
 
         Args:
             x: ``[sum(L), D]``, the input of the layers.
@@ -94,40 +106,25 @@ class Personalization(nn.Module):
             timestamps: ``[sum(L)]`` int64, seconds.
             keys: ``[sum(L)]`` int32, the dropout keys; ``None`` without dropout.
             bias: whether the layers have position and time biases.
+            record: all events are history, and the attention is a :class:`RecordingAttention`. A history may be empty.
 
         Returns:
-            The rows of the layers, their attention, their dropout keys, and the row of each event.
+            The rows of the layers, their attention, and their dropout keys.
         """
-        two, tokens = arrange(lengths, len(x), self.cut), self.cut.tokens
-        rows = torch.cat([x, self.tokens.to(x.dtype).repeat(len(lengths), 1)])[two.rows]
-        times = torch.cat([timestamps, timestamps[two.token_times].repeat_interleave(tokens)])[two.rows]
+        history = lengths if record else self.cut.history_lengths(lengths)
+        found, tokens, segments = arrange(lengths, history, len(x), self.cut), self.cut.tokens, self.cut.segments
+        rows = torch.cat([x, self.tokens.to(x.dtype).repeat(len(lengths) * segments, 1)])[found.rows]
+        token_times = _at(timestamps, found.token_times).flatten().repeat_interleave(tokens)
+        times = torch.cat([timestamps, token_times])[found.rows]
         if keys is not None:
-            steps = torch.arange(1, tokens + 1, dtype=torch.int32, device=keys.device) * _KEY_STEP
-            keys = torch.cat([keys, (keys[two.token_times][:, None] ^ steps).flatten()])[two.rows]
-        return rows, TokenAttention(two, times, bias), keys, two.events
+            steps = torch.arange(1, segments * tokens + 1, dtype=torch.int32, device=keys.device) * _KEY_STEP
+            keys = torch.cat([keys, (keys[found.token_times[:, -1:]] ^ steps).flatten()])[found.rows]
+        return rows, (RecordingAttention if record else TokenAttention)(found, times, bias), keys
 
-    def append(
-        self, x: Tensor, lengths: Tensor, timestamps: Tensor, bias: bool
-    ) -> tuple[Tensor, RecordingAttention, Tensor]:
-        """Append the tokens to each history. Arguments as in :meth:`insert`; a history may be empty.
 
-        Returns:
-            The rows of the layers, an attention that records the states, and the time of the last event of each history.
-        """
-        users, tokens = len(lengths), self.cut.tokens
-        ends = lengths.cumsum(0)
-        has_events = lengths > 0
-        padded = torch.cat([timestamps, timestamps.new_zeros(1)])
-        last_times = torch.where(has_events, padded[(ends - 1).clamp(min=0)], 0)
-        user = torch.repeat_interleave(torch.arange(users, device=x.device), lengths, output_size=len(x))
-        event_rows = torch.arange(len(x), device=x.device) + user * tokens
-        token_rows = (ends[:, None] + torch.arange(users * tokens, device=x.device).view(users, tokens)).flatten()
-        rows = x.new_empty(len(x) + users * tokens, x.shape[1])
-        rows[event_rows], rows[token_rows] = x, self.tokens.to(x.dtype).repeat(users, 1)
-        times = timestamps.new_empty(len(rows))
-        times[event_rows], times[token_rows] = timestamps, last_times.repeat_interleave(tokens)
-        offsets = torch.nn.functional.pad((lengths + tokens).cumsum(0), (1, 0))
-        return rows, RecordingAttention(offsets, times, bias, token_rows, users), last_times
+def _at(timestamps: Tensor, position: Tensor) -> Tensor:
+    """The times at ``position``; any time where a user has no event, because then nothing depends on it."""
+    return torch.cat([timestamps, timestamps.new_zeros(1)])[position]
 
 
 def recent_attention(lengths: Tensor, timestamps: Tensor, states: UserStates, bias: bool) -> StateAttention:
@@ -135,7 +132,9 @@ def recent_attention(lengths: Tensor, timestamps: Tensor, states: UserStates, bi
     if len(lengths) != len(states.lengths):
         raise InputError(f"states: of {len(states.lengths)} users, but the batch has {len(lengths)}")
     first = timestamps[lengths.cumsum(0) - lengths]
-    token_times = torch.where(states.lengths > 0, states.last_times, first)
+    segment_times = torch.where(states.lengths[:, None] > 0, states.segment_times, first[:, None])
+    per_segment = states.layers[0].keys.shape[1] // segment_times.shape[1]
+    token_times = segment_times.repeat_interleave(per_segment, dim=1)
     return StateAttention(lengths, timestamps, token_times, states.layers, bias)
 
 
@@ -169,9 +168,13 @@ class Personalizing(_Base):
             )
         lengths = history.lengths.long()
         x = self.layer_input(self.embedding(history.features), history)
-        rows, attention, last_times = self.personalization.append(x, lengths, history.timestamps, self.has_bias)
+        rows, attention, _ = self.personalization.insert(
+            x, lengths, history.timestamps, None, self.has_bias, record=True
+        )
+        assert isinstance(attention, RecordingAttention)
         self.apply_layers(rows, attention)
-        return UserStates(attention.layers, lengths, last_times)
+        times = torch.where(lengths[:, None] > 0, _at(history.timestamps, attention.sequences.token_times), 0)
+        return UserStates(attention.layers, lengths, times)
 
     def encode_recent(self, recent: SeqBatch, states: UserStates) -> Tensor:
         """Output at every recent event, ``[sum(R), D]``, as if the batch held the whole histories.

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_freescale.models.attention import hstu_attention, plan_attention
-from lightning_freescale.models.personal_tokens import TwoSequences
+from lightning_freescale.models.personal_tokens import TokenSequences
+
+Projections = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
 
 class Attention:
@@ -22,6 +24,8 @@ class Attention:
         bias: whether the layers have position and time biases.
     """
 
+    differentiable_when_fused = True  # the fused layer has a backward pass for these sequences
+
     def __init__(self, offsets: Tensor, timestamps: Tensor, bias: bool):
         self.offsets, self.timestamps = offsets, timestamps
         self.plan = plan_attention(offsets, timestamps, bias=bias)
@@ -30,55 +34,72 @@ class Attention:
         self, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
     ) -> Tensor:
         """The attention of the next layer. ``q``, ``k [N, H, Dqk]``, ``v`` and the result ``[N, H, Dv]``: rows of a layer."""
-        return hstu_attention(q, k, v, self.offsets, self.timestamps, position_bias, time_bias, plan=self.plan)
+        q, k, v = self.arrange(q, k, v)
+        out = hstu_attention(q, k, v, self.offsets, self.timestamps, position_bias, time_bias, plan=self.plan)
+        return self.collect(out)
+
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+        """The rows of the attention, from those of the layer. To be called once for each layer, in order."""
+        return q, k, v
+
+    def collect(self, out: Tensor) -> Tensor:
+        """The output of each row of the layer, from the rows of the attention."""
+        return out
 
 
 class TokenAttention(Attention):
-    """Attention over ``[history, tokens]`` and ``[tokens, recent]`` of each user.
+    """Attention over the events of each user and the tokens between them (:mod:`.personal_tokens`).
 
     Args:
-        two: the rows of both sequences.
+        sequences: the rows of all sequences.
         timestamps: ``[N]`` int64, the time of each row of the layers.
         bias: whether the layers have position and time biases.
     """
 
-    def __init__(self, two: TwoSequences, timestamps: Tensor, bias: bool):
-        super().__init__(two.offsets, timestamps[two.copies], bias)
-        self._two = two
+    def __init__(self, sequences: TokenSequences, timestamps: Tensor, bias: bool):
+        super().__init__(sequences.offsets, timestamps[sequences.copies], bias)
+        self.sequences = sequences
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
-    ) -> Tensor:
-        copies = self._two.copies
-        return super().__call__(q[copies], k[copies], v[copies], position_bias, time_bias)[self._two.kept]
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+        copies = self.sequences.copies
+        return q[copies], k[copies], v[copies]
+
+    def collect(self, out: Tensor) -> Tensor:
+        return out[self.sequences.kept]
+
+    def collect_backward(self, grad: Tensor) -> Tensor:
+        """The gradient of the argument of :meth:`collect`."""
+        spread = grad.new_zeros(len(self.sequences.copies), *grad.shape[1:])
+        spread[self.sequences.kept] = grad
+        return spread
+
+    def arrange_backward(self, grad: Tensor) -> Tensor:
+        """The gradient of an argument of :meth:`arrange`, from that of its copies. The order of each sum is fixed."""
+        summed = grad[self.sequences.kept]
+        for rows, places in self.sequences.later:
+            summed[rows] += grad[places]
+        return summed
 
 
 class LayerState(NamedTuple):
-    """Keys ``[B, k, H, Dqk]`` and values ``[B, k, H, Dv]`` of the tokens of ``B`` users in one layer."""
+    """Keys ``[B, n * k, H, Dqk]`` and values ``[B, n * k, H, Dv]`` of the tokens of ``B`` users in one layer."""
 
     keys: Tensor
     values: Tensor
 
 
-class RecordingAttention(Attention):
-    """Attention over ``[history, tokens]`` that keeps the keys and values of the tokens of every layer.
+class RecordingAttention(TokenAttention):
+    """:class:`TokenAttention` that keeps the keys and values of the tokens of every layer."""
 
-    Args:
-        token_rows: ``[B * k]`` int64, the rows of the tokens.
-        users: ``B``.
-    """
+    differentiable_when_fused = False
 
-    def __init__(self, offsets: Tensor, timestamps: Tensor, bias: bool, token_rows: Tensor, users: int):
-        super().__init__(offsets, timestamps, bias)
-        self._rows, self._users = token_rows, users
+    def __init__(self, sequences: TokenSequences, timestamps: Tensor, bias: bool):
+        super().__init__(sequences, timestamps, bias)
         self.layers: list[LayerState] = []
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
-    ) -> Tensor:
-        keys, values = (part[self._rows].unflatten(0, (self._users, -1)) for part in (k, v))
-        self.layers.append(LayerState(keys, values))
-        return super().__call__(q, k, v, position_bias, time_bias)
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+        self.layers.append(LayerState(k[self.sequences.tokens], v[self.sequences.tokens]))
+        return super().arrange(q, k, v)
 
 
 class StateAttention(Attention):
@@ -87,32 +108,35 @@ class StateAttention(Attention):
     Args:
         lengths: ``[B]`` int64, recent events of each user.
         timestamps: ``[sum(lengths)]`` int64, seconds.
-        token_times: ``[B]`` int64, the time of the tokens of each user.
+        token_times: ``[B, n * k]`` int64, the times of the tokens of each user.
         layers: the state of the users in every layer, in order.
         bias: whether the layers have position and time biases.
     """
 
+    differentiable_when_fused = False
+
     def __init__(
         self, lengths: Tensor, timestamps: Tensor, token_times: Tensor, layers: Sequence[LayerState], bias: bool
     ):
-        users, tokens = layers[0].keys.shape[:2]
-        user = torch.arange(users, device=lengths.device).repeat_interleave(lengths)
-        self._recent = torch.arange(len(timestamps), device=lengths.device) + (user + 1) * tokens
+        users, tokens = token_times.shape
+        total = len(timestamps)
+        user = torch.repeat_interleave(torch.arange(users, device=lengths.device), lengths, output_size=total)
+        self._recent = torch.arange(total, device=lengths.device) + (user + 1) * tokens
         ends = (lengths + tokens).cumsum(0)
         first = ends - lengths - tokens
         self._tokens = (first[:, None] + torch.arange(tokens, device=lengths.device)).flatten()
-        times = timestamps.new_empty(len(timestamps) + users * tokens)
-        times[self._recent], times[self._tokens] = timestamps, token_times.repeat_interleave(tokens)
+        times = timestamps.new_empty(total + users * tokens)
+        times[self._recent], times[self._tokens] = timestamps, token_times.flatten()
         super().__init__(F.pad(ends, (1, 0)), times, bias)
         self._layers = iter(layers)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
-    ) -> Tensor:
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> Projections:
         state = next(self._layers)
-        keys, values = self._join(k, state.keys), self._join(v, state.values)
         queries = self._join(q, torch.zeros_like(state.keys))  # the outputs of the tokens are dropped
-        return super().__call__(queries, keys, values, position_bias, time_bias)[self._recent]
+        return queries, self._join(k, state.keys), self._join(v, state.values)
+
+    def collect(self, out: Tensor) -> Tensor:
+        return out[self._recent]
 
     def _join(self, recent: Tensor, tokens: Tensor) -> Tensor:
         joined = recent.new_empty(len(self._recent) + len(self._tokens), *recent.shape[1:])

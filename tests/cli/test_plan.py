@@ -15,6 +15,7 @@ from lightning_freescale.cli.balance_outcomes import evaluate, global_batches
 from lightning_freescale.cli.history_lengths import read_lengths
 from lightning_freescale.cli.plan import main
 from lightning_freescale.data.sources import open_source
+from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
 from tests.conftest import SHARED_DATA
 
@@ -160,3 +161,25 @@ def test_error_messages(tmp_path: Path) -> None:
         main(["synthetic", "--synthetic", "users=many"])
     with pytest.raises(SystemExit):
         main(["synthetic", "--ranks", "0"])
+
+
+def test_the_costs_follow_personal_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With few recent events and many segments the cost is nearly linear, so that stragglers cost less."""
+    data = str(write_csv(tmp_path / "events.csv", {f"user{n}": 3 + 40 * (n % 7) for n in range(64)}))
+    options = [data, "--ranks", "4", "--batch-size", "4", "--batches", "4", "--crossover", "10"]
+    tokens = "tokens=2,recent=8,refresh=4,segments=3"
+    assert main([*options, "--json"]) == main([*options, "--json", "--personal-tokens", tokens]) == 0
+    text = capsys.readouterr().out
+    plain, cut = json.loads(text[: text.index("]") + 1]), json.loads(text[text.index("]") + 1 :])
+    lengths = np.minimum(np.array([2 + 40 * (n % 7) for n in range(64)]), 21_000)
+    squares = attention_work(PersonalTokens(2, 8, 4, 3))
+    expected = evaluate(lengths, 4, 4, CostModel(linear=1.0, quadratic=0.1, squares=squares), 4)
+    assert [row["straggler"] for row in cut if row["mode"] != "random"] == [
+        found.straggler for found in expected if found.mode != "random"
+    ]
+    assert cut[0]["straggler"] < plain[0]["straggler"]
+    assert main([*options, "--personal-tokens", tokens, "--link-gbps", "100", "--gpus", "4"]) == 0
+    assert "PersonalTokens(tokens=2, recent=8, refresh=4, segments=3)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*options, "--personal-tokens", "tokens=0"])
+    assert "tokens must be at least 1, not 0" in capsys.readouterr().err

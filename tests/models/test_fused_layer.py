@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.hstu import HSTULayer
-from lightning_freescale.models.sequences import Attention
+from lightning_freescale.models.personal_tokens import PersonalTokens, TokenSequences, arrange
+from lightning_freescale.models.sequences import Attention, TokenAttention
 from tests.models.cases import attention_inputs
 from tests.models.interpreter import run_interpreted
 
@@ -58,6 +59,27 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     return {name: float((got[name].cpu().double() - y.cpu()).norm() / y.cpu().norm()) for name, y in want.items()}
 
 
+def run_with_tokens(
+    layer: HSTULayer, batch: dict[str, Tensor], attention: TokenAttention, call: Any = None
+) -> dict[str, Tensor]:
+    """:func:`run_layer` with personal tokens. The rows of the batch are those of the layer: events and tokens."""
+    x = batch["x"].detach().requires_grad_()
+    plan = cuda.CudaPlan(attention.offsets, attention.timestamps, layer.position_bias is not None)
+    out = layer(x, attention, batch["keys"]) if call is None else call(x, plan, batch["keys"], attention)
+    names = ["x", *dict(layer.named_parameters())]
+    grads = torch.autograd.grad(out, [x, *layer.parameters()], batch["dout"].to(out.dtype))
+    return {"out": out.detach()} | dict(zip(names, grads, strict=True))
+
+
+def token_case(
+    lengths: list[int], cut: PersonalTokens, bias: bool, dim: int = 16
+) -> tuple[dict[str, Tensor], TokenAttention]:
+    events = torch.tensor(lengths)
+    sequences = arrange(events, cut.history_lengths(events), sum(lengths), cut)
+    batch = make_batch([length + cut.tokens * cut.segments for length in lengths], dim)
+    return batch, TokenAttention(sequences, batch["timestamps"], bias)
+
+
 SCRIPT = """
 import torch
 from lightning_freescale.models import elementwise_triton, norm_triton
@@ -76,10 +98,32 @@ for name in ("attention_norm.bias", "f1.bias", "f2.bias", "norm.weight"):  # neg
     dict(changed.named_parameters())[name].data += 0.01
     assert errors(run_layer(changed, batch, changed._fused), want)["out"] > 1e-4, name
 """
+TOKEN_SCRIPT = """
+import torch
+from lightning_freescale.models import elementwise_triton, norm_triton
+from lightning_freescale.models.personal_tokens import PersonalTokens
+from tests.models.test_fused_layer import errors, make_layer, run_with_tokens, token_case
+
+elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS, norm_triton.PROGRAMS = 32, 3, 2
+for segments, bias, dropout in ((1, True, 0.3), (3, True, 0.0), (2, False, 0.3)):
+    cut = PersonalTokens(tokens=2, recent=4, refresh=3, segments=segments)
+    batch, attention = token_case([5, 1, 21], cut, bias)
+    layer = make_layer(bias, dropout=dropout)
+    want = run_with_tokens(layer, batch, attention)
+    found = errors(run_with_tokens(layer, batch, attention, layer._fused), want)
+    assert max(found.values()) < 1e-5, found
+    for rows, places in attention.sequences.later:  # negative control: gradients without those of the later copies
+        places.zero_()
+    assert errors(run_with_tokens(layer, batch, attention, layer._fused), want)["x"] > 1e-3
+"""
 
 
 def test_interpreted_layer_equals_its_parts() -> None:
     run_interpreted(SCRIPT)
+
+
+def test_interpreted_layer_with_personal_tokens_equals_its_parts() -> None:
+    run_interpreted(TOKEN_SCRIPT)
 
 
 def on_cuda(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,6 +148,30 @@ def test_compiled_layer_equals_its_parts_on_a_cpu(dtype: torch.dtype, bias: bool
     ]  # sums of terms that cancel
     assert max(found.values()) < TOLERANCE[dtype], found
     assert max(cancelling, default=0.0) < 4 * TOLERANCE[dtype], cancelling
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_compiled_layer_with_personal_tokens_equals_its_parts_on_a_cpu(dtype: torch.dtype, segments: int) -> None:
+    cut = PersonalTokens(tokens=4, recent=64, refresh=32, segments=segments)
+    lengths = [300, 65, 1, 700]
+    batch, attention = token_case(lengths, cut, True, 128)
+    double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    want = run_with_tokens(make_layer(True, 128, 2, 64).double(), double, attention)
+    sequences = attention.sequences
+    later = [(rows.cuda(), places.cuda()) for rows, places in sequences.later]
+    tensors = {name: part.cuda() for name, part in sequences._asdict().items() if name != "later"}
+    moved = TokenAttention(TokenSequences(later=later, **tensors), batch["timestamps"].cuda(), True)
+    layer = make_layer(True, 128, 2, 64).cuda()
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        got = run_with_tokens(layer, on_cuda(batch), moved)
+        again = run_with_tokens(layer, on_cuda(batch), moved)
+    found = errors(got, want)
+    cancelling = [found.pop(name) for name in ("position_bias", "time_bias")]
+    assert max(found.values()) < TOLERANCE[dtype], found
+    assert max(cancelling) < 4 * TOLERANCE[dtype], cancelling
+    assert all(torch.equal(got[name], again[name]) for name in got)
 
 
 @pytest.mark.gpu
