@@ -1,4 +1,4 @@
-# make demo | test | lint | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
+# make demo | test | lint | docs | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ STACK ?= $(shell command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 
 FBGEMM_cpu := fbgemm-gpu-cpu==1.8.0
 FBGEMM_cuda := fbgemm-gpu==1.8.0
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test lint docs venv clean
 
 demo: venv
 	$(BIN)/freescale demo
@@ -24,6 +24,10 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the documentation is in site/: $(BIN)/python -m http.server --directory site"
 
 venv: $(VENV)/.built
 
@@ -43,4 +47,4 @@ $(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/* csrc/*/
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build lightning_freescale.egg-info lightning_freescale/_C*.so
+	rm -rf $(VENV) build site lightning_freescale.egg-info lightning_freescale/_C*.so
