@@ -33,13 +33,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention_kernels import long_tailed
 from benchmarks.harness import report
+from benchmarks.harness.attention_inputs import long_tailed, milliseconds
 from benchmarks.harness.gpu_cluster import launcher, reserved_sms
 from benchmarks.harness.gpu_cluster.bare_ranks import GpuRank
 from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.workload import LongTailWorkload
-from benchmarks.hstu_attention import milliseconds
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hopper
 from lightning_freescale.models.hstu import HSTU, HSTULayer
