@@ -1,17 +1,24 @@
 """The dense part of a training step of HSTU on one GPU: time, TFLOP/s and MFU, layer by parts and fused.
 
-    python -m benchmarks.dense_step [--quick] [--json] [--output FILE] [--rounds 3]
+    python -m benchmarks.dense_step [--quick] [--json] [--output FILE] [--rounds 3] [--ranks 4]
 
-Dense part: everything after the lookup, forward and backward, with the loss over 128 negatives: bfloat16 by autocast, about 64K
-events. The FLOPs are those of ``HSTU.cost_coefficients``: of the products of the true lengths, no matter what
-a kernel computes in addition. MFU is their rate divided by the peak rate of the GPU (``--peak``, in TFLOP/s; 989 is an H200).
+Dense part: everything after the lookup, forward and backward, with the loss over sampled negatives: bfloat16 by autocast. The
+FLOPs are those of ``HSTU.cost_coefficients``: of the products of the true lengths, no matter what a kernel computes in
+addition. MFU is their rate divided by the peak rate of the GPU (``--peak``, in TFLOP/s; 989 is an H200). The model of width 512
+has about 64K events. The last model and its histories are those of ``benchmarks.end_to_end``: 128 histories, 32 negatives.
 
 The variants run in turn in each round: the layer part by part with the Triton attention and the loss in PyTorch operations; the
 same with the attention and the loss that this GPU selects; the fused layer, which is what HSTU runs.
+
+Before that, four ranks share the GPU, and SMs are reserved for each (``harness/gpu_cluster/reserved_sms.py``). They compute the
+same steps at the same time, and their MFU refers to their share of the peak rate. ``--ranks 0`` leaves this out.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -26,16 +33,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention_kernels import long_tailed
 from benchmarks.harness import report
-from benchmarks.hstu_attention import milliseconds
+from benchmarks.harness.attention_inputs import long_tailed, milliseconds
+from benchmarks.harness.gpu_cluster import launcher, reserved_sms
+from benchmarks.harness.gpu_cluster.bare_ranks import GpuRank
+from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
+from benchmarks.harness.workload import LongTailWorkload
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hopper
 from lightning_freescale.models.hstu import HSTU, HSTULayer
+from lightning_freescale.models.sequences import Attention
 
 ITEMS = 10_000
-SAMPLED = 128  # negatives of a sample
 HOUR = 3600
+BIASES = ("relative", "input")
+FOUND = "found: "  # precedes the figures that rank 0 prints for the process that started it
 
 
 class DenseCase(NamedTuple):
@@ -45,6 +57,7 @@ class DenseCase(NamedTuple):
     heads: int
     layers: int
     lengths: list[int]
+    negatives: int = 128  # of a sample
 
     @property
     def name(self) -> str:
@@ -56,11 +69,13 @@ class DenseCase(NamedTuple):
         return f"{kind} {max(self.lengths):,}"
 
 
-CASES = (
-    DenseCase(512, 4, 8, long_tailed(8192)),
-    DenseCase(512, 4, 8, [8192] * 8),
-    DenseCase(128, 4, 4, long_tailed(8192)),
-)
+def end_to_end_case() -> DenseCase:
+    """The model and the first batch of ``benchmarks.end_to_end``."""
+    workload = LongTailWorkload(samples=128, longest=8192, rows=8_000_000, negatives=32)
+    return DenseCase(128, 4, 4, workload.lengths(0, 0).tolist(), workload.negatives)
+
+
+CASES = (DenseCase(512, 4, 8, long_tailed(8192)), DenseCase(512, 4, 8, [8192] * 8), end_to_end_case())
 
 
 class Rows:
@@ -85,7 +100,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def part_by_part() -> Iterator[None]:
-    with replaced(HSTULayer, "forward", HSTULayer.plain):
+    def parts(layer: HSTULayer, x: Tensor, attention: Attention, keys: Tensor | None, total: bool) -> Tensor:
+        return layer.plain(x, attention, keys)
+
+    with replaced(HSTULayer, "forward", parts):
         yield
 
 
@@ -118,8 +136,8 @@ def make_step(case: DenseCase, bias: str) -> tuple[Callable[[], Any], float]:
     gaps = torch.empty(total).exponential_(1 / HOUR).long() + 1
     features = KeyedJaggedTensor(
         keys=[HISTORY, NEGATIVES],
-        values=torch.randint(ITEMS, (total + samples * SAMPLED,)),
-        lengths=torch.cat([lengths, torch.full_like(lengths, SAMPLED)]),
+        values=torch.randint(ITEMS, (total + samples * case.negatives,)),
+        lengths=torch.cat([lengths, torch.full_like(lengths, case.negatives)]),
     )
     batch = SeqBatch(features, torch.cat([part.cumsum(0) for part in gaps.split(lengths.tolist())])).to(
         torch.device("cuda")
@@ -137,7 +155,7 @@ def make_step(case: DenseCase, bias: str) -> tuple[Callable[[], Any], float]:
     for part in dense:
         if part is not None:
             part.cuda().train()
-    sizes = {HISTORY: total, NEGATIVES: samples * SAMPLED}
+    sizes = {HISTORY: total, NEGATIVES: samples * case.negatives}
     rows = {
         name: torch.randn(size, case.dim, device="cuda").mul_(0.02).requires_grad_() for name, size in sizes.items()
     }
@@ -150,7 +168,7 @@ def make_step(case: DenseCase, bias: str) -> tuple[Callable[[], Any], float]:
 
     a, b, c = model.cost_coefficients()
     long = lengths.double()
-    flops = float((a * long + b * long**2 + c * SAMPLED * (long - 1)).sum())
+    flops = float((a * long + b * long**2 + c * case.negatives * (long - 1)).sum())
     return step, flops
 
 
@@ -161,40 +179,75 @@ def measure(case: DenseCase, bias: str, repeats: int, rounds: int, peak: float) 
         for name, variant in VARIANTS.items():
             with variant():
                 times[name].append(milliseconds(step, "cuda", repeats))
+    return [describe(case, bias, flops, found, peak, variant=name) for name, found in times.items()]
+
+
+def describe(
+    case: DenseCase, bias: str, flops: float, times: list[float], peak: float, **more: int | str
+) -> dict[str, Any]:
+    """A row of the table, from milliseconds."""
+    rates = [flops / time / 1e9 for time in times]
+    row: dict[str, Any] = {"model": case.name, "histories": case.histories, "bias": bias, **more}
+    row |= {"ms": statistics.mean(times), "TFLOP/s": statistics.mean(rates)}
+    return row | {"spread": f"{min(rates):.0f} to {max(rates):.0f}", "MFU %": 100 * statistics.mean(rates) / peak}
+
+
+# ---- several ranks on one GPU ------------------------------------------------------------------------------------------------
+def measure_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the ranks and return their rows. This process must not have used the GPU before."""
+    argv = ["-m", "benchmarks.dense_step", *sys.argv[1:]]
+    outputs = launcher.run(arguments.ranks, argv, arguments.limit, gpu=True, reserve_sms=True)
+    lines = [line for line in outputs[0].splitlines() if line.startswith(FOUND)]
+    return json.loads(lines[-1].removeprefix(FOUND))
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Measure as one of the ranks, all of them at the same time; rank 0 prints the rows."""
+    rank = GpuRank()
+    check_products(rank.device, rank.rank, width=512)
+    sms = reserved_sms.count()
+    peak = arguments.peak * sms / torch.cuda.get_device_properties(rank.device).multi_processor_count
     rows = []
-    for name, found in times.items():
-        rates = [flops / time / 1e9 for time in found]
-        row: dict[str, Any] = {
-            "model": case.name,
-            "histories": case.histories,
-            "bias": bias,
-            "variant": name,
-            "ms": statistics.mean(found),
-        }
-        row |= {"TFLOP/s": statistics.mean(rates), "spread": f"{min(rates):.0f} to {max(rates):.0f}"}
-        rows.append(row | {"MFU %": 100 * statistics.mean(rates) / peak})
-    return rows
+    for case in CASES[:1] if arguments.quick else (CASES[0], CASES[-1]):
+        for bias in BIASES:
+            step, flops = make_step(case, bias)
+            times = []
+            for _ in range(arguments.rounds):
+                milliseconds(step, "cuda", 1)  # compiled and warm before all ranks start
+                rank.meet()
+                times += rank.gather(milliseconds(step, "cuda", arguments.repeats))
+            rows.append(describe(case, bias, flops, times, peak, ranks=rank.world, SMs=sms))
+    if rank.rank == 0:
+        print(FOUND + json.dumps(rows), flush=True)
+    rank.meet()
 
 
 def main() -> None:
     parser = report.make_parser(__doc__, quick="one model, fewer repetitions")
     parser.add_argument("--rounds", type=int, default=3, help="times that every variant is measured (default: 3)")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the GPU, dense bfloat16 (default: 989)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks that share the GPU; 0 for none (default: 4)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which the ranks end (default: 300)")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    arguments.repeats = 3 if arguments.quick else 6
+    if not launcher.has_gpu():
         sys.exit("this benchmark needs a GPU")
-    repeats = 3 if arguments.quick else 10
-    cases = CASES[:1] if arguments.quick else CASES
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return
+    shared = measure_ranks(arguments) if arguments.ranks else []
     rows = [
         row
-        for case in cases
-        for bias in ("relative", "input")
-        for row in measure(case, bias, repeats, arguments.rounds, arguments.peak)
+        for case in (CASES[:1] if arguments.quick else CASES)
+        for bias in BIASES
+        for row in measure(case, bias, arguments.repeats, arguments.rounds, arguments.peak)
     ]
     name = torch.cuda.get_device_name()
-    results = {"peak_tflops": arguments.peak, "negatives": SAMPLED, "dense_step": rows}
-    title = f"Dense part of a training step, bfloat16, {name}, peak {arguments.peak:.0f} TFLOP/s"
-    report.publish(arguments, report.head("dense_step", name) | results, {title: rows})
+    tables = {f"Dense part of a training step, bfloat16, {name}, peak {arguments.peak:.0f} TFLOP/s": rows}
+    if shared:
+        tables["The same on ranks that share the GPU; MFU of the share of a rank"] = shared
+    results = {"peak_tflops": arguments.peak, "dense_step": rows, "ranks": shared}
+    report.publish(arguments, report.head("dense_step", name) | results, tables)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
-"""HSTU attention: the jagged implementation and a dense, padded one, forward and backward, on the available device.
+"""HSTU attention. On a CPU the jagged implementation and a dense, padded one; on a Hopper GPU our kernels and those of PyTorch.
 
-    python -m benchmarks.hstu_attention [--quick] [--json] [--output FILE] [--sweep]
+    python -m benchmarks.hstu_attention [--quick] [--json] [--output FILE] [--rounds 3] [--sweep]
 
-CUDA: bfloat16, median of event times. CPU: float32, one thread, shortest time. TFLOP/s count only the causal pairs of
-the true lengths: 2 products in forward, 5 in backward (scores again, dq, dk, dv, and the gradient of the weights), no
-matter what an implementation computes in addition. "dense" pads to the longest history. "-" means that its scores do
-not fit into memory.
+CPU: float32, one thread, shortest time of forward and backward. "dense" pads to the longest history. "-" means that its scores
+do not fit into memory.
+
+GPU: all kernels run in turn on the same inputs, in several rounds: bfloat16, 4 heads, about 64K tokens, median of event times in
+each round. Backward with relative bias includes the gradients of both tables. Events are an hour apart on average, exponentially
+distributed; "constant strips" is the share of strips of 16 keys and 64 queries whose bias is one constant, for which the kernels
+have a fast path. The rows of softmax attention show what PyTorch's kernels reach on the same histories: FlashAttention-2
+(``varlen_attn``) and flex attention. The matrix product shows what the GPU computes at best.
+
+TFLOP/s count only the causal pairs of the true lengths: 2 products in forward, 5 in backward (scores again, dq, dk, dv, and the
+gradient of the weights), no matter what an implementation computes in addition.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,75 +29,20 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
-from lightning_freescale.models.attention import dense_attention, hstu_attention, plan_attention
-from lightning_freescale.models.attention.buckets import num_buckets
+from benchmarks.harness.attention_inputs import AttentionCase, log_normal, make_inputs, milliseconds
+from benchmarks.harness.attention_kernels import HEADS, kernel_cases, matrix_product, measure_kernels
+from lightning_freescale.models.attention import dense_attention, hopper, hstu_attention, plan_attention
 
 Row = dict[str, float | int | str]
 
 
-class AttentionCase(NamedTuple):
-    name: str
-    lengths: list[int]
-    heads: int
-    width: int  # Dqk = Dv
-
-
-def log_normal(samples: int, mean: float, longest: int, seed: int = 0) -> list[int]:
-    """Log-normal lengths with sigma 1.2."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - 0.72, 1.2, samples)
-    return drawn.clip(1, longest).astype(int).tolist()
-
-
-def cases(device: str, quick: bool) -> list[AttentionCase]:
-    if device == "cpu":
-        made = [
-            AttentionCase("32 log-normal to 200", log_normal(32, 60, 200), 2, 32),
-            AttentionCase("8 log-normal to 2,000", log_normal(8, 400, 2000), 2, 32),
-            AttentionCase("1 x 2,000", [2000], 2, 32),
-        ]
-        return made[:1] if quick else made
+def cpu_cases(quick: bool) -> list[AttentionCase]:
     made = [
-        AttentionCase("256 x 1,024", [1024] * 256, 4, 64),
-        AttentionCase("128 log-normal to 21,000", log_normal(128, 2000, 21_000), 4, 64),
-        AttentionCase("2,048 log-normal to 1,000", log_normal(2048, 100, 1000), 4, 64),
-        AttentionCase("1 x 21,000", [21_000], 8, 128),
-        AttentionCase("16 x 2,048", [2048] * 16, 8, 128),
+        AttentionCase("32 log-normal to 200", log_normal(32, 60, 200), 2, 32),
+        AttentionCase("8 log-normal to 2,000", log_normal(8, 400, 2000), 2, 32),
+        AttentionCase("1 x 2,000", [2000], 2, 32),
     ]
-    return made[:2] if quick else made
-
-
-def make_inputs(case: AttentionCase, device: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    total, dtype = sum(case.lengths), torch.float32 if device == "cpu" else torch.bfloat16
-    gaps = torch.empty(total).exponential_(1 / 3600).long() + 1  # one event an hour
-    made = {name: torch.randn(total, case.heads, case.width, dtype=dtype) for name in ("q", "k", "v")}
-    made |= {
-        "offsets": torch.tensor([0, *case.lengths]).cumsum(0),
-        "timestamps": torch.cat([part.cumsum(0) for part in gaps.split(case.lengths)]),
-        "position_bias": torch.randn(num_buckets(max(case.lengths))),
-        "time_bias": torch.randn(num_buckets(2**31 - 1)),
-    }
-    return {name: x.to(device).requires_grad_(x.is_floating_point()) for name, x in made.items()}
-
-
-def milliseconds(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median of CUDA event times, or the shortest wall time on a CPU, after a warm-up."""
-    call()
-    if device == "cpu":
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return 1e3 * min(times)
-    call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start_event, end_event in events:
-        start_event.record()
-        call()
-        end_event.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+    return made[:1] if quick else made
 
 
 def time_both(
@@ -108,18 +57,15 @@ def time_both(
     return forward, backward
 
 
-def dense_fits(case: AttentionCase, device: str) -> bool:
+def dense_fits(case: AttentionCase) -> bool:
     """Whether the scores fit into memory: backward holds six float32 arrays of scores at its peak."""
-    need = 6 * 4 * len(case.lengths) * case.heads * max(case.lengths) ** 2
-    return need < (2**31 if device == "cpu" else 0.8 * torch.cuda.mem_get_info()[0])
+    return 6 * 4 * len(case.lengths) * case.heads * max(case.lengths) ** 2 < 2**31
 
 
-def measure(case: AttentionCase, device: str, repeats: int) -> Row:
-    inputs = make_inputs(case, device)
+def measure_on_cpu(case: AttentionCase, repeats: int) -> Row:
+    inputs = make_inputs(case, "cpu")
     plan = plan_attention(inputs["offsets"], inputs["timestamps"])  # made once per batch; all layers share it
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    forward, backward = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, device, repeats)
+    forward, backward = time_both(lambda **x: hstu_attention(**x, plan=plan), inputs, "cpu", repeats)
     product = 2 * case.heads * case.width * sum(n * (n + 1) // 2 for n in case.lengths)  # FLOPs of one product
     row: Row = {
         "case": case.name,
@@ -131,11 +77,9 @@ def measure(case: AttentionCase, device: str, repeats: int) -> Row:
         "forward TFLOP/s": 2 * product / forward / 1e9,
         "backward TFLOP/s": 5 * product / backward / 1e9,
     }
-    if device == "cuda":
-        row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     row |= {"dense forward ms": "-", "dense backward ms": "-", "speedup": "-"}
-    if dense_fits(case, device):
-        dense = time_both(dense_attention, inputs, device, max(2, repeats // 4))
+    if dense_fits(case):
+        dense = time_both(dense_attention, inputs, "cpu", max(2, repeats // 4))
         row |= {
             "dense forward ms": dense[0],
             "dense backward ms": dense[1],
@@ -181,15 +125,27 @@ def sweep(repeats: int) -> list[Row]:
 
 def main() -> None:
     parser = report.make_parser(__doc__, quick="fewer cases and repetitions")
-    parser.add_argument("--sweep", action="store_true", help="also time other launch parameters of the kernels (CUDA)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="times that every kernel is measured on a GPU (default: 3)"
+    )
+    parser.add_argument("--sweep", action="store_true", help="also time other launch parameters of the Triton kernels")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    repeats = (5 if arguments.quick else 20) if device == "cuda" else 3
-    results = {"attention": [measure(case, device, repeats) for case in cases(device, arguments.quick)]}
-    name = torch.cuda.get_device_name() if device == "cuda" else "one CPU thread"
-    tables = {f"HSTU attention, {'bfloat16' if device == 'cuda' else 'float32'}, {name}": results["attention"]}
-    if arguments.sweep and device == "cuda":
+    if not torch.cuda.is_available():
+        rows = [measure_on_cpu(case, 3) for case in cpu_cases(arguments.quick)]
+        name = "one CPU thread"
+        tables = {f"HSTU attention, float32, {name}": rows}
+        report.publish(arguments, report.head("hstu_attention", name) | {"attention": rows}, tables)
+        return
+    if not hopper.available():
+        sys.exit("this benchmark needs a GPU of compute capability 9.0 (Hopper), or a machine without a GPU")
+    repeats = 5 if arguments.quick else 10
+    rows = [row for case in kernel_cases(arguments.quick) for row in measure_kernels(case, repeats, arguments.rounds)]
+    results: dict[str, Any] = {"matrix_product_tflops": matrix_product(repeats), "attention": rows}
+    name = torch.cuda.get_device_name()
+    product = f"a matrix product: {results['matrix_product_tflops']:.0f} TFLOP/s"
+    tables = {f"HSTU attention, bfloat16, {HEADS} heads, {name}; {product}": rows}
+    if arguments.sweep:
         results["sweep"] = sweep(repeats)
         title = "Launch parameters: time of forward, or of the whole backward with one kernel changed"
         tables[title] = results["sweep"]

@@ -28,6 +28,12 @@ def row_keys(batch: SeqBatch, step: int) -> Tensor:
         step: number of the training step.
     """
     lengths = batch.lengths.long()
+    if lengths.is_cuda:
+        from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
+
+        parts = [batch.features[name] for name in (HISTORY, NEGATIVES) if name in batch.features.keys()]  # noqa: SIM118
+        history, *negatives = [(part.values(), part.lengths()) for part in parts]
+        return dropout_triton.row_keys(history, negatives[0] if negatives else None, step)
     sample_keys = torch.full_like(lengths, step)
     for name in (HISTORY, NEGATIVES):
         if name in batch.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
@@ -66,16 +72,17 @@ class SampleDropout(nn.Module):
             raise ConfigurationError(f"dropout: {rate} is not a rate; it must be at least 0 and less than 1")
         self.rate, self.number = rate, number
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """``x [N, D]`` with its dropped elements; ``keys [N]`` int32. Without training, or with rate 0, ``x`` itself."""
+    def forward(self, x: Tensor, keys: Tensor | None, scale: float = 1.0) -> Tensor:
+        """``x [N, D]`` times ``scale`` with its dropped elements; ``keys [N]`` int32. Nothing is dropped without training."""
         if not self.training or self.rate == 0:
-            return x
+            return x if scale == 1 else x * scale
         assert keys is not None, "keys: None; dropout needs the result of row_keys"
         if not x.is_cuda:
+            x = x if scale == 1 else x * scale
             return torch.where(kept(keys, x.shape[1], self.number, self.rate), x / (1 - self.rate), 0.0)
         from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
 
-        return dropout_triton.drop(x, keys, self.number, self.rate)
+        return dropout_triton.drop(x, keys, self.number, self.rate, scale)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"

@@ -1,4 +1,7 @@
-"""Dropout of :mod:`.dropout` on CUDA: one Triton kernel, for forward and backward. No mask is stored."""
+"""Dropout of :mod:`.dropout` on CUDA: one Triton kernel for forward and backward, and one for the random numbers of the rows.
+
+No mask is stored.
+"""
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
@@ -14,6 +17,57 @@ from lightning_freescale.models.dropout import threshold
 from lightning_freescale.models.tiles import unit_stride
 
 TILE_ELEMENTS = 4096
+KEY_BLOCK = 1024  # ids of a sample that are read at a time
+
+
+@triton.jit
+def _mixed_64(x):
+    """``dropout._mix``: a hash of unsigned 64-bit integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _sum_of_ids(ids_ptr, start, end, BLOCK: tl.constexpr):
+    """The sum over the ids of a sample of their hashes, modulo 2^64."""
+    total = tl.zeros([BLOCK], tl.uint64)
+    for first in range(start, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + place, mask=place < end, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
+        total += tl.where(place < end, _mixed_64(ids * 0x9E3779B97F4A7C15), 0)
+    return tl.sum(total.to(tl.int64, bitcast=True)).to(tl.uint64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _row_keys(
+    history_ptr, history_ends_ptr, negatives_ptr, negative_ends_ptr, out_ptr, step, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The keys of the events of one sample."""
+    sample = tl.program_id(0)
+    end = tl.load(history_ends_ptr + sample)
+    start = tl.load(history_ends_ptr + sample - 1, mask=sample > 0, other=0)
+    key = step.to(tl.int64).to(tl.uint64, bitcast=True)
+    key = _mixed_64(key * 0x9E3779B97F4A7C15 + _sum_of_ids(history_ptr, start, end, BLOCK))
+    if NEGATIVES:
+        negative_end = tl.load(negative_ends_ptr + sample)
+        negative_start = tl.load(negative_ends_ptr + sample - 1, mask=sample > 0, other=0)
+        key = _mixed_64(key * 0x9E3779B97F4A7C15 + _sum_of_ids(negatives_ptr, negative_start, negative_end, BLOCK))
+    for first in range(start, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        position = (place - start + 1).to(tl.uint64)
+        tl.store(out_ptr + place, _mixed_64(key + position * 0x9E3779B97F4A7C15).to(tl.int32), mask=place < end)
+
+
+def row_keys(history: tuple[Tensor, Tensor], negatives: tuple[Tensor, Tensor] | None, step: int) -> Tensor:
+    """:func:`.dropout.row_keys`, from the ids and the lengths of the histories, and of the negatives if there are any."""
+    ids, lengths = history
+    out = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+    if len(lengths):
+        drawn, counts = history if negatives is None else negatives
+        ends, drawn_ends = (x.cumsum(0) for x in (lengths, counts))
+        _row_keys[(len(lengths),)](ids, ends, drawn, drawn_ends, out, step, negatives is not None, KEY_BLOCK)
+    return out
 
 
 @triton.jit
@@ -25,11 +79,10 @@ def _mixed(x):
 
 
 @triton.jit
-def is_kept(keys_ptr, rows, cols, count, number, limit):
-    """Which elements stay, ``[rows, cols]``: those whose random number is at least ``limit``."""
-    keys = tl.load(keys_ptr + rows, mask=rows < count, other=0).to(tl.uint32, bitcast=True)
+def is_kept(keys, cols, number, limit):
+    """Which elements stay: those whose random number is at least ``limit``. ``keys`` and ``cols`` are broadcast."""
     channels = _mixed((number * 65536 + cols + 1).to(tl.uint32))
-    return _mixed(keys[:, None] ^ channels[None, :]).to(tl.int32, bitcast=True) >= limit
+    return _mixed(keys.to(tl.uint32, bitcast=True) ^ channels).to(tl.int32, bitcast=True) >= limit
 
 
 @triton.jit
@@ -41,7 +94,8 @@ def _drop(
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     mask = (rows[:, None] < count) & (cols[None, :] < D)
     x = tl.load(x_ptr + rows[:, None].to(tl.int64) * x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    kept = tl.where(is_kept(keys_ptr, rows, cols, count, number, limit), x * scale, 0.0)
+    keys = tl.load(keys_ptr + rows, mask=rows < count, other=0)
+    kept = tl.where(is_kept(keys[:, None], cols[None, :], number, limit), x * scale, 0.0)
     out = out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :]
     tl.store(out, kept.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -50,28 +104,31 @@ class _Dropout(torch.autograd.Function):
     """:func:`drop` with its gradient, which is the same function of the gradient of the output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, number: int, rate: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keys: Tensor, number: int, rate: float, scale: float) -> Tensor:
         ctx.save_for_backward(keys)
-        ctx.number, ctx.rate = number, rate
-        return _launch(x, keys, number, rate)
+        ctx.options = number, rate, scale
+        return _launch(x, keys, *ctx.options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys,) = ctx.saved_tensors
-        return _launch(grads[0], keys, ctx.number, ctx.rate), None, None, None
+        return _launch(grads[0], keys, *ctx.options), None, None, None, None
 
 
-def _launch(x: Tensor, keys: Tensor, number: int, rate: float) -> Tensor:
+def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float) -> Tensor:
     x, out = unit_stride(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
         cols = triton.next_power_of_2(x.shape[1])
         rows = max(1, TILE_ELEMENTS // cols)
         _drop[(triton.cdiv(len(x), rows),)](
-            x, keys, out, x.stride(0), len(x), number, threshold(rate), 1 / (1 - rate), x.shape[1], rows, cols
+            x, keys, out, x.stride(0), len(x), number, threshold(rate), scale / (1 - rate), x.shape[1], rows, cols
         )
     return out
 
 
-def drop(x: Tensor, keys: Tensor, number: int, rate: float) -> Tensor:
-    """``x [N, D]`` with its dropped elements. Arguments as in :class:`~.dropout.SampleDropout`; ``keys`` is contiguous."""
-    return _Dropout.apply(x, keys, number, rate)
+def drop(x: Tensor, keys: Tensor, number: int, rate: float, scale: float = 1.0) -> Tensor:
+    """``x [N, D]`` times ``scale`` with its dropped elements.
+
+    Other arguments as in :class:`~.dropout.SampleDropout`; ``keys`` is contiguous.
+    """
+    return _Dropout.apply(x, keys, number, rate, scale)

@@ -31,11 +31,12 @@ def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS
 
 
 @triton.jit
-def _add(x_ptr, y_ptr, out_ptr, count, SIZE: tl.constexpr):
+def _add(x_ptr, y_ptr, shift_ptr, out_ptr, width, count, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + place, mask=place < count, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, (x + y).to(out_ptr.dtype.element_ty), mask=place < count)
+    shift = tl.load(shift_ptr + place % width, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (x + y + shift).to(out_ptr.dtype.element_ty), mask=place < count)
 
 
 @triton.jit
@@ -70,10 +71,10 @@ def silu(x: Tensor) -> Tensor:
     return out
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y`` of contiguous arrays of one shape; of the type of ``x``."""
+def add(x: Tensor, y: Tensor, shift: Tensor) -> Tensor:
+    """``x + y + shift`` of contiguous arrays ``[N, D]`` and ``shift [D]``; of the type of ``x``."""
     out, size = torch.empty_like(x), COLUMNS * TILE_ROWS
-    _add[(triton.cdiv(x.numel(), size),)](x, y, out, x.numel(), size)
+    _add[(triton.cdiv(x.numel(), size),)](x, y, shift, out, x.shape[1], x.numel(), size)
     return out
 
 

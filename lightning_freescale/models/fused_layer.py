@@ -1,9 +1,10 @@
-"""A layer of HSTU on CUDA as one function with its own backward pass, which passes over memory less often than its parts would.
+"""The layers of HSTU on CUDA as functions with their own backward pass, which pass over memory less often than their parts would.
 
-Beside the attention and the products, forward passes over the rows four times: the norm; the SiLU of queries, keys and values;
-the norm of the attention output times the SiLU of the gate, with dropout; the sum with the input. Backward has one pass for each,
-and one that rounds the gradient of the output. The gradients of the four parts of the projection are written side by side:
-nothing is concatenated. All arrays between the products have the type of autocast.
+A layer adds its result to its input. Here the next layer does that, as part of its norm, so a layer returns the two summands.
+Beside the attention and the products, forward then passes over the rows three times: the sum and its norm; the SiLU of queries,
+keys and values; the norm of the attention output times the SiLU of the gate, with dropout. Backward has one pass for each, and
+that of the sum also rounds the gradient for the products of the layer before. The gradients of the four parts of the projection
+are written side by side: nothing is concatenated. All arrays between the products have the type of autocast.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lightning_freescale.models import elementwise_triton
 from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
-from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Norm
+from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
 from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import unit_stride
 
@@ -38,11 +39,48 @@ class LayerShape(NamedTuple):
         return q, k, v
 
 
+class Summands(NamedTuple):
+    """The output of a layer that has not been added up: ``x + branch + shift``.
+
+    Args:
+        x: ``[N, D]``, the input of the layer.
+        branch: ``[N, D]`` of the type of autocast, what the layer computed.
+        shift: ``[D]``, bias of the last linear map of the layer.
+    """
+
+    x: Tensor
+    branch: Tensor
+    shift: Tensor
+
+    def total(self) -> Tensor:
+        """The sum, of the type of ``x``."""
+        return _Sum.apply(*self)
+
+
+class _Sum(torch.autograd.Function):
+    """:meth:`Summands.total` with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, shift: Tensor) -> Tensor:
+        ctx.dtype = branch.dtype
+        return elementwise_triton.add(x, branch, shift)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dout = unit_stride(grads[0])
+        shares = torch.zeros(SUM_PROGRAMS, dout.shape[1], device=dout.device)
+        return dout, elementwise_triton.round_and_sum(dout, ctx.dtype, shares), shares.sum(0)
+
+
 class _FusedLayer(torch.autograd.Function):
+    """One layer. It takes the summands of its input and returns their sum and its own branch, without the bias ``b2``."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        branch: Tensor | None,
+        shift: Tensor | None,
         norm_weight: Tensor,
         norm_bias: Tensor,
         w1: Tensor,
@@ -52,15 +90,16 @@ class _FusedLayer(torch.autograd.Function):
         attention_weight: Tensor,
         attention_bias: Tensor,
         w2: Tensor,
-        b2: Tensor,
         shape: LayerShape,
         plan: cuda.CudaPlan,
         drop: Drop | None,
         arranged: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         dtype, gates = shape.dtype, shape.split[0]
-        w1, b1, w2, b2 = (x.to(dtype) for x in (w1, b1, w2, b2))
-        normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype)
+        w1, b1, w2 = (x.to(dtype) for x in (w1, b1, w2))
+        join = None if branch is None or shift is None else Join(branch, shift, torch.empty_like(x))
+        normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype, join)
+        x = x if join is None else join.total
         projected = F.linear(normed, w1, b1)
         active = elementwise_triton.silu(projected[:, gates:])
         biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
@@ -74,21 +113,20 @@ class _FusedLayer(torch.autograd.Function):
         gated = gated_norm.forward(attended, projected[:, :gates], dtype)
         norms = norm_weight, norm_bias, attention_weight, attention_bias
         ctx.save_for_backward(x, normed, projected, active, attended, gated, w1, w2, *norms, position_bias, time_bias)
-        ctx.shape, ctx.plan, ctx.drop, ctx.arranged = shape, plan, drop, arranged
-        return elementwise_triton.add(x, F.linear(gated, w2, b2))
+        ctx.shape, ctx.plan, ctx.drop, ctx.arranged, ctx.joined = shape, plan, drop, arranged, join is not None
+        return x, gated @ w2.T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, normed, projected, active, attended, gated, w1, w2, *tables = ctx.saved_tensors
         norm_weight, norm_bias, attention_weight, attention_bias, position_bias, time_bias = tables
         shape: LayerShape = ctx.shape
-        (gates, *_), dout = shape.split, unit_stride(grads[0])
+        (gates, *_), dtotal, dbranch = shape.split, unit_stride(grads[0]), grads[1]
         # One sum over the programs at the end gives all gradients that are sums over the rows.
-        columns = [3 * gates, projected.shape[1] - gates, dout.shape[1], 2 * dout.shape[1]]
+        columns = [3 * gates, projected.shape[1] - gates, 3 * x.shape[1]]
         shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS), sum(columns), device=x.device)
-        gate_shares, rest_shares, out_shares, norm_shares = shares.split(columns, 1)
+        gate_shares, rest_shares, norm_shares = shares.split(columns, 1)
 
-        rounded = elementwise_triton.round_and_sum(dout, shape.dtype, out_shares)
         dprojected = torch.empty_like(projected)
         biases = None if position_bias is None else (position_bias, time_bias)
         qkv, arranged = shape.qkv(active), ctx.arranged
@@ -100,7 +138,7 @@ class _FusedLayer(torch.autograd.Function):
             .backward(
                 attended,
                 projected[:, :gates],
-                rounded @ w2,
+                dbranch @ w2,
                 gate_shares,
                 dgate=dprojected[:, :gates],
                 factor=factor if arranged is None or factor is None else arranged.collect(factor),
@@ -116,18 +154,22 @@ class _FusedLayer(torch.autograd.Function):
             for part, copied in zip(dqkv, dcopies, strict=True):
                 part.copy_(arranged.arrange_backward(copied))
         elementwise_triton.silu_backward_(projected[:, gates:], dprojected[:, gates:], rest_shares)
-        norm = Norm(norm_weight, norm_bias, shape.norm_eps)
-        dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dout)
-        dw1, dw2 = dprojected.T @ normed, rounded.T @ gated
-        gate_sums, db1_rest, db2, norm_sums = shares.sum(0).split(columns)
+        norm, dbefore = Norm(norm_weight, norm_bias, shape.norm_eps), None
+        if ctx.joined and shape.dtype != x.dtype:
+            dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
+        dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dtotal, rounded=dbefore)
+        dw1, dw2 = dprojected.T @ normed, dbranch.T @ gated
+        gate_sums, db1_rest, norm_sums = shares.sum(0).split(columns)
         dattention_weight, dattention_bias, db1_gates = gate_sums.chunk(3)
         db1 = torch.cat([db1_gates, db1_rest])
-        dnorm = norm_sums.chunk(2)
-        return dx, *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2, db2, None, None, None, None
+        *dnorm, dshift = norm_sums.chunk(3)
+        before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
+        dparameters = *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2
+        return dx, *before, *dparameters, None, None, None, None
 
 
 def fused_layer(
-    x: Tensor,
+    x: Tensor | Summands,
     norm: nn.LayerNorm,
     f1: nn.Linear,
     biases: tuple[Tensor | None, Tensor | None],
@@ -138,11 +180,11 @@ def fused_layer(
     plan: cuda.CudaPlan,
     drop: Drop | None,
     arranged: Attention | None = None,
-) -> Tensor:
-    """The output of a layer, ``[N, D]``, of the type of ``x``.
+) -> Summands:
+    """The output of a layer.
 
     Args:
-        x: ``[N, D]``, not empty.
+        x: ``[N, D]``, not empty, or the output of the layer before.
         norm: norm of the input.
         f1: projection to the gate, values, queries and keys, whose columns are ``split``.
         biases: tables of the relative bias of position and time, or twice nothing.
@@ -155,11 +197,12 @@ def fused_layer(
         arranged: the attention if its rows are not those of ``x``: with personal tokens. There is a backward pass if it has
             ``differentiable_when_fused``.
     """
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    before = x if isinstance(x, Summands) else (x.contiguous(), None, None)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else before[0].dtype
     alpha = (split[2] // heads) ** -0.5
     shape = LayerShape(heads, split, norm.eps, attention_norm.eps, alpha, dtype)
     parameters = (
         *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
-        *(attention_norm.weight, attention_norm.bias, f2.weight, f2.bias),
+        *(attention_norm.weight, attention_norm.bias, f2.weight),
     )
-    return _FusedLayer.apply(x.contiguous(), *parameters, shape, plan, drop, arranged)
+    return Summands(*_FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged), f2.bias)

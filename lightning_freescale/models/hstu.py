@@ -75,13 +75,16 @@ class HSTULayer(nn.Module):
         if linear_init == "hstu":
             draw_linear_maps(self.f1, self.f2)
 
-    def forward(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, attention: Attention, keys: Tensor | None = None, *, total: bool = True) -> Tensor:
         """``x`` and the result are flat, ``[N, D]``, a row for each event.
 
-        ``attention`` has the sequences of the events; ``keys [N]`` from ``row_keys`` is for dropout in training.
+        ``attention`` has the sequences of the events; ``keys [N]`` from ``row_keys`` is for dropout in training. On CUDA, with
+        ``total=False``, the result is not added up, and the next layer takes it so (:class:`~.fused_layer.Summands`).
         """
-        if x.is_cuda and len(x) and (attention.differentiable_when_fused or not torch.is_grad_enabled()):
-            return self._fused(x, attention.plan, keys, attention)
+        rows = x if isinstance(x, Tensor) else x.x
+        if rows.is_cuda and len(rows) and (attention.differentiable_when_fused or not torch.is_grad_enabled()):
+            out = self._fused(x, attention.plan, keys, attention)
+            return out.total() if total else out
         return self.plain(x, attention, keys)
 
     def plain(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
@@ -91,7 +94,7 @@ class HSTULayer(nn.Module):
         attended = attention(q, k, v, self.position_bias, self.time_bias)
         return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
 
-    def _fused(self, x: Tensor, plan: Any, keys: Tensor | None, attention: Attention | None = None) -> Tensor:
+    def _fused(self, x: Any, plan: Any, keys: Tensor | None, attention: Attention | None = None) -> Any:
         from lightning_freescale.models.fused_layer import fused_layer  # Triton is installed on CUDA machines only
         from lightning_freescale.models.norm_triton import Drop
 
@@ -101,7 +104,7 @@ class HSTULayer(nn.Module):
             drop = Drop(keys, self.dropout.number, self.dropout.rate)
         biases = self.position_bias, self.time_bias
         norms = self.norm, self.f1, biases, self.attention_norm, self.f2
-        arranged = None if type(attention) is Attention else attention
+        arranged = None if attention is None or type(attention) is Attention else attention
         return fused_layer(x, *norms, self.heads, self.split, plan, drop, arranged)
 
 
@@ -214,7 +217,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
         keys = self.dropout_keys(batch)
-        x = self.input_dropout(self.layer_input(embedded, batch), keys)
+        x = self.layer_input(embedded, batch, keys=keys)
         if self.personalization is None:
             return self.apply_layers(x, Attention(_offsets(batch.lengths), batch.timestamps, self.has_bias), keys)
         rows, attention, keys = self.personalization.insert(
@@ -222,21 +225,29 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         )
         return self.apply_layers(rows, attention, keys)[attention.sequences.events]
 
-    def layer_input(self, embedded: Mapping[str, Any], batch: SeqBatch, states: UserStates | None = None) -> Tensor:
-        """The input of the layers, ``[sum(L), D]``. With ``states`` the events follow histories that the batch does not have."""
-        x = embedded[HISTORY].values()
+    def layer_input(
+        self,
+        embedded: Mapping[str, Any],
+        batch: SeqBatch,
+        states: UserStates | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """The input of the layers, ``[sum(L), D]``. With ``states`` the events follow histories that the batch does not have.
+
+        Without ``keys`` nothing is dropped.
+        """
+        x, scale = embedded[HISTORY].values(), self.input_scale
         for name in self.feature_names[2:]:
             x = x + embedded[name].values()
-        x = x * self.input_scale
         if self.event_encoding is not None:
             before = None if states is None else (states.lengths, states.last_times)
-            x = self.event_encoding(x, _offsets(batch.lengths), batch.timestamps, before)
-        return x
+            x, scale = self.event_encoding(x * scale, _offsets(batch.lengths), batch.timestamps, before), 1.0
+        return x * scale if keys is None else self.input_dropout(x, keys, scale)
 
     def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
         """All layers, then rows of length 1."""
         for layer in self.layers:
-            x = layer(x, attention, keys)
+            x = layer(x, attention, keys, total=layer is self.layers[-1])
         return unit_rows(x)
 
     @property
@@ -265,7 +276,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             history, drawn = self.item_numbers(history), self.item_numbers(drawn)
         with torch.autocast(outputs.device.type, enabled=False):
             total = sampled_softmax(
-                outputs / self.hparams["temperature"],
+                outputs,
                 unit_rows(embedded[HISTORY].values()),
                 history,
                 unit_rows(embedded[NEGATIVES].values()),
@@ -274,6 +285,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
                 self.log_q,
                 batch.features[NEGATIVES].lengths(),
                 batch.negatives_per_position or None,
+                self.hparams["temperature"],
             )
         return total / self.num_predicted(batch).clamp(min=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,15 @@ LOSS_TILE = 32  # consecutive positions of one history whose logits are one matr
 CHUNK_TILES = 4096  # tiles computed at a time: the logits of at most 131,072 positions exist at once
 
 
+class PositionTiles(NamedTuple):
+    """All positions, in tiles of one history."""
+
+    chosen: Tensor  # [N], the set of negatives that the tile is scored against
+    rows: Tensor  # [N, LOSS_TILE], flat rows; some other row past the end of the history
+    predicted: Tensor  # [N, LOSS_TILE] bool, whether the position predicts an item
+    offsets: Tensor  # [B + 1], of the histories
+
+
 def sampled_softmax(
     outputs: Tensor,
     items: Tensor,
@@ -26,12 +35,13 @@ def sampled_softmax(
     log_q: Tensor | None = None,
     counts: Tensor | None = None,
     set_size: int | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Sum over all positions that predict an item of ``-log softmax`` of the target among itself and negatives of the sample.
 
     The target of position ``t`` of a history is item ``t + 1``. The last position predicts nothing, so a history of one event
-    adds 0. A negative that equals the target of a position is not a candidate there. Logits are dot products: divide the
-    outputs by a temperature before the call, and normalize both sides for a cosine.
+    adds 0. A negative that equals the target of a position is not a candidate there. Logits are dot products,
+    divided by the temperature: normalize both sides for a cosine.
 
     The negatives of a sample are one or more sets of ``K``. Its first 32 positions are scored against the first set, the next 32
     against the second, and so on; after the last set the first one follows again.
@@ -50,6 +60,7 @@ def sampled_softmax(
         log_q: ``[num_items]`` log probability that an item is drawn as a negative; subtracted from the item's logit.
         counts: ``[B]`` negatives of each sample, a multiple of ``set_size``. Without ``set_size`` it is not used.
         set_size: ``K``. By default each sample has one set, and all samples have the same number of negatives.
+        temperature: the logits are divided by it.
 
     Returns:
         Scalar. It has a gradient even if no position predicts an item; that gradient is 0.
@@ -71,8 +82,9 @@ def sampled_softmax(
     negatives, negative_ids = negatives.view(num_sets, -1, negatives.shape[-1]), negative_ids.view(num_sets, -1)
     target_ids = item_ids.roll(-1)  # wrong for the last event of each history, which predicts nothing
     correction = None if log_q is None else (log_q[target_ids], log_q[negative_ids])
-    tiles = set_of_tile, rows, predicted
-    return _SampledSoftmax.apply(outputs, items, negatives, target_ids, negative_ids, correction, tiles)
+    tiles = PositionTiles(set_of_tile, rows, predicted, offsets)
+    scale = 1.0 / temperature
+    return _SampledSoftmax.apply(outputs, items, negatives, target_ids, negative_ids, correction, tiles, scale)
 
 
 class _SampledSoftmax(torch.autograd.Function):
@@ -87,9 +99,10 @@ class _SampledSoftmax(torch.autograd.Function):
         target_ids: Tensor,
         negative_ids: Tensor,
         correction: tuple[Tensor, Tensor] | None,
-        tiles: tuple[Tensor, Tensor, Tensor],
+        tiles: PositionTiles,
+        scale: float,
     ) -> Tensor:
-        inputs = outputs, items, negatives, target_ids, negative_ids, correction, tiles
+        inputs = outputs, items, negatives, target_ids, negative_ids, correction, tiles, scale
         compute = _loss_and_gradients
         if outputs.is_cuda:
             from lightning_freescale.models import loss_triton  # Triton is installed on CUDA machines only
@@ -103,7 +116,7 @@ class _SampledSoftmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad * part for part in ctx.saved_tensors), None, None, None, None
+        return *(grad * part for part in ctx.saved_tensors), None, None, None, None, None
 
 
 def _loss_and_gradients(
@@ -113,9 +126,11 @@ def _loss_and_gradients(
     target_ids: Tensor,
     negative_ids: Tensor,
     correction: tuple[Tensor, Tensor] | None,
-    tiles: tuple[Tensor, Tensor, Tensor],
+    tiles: PositionTiles,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and the gradients of outputs, items and negatives, in PyTorch operations."""
+    outputs = outputs * scale
     loss = outputs.new_zeros(())
     dpositive, doutputs = outputs.new_zeros(len(outputs)), torch.zeros_like(outputs)
     dnegatives = torch.zeros_like(negatives)
@@ -125,7 +140,7 @@ def _loss_and_gradients(
     negatives_t = negatives.mT.contiguous()
     if correction is not None:
         positive -= correction[0]
-    for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
+    for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles[:3]), strict=True):
         logits = outputs[row] @ negatives_t[chosen]  # [tiles, LOSS_TILE, K]
         if correction is not None:
             logits -= correction[1][chosen][:, None]
@@ -143,7 +158,7 @@ def _loss_and_gradients(
     doutputs[:-1].addcmul_(dpositive, targets)
     ditems = torch.zeros_like(items)
     torch.mul(dpositive, positions, out=ditems[1:])
-    return loss, doutputs, ditems, dnegatives
+    return loss, doutputs.mul_(scale), ditems, dnegatives
 
 
 def _set_of_tile(sample: Tensor, row: Tensor, sets: Tensor) -> Tensor:

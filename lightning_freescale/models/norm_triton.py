@@ -31,119 +31,168 @@ WARPS = 4
 
 
 @triton.jit
+def _columns(CHUNKS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr):
+    """All columns, ``[CHUNKS, 1, INNER]``. A tile is ``[CHUNKS, ROWS, INNER]``.
+
+    A warp is 32 threads of ``VECTOR`` elements, so ``INNER = 32 * VECTOR`` columns are one row of a warp. The next dimension has
+    the other warps: each row belongs to one warp, and sums over a row need no barrier. The hint makes arrays of every type have
+    the same layout, so that none is converted.
+    """
+    inner = tl.max_contiguous(tl.arange(0, INNER), VECTOR)
+    return (tl.arange(0, CHUNKS) * INNER)[:, None, None] + inner[None, None, :]
+
+
+@triton.jit
 def _load(ptr, rows, stride, cols, count, D: tl.constexpr):
-    """``[rows, cols]`` in float32; 0 past the last row and the last column."""
-    mask = (rows[:, None] < count) & (cols[None, :] < D)
-    return tl.load(ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    """The tile in float32; 0 past the last row and the last column."""
+    mask = (rows[None, :, None] < count) & (cols < D)
+    return tl.load(ptr + rows[None, :, None].to(tl.int64) * stride + cols, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(ptr, rows, stride, cols, count, D: tl.constexpr, value):
-    """Write ``value [rows, cols]``, except past the last row and the last column."""
-    mask = (rows[:, None] < count) & (cols[None, :] < D)
-    tl.store(ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+    """Write a tile, except past the last row and the last column."""
+    mask = (rows[None, :, None] < count) & (cols < D)
+    tl.store(ptr + rows[None, :, None].to(tl.int64) * stride + cols, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector(ptr, cols, ROWS: tl.constexpr, D: tl.constexpr):
+    """A value for each column, in float32, as a tile: with one row only, it would have another layout."""
+    cols = tl.broadcast_to(cols, [cols.shape[0], ROWS, cols.shape[2]])
+    return tl.load(ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row_sum(x):
+    """The sum of each row, ``[1, ROWS, 1]``."""
+    return tl.sum(tl.sum(x, 0), 1)[None, :, None]
 
 
 @triton.jit
 def _standardized(x, cols, eps, D: tl.constexpr):
     """Rows of mean 0 and variance 1, and the factor ``1 / sqrt(variance + eps)`` of each row."""
-    centered = tl.where(cols[None, :] < D, x - (tl.sum(x, 1) / D)[:, None], 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(centered * centered, 1) / D + eps)
-    return centered * inverse[:, None], inverse
+    centered = tl.where(cols < D, x - _row_sum(x) / D, 0.0)
+    inverse = 1.0 / tl.sqrt(_row_sum(centered * centered) / D + eps)
+    return centered * inverse, inverse
+
+
+@triton.jit
+def _kept(keys_ptr, rows, cols, count, number, limit):
+    """Which elements of the tile stay."""
+    keys = tl.load(keys_ptr + rows, mask=rows < count, other=0)
+    return is_kept(keys[None, :, None], cols, number, limit)
 
 
 @triton.jit
 def _forward(
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, out_ptr, x_row, gate_row, count, eps, number, limit, scale,
-    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr,
+    x_ptr, branch_ptr, shift_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, sum_ptr, out_ptr,
+    x_row, gate_row, count, eps, number, limit, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
+    JOIN: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Layer norm of one tile of rows; times the gate if ``GATED``, or its SiLU if ``SILU``; with dropout if ``DROP``."""
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-    x, _ = _standardized(_load(x_ptr, rows, x_row, cols, count, D), cols, eps, D)
-    out = x * weight[None, :] + bias[None, :]
+    """Layer norm of one tile of rows; times the gate if ``GATED``, or its SiLU if ``SILU``; with dropout if ``DROP``.
+
+    If ``JOIN``, the norm is of ``x + branch + shift``, which is written to ``sum``.
+    """
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), _columns(CHUNKS, INNER, VECTOR)
+    x = _load(x_ptr, rows, x_row, cols, count, D)
+    if JOIN:
+        x += _load(branch_ptr, rows, D, cols, count, D) + _vector(shift_ptr, cols, ROWS, D)
+        _store(sum_ptr, rows, D, cols, count, D, x)
+    x, _ = _standardized(x, cols, eps, D)
+    out = x * _vector(weight_ptr, cols, ROWS, D) + _vector(bias_ptr, cols, ROWS, D)
     if GATED:
         gate = _load(gate_ptr, rows, gate_row, cols, count, D)
         out *= gate * tl.sigmoid(gate) if SILU else gate
     if DROP:
-        out = tl.where(is_kept(keys_ptr, rows, cols, count, number, limit), out * scale, 0.0)
+        out = tl.where(_kept(keys_ptr, rows, cols, count, number, limit), out * scale, 0.0)
     _store(out_ptr, rows, D, cols, count, D, out)
 
 
 @triton.jit
 def _backward(
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, factor_ptr, dout_ptr, dx_ptr, dgate_ptr, shares_ptr,
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, factor_ptr, dout_ptr, dx_ptr, rounded_ptr, dgate_ptr, shares_ptr,
     x_row, gate_row, added_row, dout_row, dgate_row, share_row, count, eps, number, limit, scale,
-    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr,
-    ADD: tl.constexpr, SCALE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
+    GATED: tl.constexpr, SILU: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``x`` (times ``factor`` if ``SCALE``, plus ``added`` if ``ADD``) and the gate, and shares of sums over rows.
 
+    If ``ROUND``, the gradient of ``x`` is also written to ``rounded``, which has another type.
+
     ``shares_ptr [programs, 3, D]``, with ``share_row`` from one program to the next, receives the shares: of the gradients of
-    weight and bias, and of the sum of the gate's.
+    weight and bias, and of the sum of the gate's if ``SILU``, or of that of ``x`` if ``ADD``.
     """
-    cols = tl.arange(0, COLS)
-    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    cols = _columns(CHUNKS, INNER, VECTOR)
     # Summed over their rows at the end: that needs other threads' values.
-    dweight, dbias = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
-    dgates = tl.zeros([ROWS, COLS], tl.float32)
+    dweight, dbias = tl.zeros([CHUNKS, ROWS, INNER], tl.float32), tl.zeros([CHUNKS, ROWS, INNER], tl.float32)
+    third = tl.zeros([CHUNKS, ROWS, INNER], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         rows = tile * ROWS + tl.arange(0, ROWS)
-        x, inverse = _standardized(_load(x_ptr, rows, x_row, cols, count, D), cols, eps, D)
+        # All loads come first, so that they are under way at the same time.
+        x = _load(x_ptr, rows, x_row, cols, count, D)
         dout = _load(dout_ptr, rows, dout_row, cols, count, D)
-        if DROP:
-            dout = tl.where(is_kept(keys_ptr, rows, cols, count, number, limit), dout * scale, 0.0)
         if GATED:
             gate = _load(gate_ptr, rows, gate_row, cols, count, D)
-            dgate = dout * (x * weight[None, :] + bias[None, :])
+        if ADD:
+            added = _load(added_ptr, rows, added_row, cols, count, D)
+        weight = _vector(weight_ptr, cols, ROWS, D)  # again in every round: kept, it would take registers
+        x, inverse = _standardized(x, cols, eps, D)
+        if DROP:
+            dout = tl.where(_kept(keys_ptr, rows, cols, count, number, limit), dout * scale, 0.0)
+        if GATED:
+            dgate = dout * (x * weight + _vector(bias_ptr, cols, ROWS, D))
             if SILU:
                 sigmoid = tl.sigmoid(gate)
                 dgate *= sigmoid * (1.0 + gate * (1.0 - sigmoid))
                 gate *= sigmoid
-                dgates += dgate
+                third += dgate
             _store(dgate_ptr, rows, dgate_row, cols, count, D, dgate)
             dout *= gate
         dweight += dout * x
         dbias += dout
-        dout *= weight[None, :]
-        dx = (dout - (tl.sum(dout, 1) / D)[:, None] - x * (tl.sum(dout * x, 1) / D)[:, None]) * inverse[:, None]
+        dout *= weight
+        dx = (dout - _row_sum(dout) / D - x * (_row_sum(dout * x) / D)) * inverse
         if SCALE:
-            dx *= tl.load(factor_ptr + rows, mask=rows < count, other=0.0)[:, None]
+            dx *= tl.load(factor_ptr + rows, mask=rows < count, other=0.0)[None, :, None]
         if ADD:
-            dx += _load(added_ptr, rows, added_row, cols, count, D)
+            dx += added
+            third += dx
         _store(dx_ptr, rows, D, cols, count, D, dx)
+        if ROUND:
+            _store(rounded_ptr, rows, D, cols, count, D, dx)
     share = shares_ptr + tl.program_id(0) * share_row + cols
-    tl.store(share, tl.sum(dweight, 0), mask=cols < D)
-    tl.store(share + D, tl.sum(dbias, 0), mask=cols < D)
-    if SILU:
-        tl.store(share + 2 * D, tl.sum(dgates, 0), mask=cols < D)
+    tl.store(share, tl.sum(dweight, 1)[:, None, :], mask=cols < D)
+    tl.store(share + D, tl.sum(dbias, 1)[:, None, :], mask=cols < D)
+    if SILU or ADD:
+        tl.store(share + 2 * D, tl.sum(third, 1)[:, None, :], mask=cols < D)
 
 
 @triton.jit
 def _unit_forward(
-    x_ptr, out_ptr, x_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    x_ptr, out_ptr, x_row, count, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, scaled to length 1."""
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), _columns(CHUNKS, INNER, VECTOR)
     x = _load(x_ptr, rows, x_row, cols, count, D)
-    length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), eps)
-    _store(out_ptr, rows, D, cols, count, D, x / length[:, None])
+    length = tl.maximum(tl.sqrt(_row_sum(x * x)), eps)
+    _store(out_ptr, rows, D, cols, count, D, x / length)
 
 
 @triton.jit
 def _unit_backward(
-    x_ptr, dout_ptr, dx_ptr, x_row, dout_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    x_ptr, dout_ptr, dx_ptr, x_row, dout_row, count, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of rows."""
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), _columns(CHUNKS, INNER, VECTOR)
     x, dout = _load(x_ptr, rows, x_row, cols, count, D), _load(dout_ptr, rows, dout_row, cols, count, D)
-    length = tl.sqrt(tl.sum(x * x, 1))
+    length = tl.sqrt(_row_sum(x * x))
     # Forward divided a row that is not longer than eps by the constant eps: its length has no gradient.
-    along = tl.where(length > eps, tl.sum(x * dout, 1) / (length * length), 0.0)
-    dx = (dout - x * along[:, None]) / tl.maximum(length, eps)[:, None]
-    _store(dx_ptr, rows, D, cols, count, D, dx)
+    along = tl.where(length > eps, _row_sum(x * dout) / (length * length), 0.0)
+    _store(dx_ptr, rows, D, cols, count, D, (dout - x * along) / tl.maximum(length, eps))
 
 
 class _UnitRows(torch.autograd.Function):
@@ -181,6 +230,20 @@ class Drop(NamedTuple):
         return self.number, threshold(self.rate), 1 / (1 - self.rate)
 
 
+class Join(NamedTuple):
+    """A sum that a layer norm computes on its way: ``total`` receives ``x + branch + shift``.
+
+    Args:
+        branch: ``[N, D]``, contiguous.
+        shift: ``[D]``.
+        total: ``[N, D]``, contiguous.
+    """
+
+    branch: Tensor
+    shift: Tensor
+    total: Tensor
+
+
 class Norm(NamedTuple):
     """A layer norm of rows of ``D`` elements, and what is done to its output.
 
@@ -201,18 +264,23 @@ class Norm(NamedTuple):
     def _constants(self, x: Tensor, gate: Tensor | None, elements: int) -> dict[str, Any]:
         return _tile(x, elements) | {"GATED": gate is not None, "SILU": self.silu, "DROP": self.drop is not None}
 
-    def forward(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The norm of ``x [N, D]``, times the gate ``[N, D]`` if there is one; ``[N, D]`` of type ``dtype``."""
+    def forward(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype, join: Join | None = None) -> Tensor:
+        """The norm of ``x [N, D]``, times the gate ``[N, D]`` if there is one; ``[N, D]`` of type ``dtype``.
+
+        With ``join`` it is the norm of a sum, see there.
+        """
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         if len(x):
-            some_gate, drop = (
+            # The kernel needs some pointers.
+            some_gate, drop, some_join = (
                 x if gate is None else gate,
                 self.drop or Drop(x, 0, 0.0),
-            )  # the kernel needs some pointers
+                join or Join(x, x, x),
+            )
             constants = self._constants(x, gate, ELEMENTS)
             _forward[(triton.cdiv(len(x), constants["ROWS"]),)](
-                x, some_gate, self.weight, self.bias, drop.keys, out,
-                x.stride(0), some_gate.stride(0), len(x), self.eps, *drop.constants(), **constants,
+                x, some_join.branch, some_join.shift, some_gate, self.weight, self.bias, drop.keys, some_join.total, out,
+                x.stride(0), some_gate.stride(0), len(x), self.eps, *drop.constants(), JOIN=join is not None, **constants,
             )  # fmt: skip
         return out
 
@@ -226,6 +294,7 @@ class Norm(NamedTuple):
         dgate: Tensor | None = None,
         added: Tensor | None = None,
         factor: Tensor | None = None,
+        rounded: Tensor | None = None,
     ) -> Tensor:
         """The gradient of ``x``, given that of the output.
 
@@ -234,20 +303,26 @@ class Norm(NamedTuple):
             gate: ``[N, D]`` or nothing.
             dout: ``[N, D]``, gradient of the output.
             shares: ``[PROGRAMS, 3 D]`` float32, zeros. Its sum over the rows is afterwards the gradient of the weight, that of
-                the bias, and the sum over the rows of ``dgate`` if ``silu``. Without ``silu``, ``2 D`` columns suffice.
+                the bias, and the sum over the rows of ``dgate`` if ``silu``, or of the result if ``added``. Otherwise ``2 D``
+                columns suffice.
             dgate: ``[N, D]``, receives the gradient of the gate. Its rows may lie apart.
             added: ``[N, D]``, is added to the gradient of ``x``.
             factor: ``[N]`` float32, the gradient of each row of ``x`` is multiplied by it.
+            rounded: ``[N, D]``, contiguous, receives the result as another type.
         """
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         constants = self._constants(x, gate, BACKWARD_ELEMENTS)
-        some_gate, some_dgate, some_added = (dx if y is None else y for y in (gate, dgate, added))
+        assert not (self.silu and added is not None), "both would be summed in the same place"
+        some_gate, some_dgate, some_added, some_rounded = (
+            dx if y is None else y for y in (gate, dgate, added, rounded)
+        )
         drop = self.drop or Drop(x, 0, 0.0)
         _backward[(min(PROGRAMS, triton.cdiv(len(x), constants["ROWS"])),)](
             x, some_gate, self.weight, self.bias, drop.keys, some_added, shares if factor is None else factor,
-            dout, dx, some_dgate, shares,
+            dout, dx, some_rounded, some_dgate, shares,
             x.stride(0), some_gate.stride(0), some_added.stride(0), dout.stride(0), some_dgate.stride(0), shares.stride(0),
-            len(x), self.eps, *drop.constants(), ADD=added is not None, SCALE=factor is not None, **constants,
+            len(x), self.eps, *drop.constants(), ADD=added is not None, SCALE=factor is not None, ROUND=rounded is not None,
+            **constants,
         )  # fmt: skip
         return dx
 
@@ -277,8 +352,10 @@ class _LayerNorm(torch.autograd.Function):
 
 def _tile(x: Tensor, elements: int) -> dict[str, Any]:
     """Constants of a kernel for ``x [N, D]``: the shape of a tile and the number of warps."""
-    cols = triton.next_power_of_2(x.shape[1])
-    return {"D": x.shape[1], "ROWS": max(1, elements // cols), "COLS": cols, "num_warps": WARPS}
+    cols, vector = triton.next_power_of_2(x.shape[1]), 4
+    inner = min(cols, 32 * vector)
+    shape = {"ROWS": max(1, elements // cols), "CHUNKS": cols // inner, "INNER": inner, "VECTOR": vector}
+    return shape | {"D": x.shape[1], "num_warps": WARPS}
 
 
 def layer_norm(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -85,8 +85,18 @@ SCRIPT = """
 import torch
 from lightning_freescale.models import dropout_triton
 from lightning_freescale.models.dropout import SampleDropout, kept
-from tests.models.test_dropout import random_keys
+from lightning_freescale.models.dropout import row_keys
+from tests.models.cases import make_batch
+from tests.models.test_dropout import HISTORIES, NEGATIVES, random_keys
 
+dropout_triton.KEY_BLOCK = 16
+for drawn in (NEGATIVES, None):
+    for step in (0, 7):
+        batch = make_batch(HISTORIES, drawn)
+        parts = [(part.values(), part.lengths()) for part in batch.features.to_dict().values()]
+        keys = dropout_triton.row_keys(parts[0], parts[1] if len(parts) > 1 else None, step)
+        assert torch.equal(keys, row_keys(batch, step))
+        assert not torch.equal(keys, row_keys(batch, step + 1))
 for rows, width, elements, number in ((1, 8, 64, 0), (37, 12, 64, 3), (50, 16, 4096, 8)):
     dropout_triton.TILE_ELEMENTS = elements
     both, keys = torch.randn(rows, 2 * width), random_keys(rows)
@@ -120,5 +130,9 @@ def test_the_compiled_kernel_drops_the_same_elements(rows: int, width: int, dtyp
 
 @pytest.mark.gpu
 def test_keys_are_equal_on_both_devices() -> None:
-    batch = make_batch(HISTORIES, NEGATIVES)
-    assert torch.equal(row_keys(batch.to(torch.device("cuda")), 5).cpu(), row_keys(batch, 5))
+    histories = [*HISTORIES, list(range(5000)), [2**40 + 3, 1]]
+    for negatives in ([*NEGATIVES, [3], [3, 4, 5]], None):
+        batch = make_batch(histories, negatives)
+        for step in (0, 1, 16, 12345):
+            assert torch.equal(row_keys(batch.to(torch.device("cuda")), step).cpu(), row_keys(batch, step))
+        assert not torch.equal(row_keys(batch.to(torch.device("cuda")), 5).cpu(), row_keys(batch, 6))

@@ -1,6 +1,6 @@
-"""The fused layer of CUDA against the layer part by part: in Triton's interpreter, and compiled.
+"""The fused layers of CUDA against the layers part by part: in Triton's interpreter, and compiled.
 
-Errors are ``|got - expected| / |expected|``. The reference is the layer on a CPU in float32, or in float64 for the compiled one.
+Errors are ``|got - expected| / |expected|``. The reference is the layers on a CPU in float32, or in float64 for the compiled one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.hstu import HSTULayer
@@ -21,12 +21,22 @@ from tests.models.interpreter import run_interpreted
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
-def make_layer(bias: bool, dim: int = 16, heads: int = 2, width: int = 16, dropout: float = 0.3) -> HSTULayer:
+def make_layers(
+    bias: bool, dim: int = 16, heads: int = 2, width: int = 16, dropout: float = 0.3, count: int = 2
+) -> nn.ModuleList:
     torch.manual_seed(0)
-    layer = HSTULayer(dim, heads, width, 2 * width, 12 if bias else 0, dropout, number=3)
-    for parameter in layer.parameters():  # no zeros and ones: a part that is left out must be seen
-        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5)
-    return layer.train()
+    layers = nn.ModuleList(
+        HSTULayer(dim, heads, width, 2 * width, 12 if bias else 0, dropout, number=3 + number)
+        for number in range(count)
+    )
+    for parameter in layers.parameters():  # no zeros and ones: a part that is left out must be seen
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5)
+    return layers.train()
+
+
+def make_layer(bias: bool, dim: int = 16, heads: int = 2, width: int = 16, dropout: float = 0.3) -> Any:
+    """One layer of :func:`make_layers`."""
+    return make_layers(bias, dim, heads, width, dropout)[0]
 
 
 def make_batch(lengths: list[int], dim: int = 16) -> dict[str, Tensor]:
@@ -42,17 +52,19 @@ def make_batch(lengths: list[int], dim: int = 16) -> dict[str, Tensor]:
     }
 
 
-def run_layer(layer: HSTULayer, batch: dict[str, Tensor], call: Any = None) -> dict[str, Tensor]:
-    """The output, and the gradients of the input and of all parameters."""
-    x = batch["x"].detach().requires_grad_()
-    bias = layer.position_bias is not None
-    if call is None:
-        out = layer(x, Attention(batch["offsets"], batch["timestamps"], bias), batch["keys"])
-    else:
-        out = call(x, cuda.CudaPlan(batch["offsets"], batch["timestamps"], bias), batch["keys"])
-    names = ["x", *dict(layer.named_parameters())]
-    grads = torch.autograd.grad(out, [x, *layer.parameters()], batch["dout"].to(out.dtype))
-    return {"out": out.detach()} | dict(zip(names, grads, strict=True))
+def run_layers(layers: nn.ModuleList, batch: dict[str, Tensor], fused: bool = False) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of all parameters. ``fused`` calls the function of CUDA on any device."""
+    x: Any = batch["x"].detach().requires_grad_()
+    leaves = {"x": x} | dict(layers.named_parameters())
+    bias = layers[0].position_bias is not None
+    attention = Attention(batch["offsets"], batch["timestamps"], bias)
+    plan = cuda.CudaPlan(batch["offsets"], batch["timestamps"], bias)
+    for layer in layers:
+        last = layer is layers[-1]
+        x = layer._fused(x, plan, batch["keys"]) if fused else layer(x, attention, batch["keys"], total=last)
+    out = x.total() if fused else x
+    grads = torch.autograd.grad(out, list(leaves.values()), batch["dout"].to(out.dtype))
+    return {"out": out.detach()} | dict(zip(leaves, grads, strict=True))
 
 
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
@@ -65,7 +77,7 @@ def run_with_tokens(
     """:func:`run_layer` with personal tokens. The rows of the batch are those of the layer: events and tokens."""
     x = batch["x"].detach().requires_grad_()
     plan = cuda.CudaPlan(attention.offsets, attention.timestamps, layer.position_bias is not None)
-    out = layer(x, attention, batch["keys"]) if call is None else call(x, plan, batch["keys"], attention)
+    out = layer(x, attention, batch["keys"]) if call is None else call(x, plan, batch["keys"], attention).total()
     names = ["x", *dict(layer.named_parameters())]
     grads = torch.autograd.grad(out, [x, *layer.parameters()], batch["dout"].to(out.dtype))
     return {"out": out.detach()} | dict(zip(names, grads, strict=True))
@@ -83,20 +95,19 @@ def token_case(
 SCRIPT = """
 import torch
 from lightning_freescale.models import elementwise_triton, norm_triton
-from tests.models.test_fused_layer import errors, make_batch, make_layer, run_layer
+from tests.models.test_fused_layer import errors, make_batch, make_layers, run_layers
 
 elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS, norm_triton.PROGRAMS = 32, 3, 2
-batch = make_batch([5, 0, 21, 1])
-for bias in (True, False):
-    for dropout in (0.3, 0.0):
-        layer = make_layer(bias, dropout=dropout)
-        want = run_layer(layer, batch)
-        found = errors(run_layer(layer, batch, layer._fused), want)
-        assert max(found.values()) < 1e-5, found
-for name in ("attention_norm.bias", "f1.bias", "f2.bias", "norm.weight"):  # negative control
-    changed = make_layer(False, dropout=0.0)
+batch = make_batch([5, 0, 12, 1])
+for bias, dropout in ((True, 0.3), (False, 0.0)):
+    layers = make_layers(bias, dropout=dropout)
+    want = run_layers(layers, batch)
+    found = errors(run_layers(layers, batch, fused=True), want)
+    assert max(found.values()) < 2e-5, found
+for name in ("0.f2.bias", "1.norm.weight"):  # negative control
+    changed = make_layers(False, dropout=0.0)
     dict(changed.named_parameters())[name].data += 0.01
-    assert errors(run_layer(changed, batch, changed._fused), want)["out"] > 1e-4, name
+    assert errors(run_layers(changed, batch, fused=True), want)["out"] > 1e-4, name
 """
 TOKEN_SCRIPT = """
 import torch
@@ -118,7 +129,7 @@ for segments, bias, dropout in ((1, True, 0.3), (3, True, 0.0), (2, False, 0.3))
 """
 
 
-def test_interpreted_layer_equals_its_parts() -> None:
+def test_interpreted_layers_equal_their_parts() -> None:
     run_interpreted(SCRIPT)
 
 
@@ -130,22 +141,21 @@ def on_cuda(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.cuda() for name, value in batch.items()}
 
 
-def run_on_cuda(layer: HSTULayer, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def run_on_cuda(layers: nn.ModuleList, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        return run_layer(layer.cuda(), on_cuda(batch))
+        return run_layers(layers.cuda(), on_cuda(batch))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_compiled_layer_equals_its_parts_on_a_cpu(dtype: torch.dtype, bias: bool) -> None:
-    layer, batch = make_layer(bias, 128, 2, 64), make_batch([300, 0, 65, 1, 700], 128)
+def test_compiled_layers_equal_their_parts_on_a_cpu(dtype: torch.dtype, bias: bool) -> None:
+    layers, batch = make_layers(bias, 128, 2, 64), make_batch([300, 0, 65, 1, 700], 128)
     double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-    want = run_layer(make_layer(bias, 128, 2, 64).double(), double)
-    found = errors(run_on_cuda(layer, batch, dtype), want)
-    cancelling = [
-        found.pop(name) for name in ("position_bias", "time_bias") if name in found
-    ]  # sums of terms that cancel
+    want = run_layers(make_layers(bias, 128, 2, 64).double(), double)
+    found = errors(run_on_cuda(layers, batch, dtype), want)
+    # Sums of terms that cancel.
+    cancelling = [found.pop(name) for name in list(found) if name.endswith(("position_bias", "time_bias"))]
     assert max(found.values()) < TOLERANCE[dtype], found
     assert max(cancelling, default=0.0) < 4 * TOLERANCE[dtype], cancelling
 
@@ -176,19 +186,19 @@ def test_compiled_layer_with_personal_tokens_equals_its_parts_on_a_cpu(dtype: to
 
 @pytest.mark.gpu
 def test_same_bits_alone_and_in_any_batch() -> None:
-    layer, lengths = make_layer(True, 128, 2, 64), [300, 65, 1, 700]
+    layers, lengths = make_layers(True, 128, 2, 64), [300, 65, 1, 700]
     batch = make_batch(lengths, 128)
     alone = {name: value[:300] for name, value in batch.items() if name != "offsets"}
     alone["offsets"] = torch.tensor([0, 300])
-    together, single = (run_on_cuda(layer, inputs, torch.bfloat16) for inputs in (batch, alone))
+    together, single = (run_on_cuda(layers, inputs, torch.bfloat16) for inputs in (batch, alone))
     for name in ("out", "x"):
         assert torch.equal(together[name][:300], single[name]), name
-    again = run_on_cuda(layer, batch, torch.bfloat16)
+    again = run_on_cuda(layers, batch, torch.bfloat16)
     assert all(torch.equal(together[name], again[name]) for name in together)
 
 
 @pytest.mark.gpu
 def test_no_events() -> None:
-    got = run_on_cuda(make_layer(True, 128, 2, 64), make_batch([0, 0], 128), torch.bfloat16)
+    got = run_on_cuda(make_layers(True, 128, 2, 64), make_batch([0, 0], 128), torch.bfloat16)
     assert got["out"].shape == (0, 128)
-    assert not got["f1.weight"].any()
+    assert not got["0.f1.weight"].any()

@@ -53,8 +53,13 @@ def use(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
+def count() -> int:
+    """Number of the SMs that are reserved for this rank."""
+    return ctypes.CDLL(None).reserved_sms()
+
+
 def describe() -> str:
     """Which part of the GPU a rank uses, for the description of the machine."""
     if PART in os.environ:
-        return f"{ctypes.CDLL(None).reserved_sms()} SMs reserved per rank"
+        return f"{count()} SMs reserved per rank"
     return f"at most {os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')}% of the SMs per rank, not reserved"

@@ -1,61 +1,34 @@
-"""HSTU attention on a Hopper GPU: the kernels without and with relative bias, the Triton kernels, and softmax attention.
-
-    python -m benchmarks.attention_kernels [--quick] [--json] [--output FILE] [--rounds 3]
-
-All kernels run in turn on the same inputs, in several rounds: bfloat16, 4 heads, about 64K tokens, median of event
-times in each round. TFLOP/s count only the causal pairs of the true lengths: 2 products in forward and 5 in backward.
-Backward with relative bias includes the gradients of both tables. Events are an hour apart on average, exponentially
-distributed; "constant strips" is the share of strips of 16 keys and 64 queries whose bias is one constant, for which the
-kernels have a fast path. The softmax row is FlashAttention-2 of PyTorch (``varlen_attn``); its FLOPs are counted in the
-same way. The matrix product shows what the GPU computes at best.
-"""
+"""Kernels of HSTU attention and of softmax attention on a Hopper GPU, which ``benchmarks.hstu_attention`` compares."""
 
 from __future__ import annotations
 
 import inspect
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import report
-from benchmarks.hstu_attention import AttentionCase, make_inputs, milliseconds
+from benchmarks.harness.attention_inputs import AttentionCase, long_tailed, make_inputs, milliseconds
 from lightning_freescale.models.attention import hopper, plan_attention
 from lightning_freescale.models.attention.buckets import log_bucket, relative_times
 
-TOKENS = 65_536
 HEADS = 4
+FLASH, FLEX = "softmax, flash", "softmax, flex"  # of PyTorch
+FLEX_BLOCK = 128  # rows and columns of a block of flex attention
 Timing = tuple[float, float, float]  # milliseconds of forward, backward, and both in one call
+Function = Callable[..., Tensor]
 
 
-def long_tailed(longest: int) -> list[int]:
-    """Log-normal lengths of ``TOKENS`` events in all. The first seed whose longest history reaches ``longest`` is used."""
-    for seed in range(1000):
-        generator, lengths = np.random.default_rng(seed), [0]
-        while sum(lengths) < TOKENS:
-            lengths.append(int(min(generator.lognormal(7.3, 1.2), longest)))
-        lengths[-1] -= sum(lengths) - TOKENS
-        if max(lengths) == longest:
-            return [length for length in lengths if length > 0]
-    raise ValueError(f"no seed gives a history of {longest} events")
-
-
-def cases(quick: bool) -> list[AttentionCase]:
+def kernel_cases(quick: bool) -> list[AttentionCase]:
     lengths = {"log-normal to 21,000": long_tailed(21_000)}
     if not quick:
-        lengths |= {"log-normal to 8,192": long_tailed(8192), "8 x 8,192": [8192] * 8}
+        lengths |= {"log-normal to 8,192": long_tailed(8192), "8 x 8,192": [8192] * 8, "64 x 1,024": [1024] * 64}
     return [AttentionCase(name, made, HEADS, width) for name, made in lengths.items() for width in (64, 128)]
 
 
-def functions(case: AttentionCase, inputs: dict[str, Tensor]) -> dict[str, Callable[..., Tensor]]:
+def functions(case: AttentionCase, inputs: dict[str, Tensor]) -> dict[str, Function]:
     """The kernels to compare, as functions of q, k and v, and of both bias tables for those with "bias" in their name."""
     from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
 
@@ -65,23 +38,58 @@ def functions(case: AttentionCase, inputs: dict[str, Tensor]) -> dict[str, Calla
         plan_attention(offsets, times),
         case.width**-0.5,
     )
-    found: dict[str, Callable[..., Tensor]] = {
+    found: dict[str, Function] = {
         "Hopper, no bias": lambda q, k, v: hopper.attention(q, k, v, offsets, alpha, plan.hopper),
         "Hopper, relative bias": lambda q, k, v, *b: hopper.attention(q, k, v, offsets, alpha, bias_plan.hopper, b),
         "Triton, relative bias": lambda q, k, v, *b: triton_attention.attention(
             q, k, v, (b[0], b[1]), alpha, bias_plan.triton
         ),
     }
+    flash = flash_attention(case, offsets)
+    return found | ({FLASH: flash} if flash else {}) | {FLEX: flex_attention(case)}
+
+
+def flash_attention(case: AttentionCase, offsets: Tensor) -> Function | None:
+    """FlashAttention-2 of PyTorch over jagged histories; ``None`` before PyTorch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # PyTorch before 2.10
-        return found
+    except ImportError:
+        return None
     ends, longest = offsets.int(), max(case.lengths)
     attention: Callable[..., Any] = varlen_attn
     has_flag = "is_causal" in inspect.signature(attention).parameters  # PyTorch 2.10; later releases have a window
     causal: dict[str, Any] = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
-    found["softmax"] = lambda q, k, v: attention(q, k, v, ends, ends, longest, longest, **causal)
-    return found
+    return lambda q, k, v: attention(q, k, v, ends, ends, longest, longest, **causal)
+
+
+def flex_attention(case: AttentionCase) -> Function:
+    """Flex attention of PyTorch, compiled; all histories are one sequence whose mask separates them."""
+    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import flex_attention as attention
+
+    history = torch.arange(len(case.lengths), device="cuda").repeat_interleave(
+        torch.tensor(case.lengths, device="cuda")
+    )
+
+    def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (history[query] == history[key])
+
+    first, last = history[::FLEX_BLOCK], history[FLEX_BLOCK - 1 :: FLEX_BLOCK]
+    block = torch.arange(len(first), device="cuda")
+    below = block[:, None] > block
+    whole = below & (first[:, None] == last) & (first == last[:, None])  # both blocks lie in one history
+    some = (below | (block[:, None] == block)) & (last >= first[:, None]) & ~whole
+    partial, full = (
+        (x.sum(1).int()[None, None], x.int().argsort(1, True, True).int()[None, None]) for x in (some, whole)
+    )
+    mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed)
+    compiled = torch.compile(attention, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = compiled(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask)
+        return out[0].transpose(0, 1)
+
+    return call
 
 
 def time_kernel(name: str, function: Callable[..., Tensor], inputs: dict[str, Tensor], repeats: int) -> Timing:
@@ -96,7 +104,7 @@ def time_kernel(name: str, function: Callable[..., Tensor], inputs: dict[str, Te
     )
 
 
-def measure(case: AttentionCase, repeats: int, rounds: int) -> list[dict[str, Any]]:
+def measure_kernels(case: AttentionCase, repeats: int, rounds: int) -> list[dict[str, Any]]:
     inputs = make_inputs(case, "cuda")
     compared = functions(case, inputs)
     timings: dict[str, list[Timing]] = {name: [] for name in compared}
@@ -146,21 +154,3 @@ def matrix_product(repeats: int) -> float:
     """TFLOP/s of a large bfloat16 matrix product."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / milliseconds(lambda: a @ b, "cuda", repeats) / 1e9
-
-
-def main() -> None:
-    parser = report.make_parser(__doc__, quick="one case of lengths, fewer repetitions")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every kernel is measured (default: 3)")
-    arguments = parser.parse_args()
-    if not hopper.available():
-        sys.exit("this benchmark needs a GPU of compute capability 9.0 (Hopper)")
-    repeats = 5 if arguments.quick else 15
-    rows = [row for case in cases(arguments.quick) for row in measure(case, repeats, arguments.rounds)]
-    results = {"matrix_product_tflops": matrix_product(repeats), "attention": rows}
-    name = torch.cuda.get_device_name()
-    title = f"HSTU attention, bfloat16, {HEADS} heads, {name}; a matrix product: {results['matrix_product_tflops']:.0f} TFLOP/s"
-    report.publish(arguments, report.head("attention_kernels", name) | results, {title: rows})
-
-
-if __name__ == "__main__":
-    main()
