@@ -28,6 +28,9 @@ Files:
     shard.py            shards a model by that plan; the dense parameters become data parallel
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
     index.py            index arithmetic as pure functions, and the names of the row orders
+    index_triton.py     the same arithmetic on CUDA, in a few kernels
+    fused_index.py      calls those kernels
+    index_results.py    what they return
     stages.py           the stages of a batch as types; the operations take one stage and return the next
     all_to_all.py       the transfer itself
     wire.py             the type of rows and gradients while they travel
@@ -38,6 +41,7 @@ Files:
     prioritized.py      the operations on one module, from ids to output
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
+    exchange_thread.py  a thread for the host's part of the exchange
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups
