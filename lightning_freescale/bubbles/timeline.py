@@ -77,7 +77,6 @@ class Timeline:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.active = False  # whether a step is being recorded
-        self.before_end: Callable[[], None] | None = None  # waits for threads that add spans of the step
         self._pending: PendingStep | None = None
         self._done: deque[PendingStep] = deque()
         self._carry: tuple[int, list[Span]] = (-1, [])  # index of a step, and background spans that continue in it
@@ -115,8 +114,6 @@ class Timeline:
 
     def end_step(self) -> None:
         """Stop recording. The step is available from :meth:`take`."""
-        if self.active and self.before_end is not None:
-            self.before_end()
         pending, self._pending, self.active = self._pending, None, False
         if pending is not None:
             pending.end = self.mark()
@@ -259,10 +256,7 @@ class Timeline:
         return self._names.setdefault(key, f"stream {key}")
 
     def _event(self) -> torch.cuda.Event:
-        try:
-            return self._pool.pop()
-        except IndexError:  # no check before: another thread may take the last one
-            return torch.cuda.Event(enable_timing=True)
+        return self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
 
     def _to_host(self, value: Tensor, pending: PendingStep) -> Tensor:
         """A copy on the host. It is complete when the work that the current stream has now is complete."""

@@ -41,7 +41,6 @@ Files:
     prioritized.py      the operations on one module, from ids to output
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
-    exchange_thread.py  a thread for the host's part of the exchange
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups

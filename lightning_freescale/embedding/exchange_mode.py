@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
@@ -101,31 +100,13 @@ class ExchangeMode:
             if self._groups is None:
                 self._groups = ExchangeGroups(self._new_group("high"), self._new_group("low"))
             if self.schedule is None:
-                self.schedule = ExchangeSchedule(
-                    modules,
-                    self._groups,
-                    copies,
-                    timeline,
-                    own_thread=device.type == "cuda" and self._own_thread(model, modules),
-                    timeout=self._timeout.total_seconds(),
-                )
+                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
             if self._prioritize == "auto":
                 self._trial = ModeTrial(self.schedule, device, gather)
 
         make_schedule()
         if self._prioritize == "auto":
             self.choice, self._review, self._reopen = None, ModeReview(gather), make_schedule
-
-    def _own_thread(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
-        """Whether a thread of its own does the host's part of the exchange.
-
-        Not over NCCL: all ranks must start the kernels of different communicators in the same order. And not if TorchRec
-        exchanges other modules over the same process group, from the thread of the model.
-        """
-        collections = (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
-        inside = {id(part) for module in modules.values() for part in module.modules()}
-        others = [part for part in model.modules() if isinstance(part, collections) and id(part) not in inside]
-        return self._backend == transport.BACKEND_NAME and not others
 
     def _new_group(self, priority: Literal["high", "low"]) -> Any:
         assert self._backend is not None
@@ -177,7 +158,6 @@ class ExchangeMode:
             self._close_schedule()
             self._leave_groups()
         elif self.schedule is not None:
-            self.schedule.stop_thread()
             for module in self.schedule.modules:
                 module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)

@@ -87,7 +87,6 @@ class GradientReturn:
         self._stream, self._timeline, self._wire = table_stream, timeline, wire
         self._world_size = groups.collision.size()
         self._pacer = HostPacer(tables.device)
-        self.submit: Callable[..., None] = lambda call, *arguments: call(*arguments)  # the schedule may use a thread
         self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
         self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
@@ -105,12 +104,9 @@ class GradientReturn:
                     for group, sets in zip(requests, row_sets, strict=True)
                 ],
             )
+        self._pacer.backward_starts()
         self._expected = returning
         return returning
-
-    def backward_starts(self) -> None:
-        """Before the backward, in the thread that launches it."""
-        self._pacer.backward_starts()
 
     def hand_over(self, batch: ComputingBatch, group: int, gradient: Tensor) -> None:
         """In the backward: autograd has computed the gradient of one sharding group, ``[m, D]`` in batch order."""
@@ -121,14 +117,9 @@ class GradientReturn:
             )
         batch.gradients[group] = gradient
         if all(other is not None for other in batch.gradients):
-            self._pacer.hold_host()
-            computed = None
-            if gradient.is_cuda:  # what the compute stream gets after this moment does not delay the gradients
-                computed = torch.cuda.Event()
-                computed.record()
-            self.submit(self._send_collisions, batch, computed)
+            self._send_collisions(batch)
 
-    def _send_collisions(self, batch: ComputingBatch, computed: torch.cuda.Event | None) -> None:
+    def _send_collisions(self, batch: ComputingBatch) -> None:
         if self._expected is None and self.on_unannounced_backward is not None:
             self.on_unannounced_backward(batch)
         if self._expected is None or self._expected.computing is not batch:
@@ -136,7 +127,8 @@ class GradientReturn:
                 "the gradient of embedding rows arrived outside of the backward of their own step. "
                 "Run the backward of each loss in its own training step, or set prioritize=False."
             )
-        self.send(self._expected, COLLISION, computed)
+        self._pacer.hold_host()
+        self.send(self._expected, COLLISION)
 
     def apply_collisions(self, batch: ReturningBatch) -> None:
         """After the backward: update the collision rows."""
@@ -146,9 +138,10 @@ class GradientReturn:
         self._expected, self._late = None, batch
 
     # ---- step N+1 ---------------------------------------------------------------------------------------------------
-    def forward_starts(self) -> None:
+    def begin_forward(self) -> None:
         """In the forward of the next step, when its rows have been joined."""
         self._pacer.forward_starts()
+        self.send_late()
 
     def send_late(self) -> None:
         """Send the gradients of the previous step's exclusive rows, unless they have been sent."""
@@ -167,17 +160,13 @@ class GradientReturn:
         self._expected = None
 
     # ---- the two operations -----------------------------------------------------------------------------------------
-    def send(self, batch: ReturningBatch, kind: RowKind, computed: torch.cuda.Event | None = None) -> None:
-        """As requester: start to send the gradients of one kind of rows to the owners.
-
-        Args:
-            computed: on the compute stream, after the gradients of collision rows; now by default.
-        """
+    def send(self, batch: ReturningBatch, kind: RowKind) -> None:
+        """As requester: start to send the gradients of one kind of rows to the owners."""
         batch.transfers[kind] = []
         gradients = batch.computing.gradients
         mark_used_on(self._stream, gradients)
         # Collision gradients are sent first, so only they must wait for the compute stream.
-        with self._stream.work(compute=kind == COLLISION and (computed or True)):
+        with self._stream.work(compute=kind == COLLISION):
             for gradient, sets in zip(gradients, batch.row_sets, strict=True):
                 if kind not in sets or gradient is None:  # no gradient: the loss does not depend on this group
                     continue

@@ -79,7 +79,5 @@ class LocalTables:
         self.optimizer.count_next_lookup_as(settings.step)
         with torch.enable_grad():
             rows = self.module._lookups[group](features).view(-1, self.dims[group])
-        with torch.autograd.set_multithreading_enabled(
-            False
-        ):  # the thread of autograd may be busy with the model's backward
+        with torch.autograd.set_multithreading_enabled(False):  # saves a switch of threads
             rows.backward(gradient)  # the fused optimizer runs in here

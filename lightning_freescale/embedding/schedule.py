@@ -36,7 +36,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups
-from lightning_freescale.embedding.exchange_thread import RowExchangeThread
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
     ComputingBatch,
@@ -70,8 +69,8 @@ class ScheduledModule:
         active: whether steps are prioritized at present.
     """
 
-    def __init__(self, name: str, exchange: PrioritizedEmbedding, thread: RowExchangeThread):
-        self.name, self.exchange, self._thread = name, exchange, thread
+    def __init__(self, name: str, exchange: PrioritizedEmbedding):
+        self.name, self.exchange = name, exchange
         self.kjt_index: int | None = None
         self.synchronous_reason: str | None = None
         self.active = True
@@ -82,7 +81,6 @@ class ScheduledModule:
         self.after_next: RequestedBatch | RoutedBatch | None = None
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
-        exchange.gradients.submit = thread.submit
         if exchange.tables.other_types:
             self.stay_synchronous(f"stored in {', '.join(exchange.tables.other_types)}")
 
@@ -98,13 +96,10 @@ class ScheduledModule:
                     self.exchange.redo_ahead()
                     assert isinstance(self.current, FetchingBatch)
                     self.current, output = self.exchange.join(self.current)
-                    self.exchange.gradients.forward_starts()
-                    self._thread.submit(self.exchange.gradients.send_late)
+                    self.exchange.gradients.begin_forward()
                     return output
                 self.stay_synchronous(reason)
-            self._thread.wait()
             self.exchange.forget_ahead()
-        self._thread.wait()
         self.exchange.gradients.apply_late()
         self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
@@ -134,10 +129,6 @@ class ScheduledModule:
         if self.next is not None and self.next.kjt is not next_kjt:  # another batch than the one announced before
             exchange.forget_ahead(self.next)
             self.next = self.after_next = None
-        self._thread.submit(self._request, next_kjt, after_next_kjt)
-
-    def _request(self, next_kjt: KeyedJaggedTensor | None, after_next_kjt: KeyedJaggedTensor | None) -> None:
-        exchange = self.exchange
         if next_kjt is None:
             self.next = None
         elif self.next is None:
@@ -219,11 +210,6 @@ class ExchangeSchedule:
     """Leads all prioritized modules through a step, in the same order on every rank.
 
     The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
-
-    Args:
-        own_thread: let a thread of its own do the host's part of the exchange. Nothing else may use the process groups of the
-            modules during prioritized steps.
-        timeout: seconds that a wait for that thread may take.
     """
 
     def __init__(
@@ -232,16 +218,11 @@ class ExchangeSchedule:
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
-        *,
-        own_thread: bool = False,
-        timeout: float = 1800.0,
     ):
-        exchanges = {name: PrioritizedEmbedding(module, groups, copies, timeline) for name, module in modules.items()}
-        devices = [exchange.device for exchange in exchanges.values()]
-        self._own_thread, self._thread = own_thread, RowExchangeThread(devices[0], timeout)
-        if timeline is not None and own_thread:
-            timeline.before_end = self.settle
-        self.modules = [ScheduledModule(name, exchange, self._thread) for name, exchange in exchanges.items()]
+        self.modules = [
+            ScheduledModule(name, PrioritizedEmbedding(module, groups, copies, timeline))
+            for name, module in modules.items()
+        ]
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
         self._batch: list[KeyedJaggedTensor] = []
@@ -266,7 +247,6 @@ class ExchangeSchedule:
 
         All settings give the same training.
         """
-        self.settle()
         for module in self.modules:
             active = module.name in names
             if module.active and not active:
@@ -289,11 +269,8 @@ class ExchangeSchedule:
             next_batch: those of the next batch; empty if the data end before it.
             after_next: those of the batch after the next one; empty if the data end before it.
         """
-        self.settle()
         self._end_step()
         self._batch = batch
-        # A module that is exchanged synchronously uses the same process group, from the thread of the model.
-        self._thread.inline = not self._own_thread or len(self.prioritized) < len(self.modules)
         for module in self.modules:
             index = module.kjt_index
             if index is not None and module.active:
@@ -306,16 +283,11 @@ class ExchangeSchedule:
 
     def before_backward(self) -> None:
         for module in self.modules:
-            module.exchange.gradients.backward_starts()
-            self._thread.submit(module.before_backward)
+            module.before_backward()
 
     def after_backward(self) -> None:
         for module in self.modules:
-            self._thread.submit(module.after_backward)
-
-    def settle(self) -> None:
-        """Return when the host has done its part of everything that has begun. Raises the errors of the thread that does it."""
-        self._thread.wait()
+            module.after_backward()
 
     def _end_step(self) -> None:
         """Look at the calls of the previous step. The first step shows which features each module is called with."""
@@ -344,7 +316,6 @@ class ExchangeSchedule:
 
         Ids that were inserted for later batches are taken out. The next step inserts them again.
         """
-        self.settle()
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.exchange.gradients.apply_late()
@@ -357,12 +328,6 @@ class ExchangeSchedule:
             module.drop()
             module.exchange.table_stream.join()
             module.exchange.module.__dict__.pop("forward", None)
-        self.stop_thread()
-
-    def stop_thread(self) -> None:
-        """End the thread of the exchange, if there is one. Does not wait for it."""
-        self._thread.inline = True
-        self._thread.stop()
 
 
 def _at(batch: Sequence[KeyedJaggedTensor], index: int) -> KeyedJaggedTensor | None:

@@ -23,12 +23,12 @@ class SideStream:
         self.stream = torch.cuda.Stream(device, priority=-int(high_priority)) if device.type == "cuda" else None
 
     @contextmanager
-    def work(self, *after: SideStream | None, compute: bool | torch.cuda.Event = False) -> Iterator[None]:
+    def work(self, *after: SideStream | None, compute: bool = False) -> Iterator[None]:
         """Queue the work of the ``with`` block on this stream.
 
         Args:
             after: the work starts when everything that these streams hold now is done.
-            compute: the work also starts after everything that the current stream holds now, or after this event.
+            compute: the work also starts after everything that the current stream holds now.
         """
         if self.stream is None:
             yield
@@ -36,9 +36,7 @@ class SideStream:
         for other in after:
             if other is not None and other.stream is not None:
                 self.stream.wait_stream(other.stream)
-        if isinstance(compute, torch.cuda.Event):
-            self.stream.wait_event(compute)
-        elif compute:
+        if compute:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             yield

@@ -74,8 +74,6 @@ class StepHooks(CheckpointHooks):
             log_table_rates(self._module.trainer, self._rates)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.schedule is not None:
-            self.schedule.settle()  # it changes learning rates for a moment while it applies gradients of the last step
         if self._has_tables:
             assert self._rates is not None
             refuse_accumulation(self._module.trainer)

@@ -223,7 +223,7 @@ def check(
             for rank in range(world):
                 reference = reference_divide(expected[step + number][rank], marks[number][rank], rank)
                 assert not differences(reference, divided[number][rank]), (rank, number, seed)
-    if world > 1 and longest > 1:  # the comparison can fail
+    if 1 < world < 16 and longest > 1:  # the comparison can fail; with more ranks all rows would collide
         swapped = fused_divide(fused_indices(world, features, device), got[0], got[1], swap=True)
         marks = reference_marks(expected[0], expected[1], features)
         assert any(

@@ -37,13 +37,12 @@ def _compare(
     flush_at: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
     wrong_prefetch: bool = False,
-    own_thread: bool = False,
 ) -> bool:
     mine = batches[rank]
     plain = build(kind, optimizer, world, **(options or {}))
     expected = train(plain, mine, None, rates=rates)
     module = build(kind, optimizer, world, **(options or {}))
-    schedule = make_schedule(module, own_thread=own_thread)
+    schedule = make_schedule(module)
     if sabotage is not None:
         sabotage(schedule)
 

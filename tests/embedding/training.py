@@ -134,8 +134,6 @@ def train(
     kjts = [to_kjt(batch, device) for batch in batches]
     losses: list[Tensor] = []
     for step, kjt in enumerate(kjts):
-        if schedule is not None:
-            schedule.settle()
         for group in module.fused_optimizer.param_groups:
             group["lr"] = rates(step)
         module.fused_optimizer.step()
@@ -163,8 +161,6 @@ def train(
     return torch.stack(losses).tolist() if losses else []
 
 
-def make_schedule(
-    module: ShardedEmbeddingCollection, backend: str | None = None, own_thread: bool = False
-) -> ExchangeSchedule:
+def make_schedule(module: ShardedEmbeddingCollection, backend: str | None = None) -> ExchangeSchedule:
     groups = ExchangeGroups(dist.new_group(backend=backend), dist.new_group(backend=backend))
-    return ExchangeSchedule({"embeddings": module}, groups, own_thread=own_thread, timeout=60.0)
+    return ExchangeSchedule({"embeddings": module}, groups)

@@ -43,7 +43,7 @@ def main() -> None:
         plain = build(kind, optimizer, world, "cuda", **options)
         expected = train(plain, batches, None, "cuda", **rates)
         module = build(kind, optimizer, world, "cuda", **options)
-        schedule = make_schedule(module, backend, own_thread=backend != "nccl")  # as the strategy does
+        schedule = make_schedule(module, backend)
         got = train(module, batches, schedule, "cuda", **rates)
         torch.cuda.synchronize()
         a, b = tables(plain), tables(module)
@@ -70,7 +70,7 @@ def _unordered(rank: int, world: int, backend: str | None) -> float:
     batches = random_batches(rank, STEPS, 7, lambda r, s: 24 + 8 * r, longest=40)
     plain, module = (build("row_wise", "sgd", world, "cuda") for _ in range(2))
     train(plain, batches, None, "cuda")
-    schedule = make_schedule(module, backend, own_thread=backend != "nccl")
+    schedule = make_schedule(module, backend)
     stream = schedule.modules[0].exchange.table_stream
     work = stream.work
     stream.work = lambda *after, compute=False: work(*after)  # type: ignore[method-assign]
