@@ -91,9 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SHAPE",
         help=f"train each of these shapes, by default all, and print one table: {', '.join(SHAPES)}",
     )
-    parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="also trace three steps of each variant on rank 0"
-    )
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="also trace three further steps of each variant")
     parser.add_argument(
         "--part", type=Path, help=argparse.SUPPRESS
     )  # file through which the ranks pass their figures on

@@ -75,17 +75,38 @@ def start(
         into: ``[sum(receive), ...]`` receive buffer of the type ``wire``; allocated here by default.
         wire: the type that the rows have while they travel; that of ``source`` by default.
     """
-    rank, wire = group.rank(), wire or source.dtype
-    own = send[rank]
+    wire = wire or source.dtype
+    own = send[group.rank()]
     sent = to_wire(source.index_select(0, order[: len(order) - own]), wire)
     received = source.new_empty((sum(receive), *source.shape[1:]), dtype=wire) if into is None else into
-    from_others, from_self = received.split([len(received) - own, own])
-    counts = [[0 if peer == rank else rows for peer, rows in enumerate(side)] for side in (receive, send)]
-    work = dist.all_to_all_single(from_others, sent, counts[0], counts[1], group=group, async_op=True)
+    pending = start_packed(sent, received, send, receive, group, timeline, kind)
     if own:  # copied while the other rows travel; rounded like them, so that a result does not depend on the owner
-        kept = order[len(order) - own :]
+        kept, from_self = order[len(order) - own :], received[len(received) - own :]
         if wire == source.dtype:
             torch.index_select(source, 0, kept, out=from_self)
         else:
             from_self.copy_(to_wire(source.index_select(0, kept), wire))
+    return pending
+
+
+def start_packed(
+    sent: Tensor,
+    received: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    timeline: Timeline,
+    kind: Kind,
+) -> PendingAllToAll:
+    """Start an all-to-all of rows that lie in wire order already. The caller writes this rank's own rows.
+
+    Args:
+        sent: the rows for other ranks.
+        received: ``[sum(receive), ...]`` receive buffer, with this rank's own rows at its end.
+        send, receive, group, timeline, kind: as for :func:`start`.
+    """
+    rank = group.rank()
+    from_others = received[: len(received) - receive[rank]]
+    counts = [[0 if peer == rank else rows for peer, rows in enumerate(side)] for side in (receive, send)]
+    work = dist.all_to_all_single(from_others, sent, counts[0], counts[1], group=group, async_op=True)
     return PendingAllToAll(work, received, sent, timeline.transfer(kind, work, sent.nbytes))

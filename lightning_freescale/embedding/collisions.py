@@ -9,7 +9,10 @@ first prioritized step: the counts that the host needs are copied to it one step
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +24,14 @@ from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
 from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
+from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.stages import CollisionMarks, CountedMarks, Requests, RoutedBatch, RowSet
+from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
+
+if TYPE_CHECKING:
+    from lightning_freescale.embedding.fused_index import FusedIndex
 
 
 class CollisionDetector:
@@ -84,18 +92,45 @@ class CollisionFinder:
     ):
         self._device, self._group, self._timeline = tables.device, ids_group, timeline
         self._ids_stream, self._table_stream = ids_stream, table_stream
-        self.detectors = [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
+        self.fused = _fused_indices(tables, ids_group)
+        self.detectors = [] if self.fused else [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
     def find(self, first: RoutedBatch, second: RoutedBatch) -> None:
         """Find the rows that two consecutive batches share, and send the result to the requesters. All ranks must call it."""
-        first.with_next, second.with_previous = [], []
+        if self.fused:
+            self._find_fused(self.fused, first, second)
+            return
+        with_next: list[CollisionMarks] = []
+        with_previous: list[CollisionMarks] = []
         with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             for detect, a, b in zip(self.detectors, first.requests, second.requests, strict=True):
                 of_first, of_second = detect(a.row_keys, b.row_keys)
-                first.with_next.append(self._tell_requesters(a, of_first))
-                second.with_previous.append(self._tell_requesters(b, of_second))
-        for marks in (*first.with_next, *second.with_previous):
+                with_next.append(self._tell_requesters(a, of_first))
+                with_previous.append(self._tell_requesters(b, of_second))
+        first.with_next, second.with_previous = with_next, with_previous
+        for marks in (*with_next, *with_previous):
             mark_used_on(self._table_stream, (marks.collides, marks.counted and marks.counted.requested_collides))
+
+    def _find_fused(self, indices: list[FusedIndex], first: RoutedBatch, second: RoutedBatch) -> None:
+        pairs = []
+        with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            for index, a, b in zip(indices, first.requests, second.requests, strict=True):
+                bounds = index.bounds(a, b)
+                marks, sent = index.mark(a, b, bounds)
+                all_to_all.start_packed(
+                    sent,
+                    marks[len(a.row_keys) + len(b.row_keys) :],
+                    _plus(a.by_requester, b.by_requester),
+                    _plus(a.by_owner, b.by_owner),
+                    self._group,
+                    self._timeline,
+                    Kind.ID_EXCHANGE,
+                ).wait()
+                pairs.append(index.count(a, b, marks, bounds))
+        first.with_next = [FusedMarks(pair, second=False) for pair in pairs]
+        second.with_previous = [FusedMarks(pair, second=True) for pair in pairs]
+        for pair in pairs:
+            mark_used_on(self._table_stream, pair.tensors())
 
     def _tell_requesters(self, requests: Requests, collides: Tensor) -> CollisionMarks:
         transfer = all_to_all.start(
@@ -132,7 +167,10 @@ class CollisionFinder:
 
     # ---- the two parts of a batch -----------------------------------------------------------------------------------
     def divide(
-        self, requests: list[Requests], marks: list[CollisionMarks] | None, without_marks: RowKind
+        self,
+        requests: list[Requests],
+        marks: Sequence[CollisionMarks | FusedMarks] | None,
+        without_marks: RowKind,
     ) -> list[dict[RowKind, RowSet]]:
         """Divide the rows of a batch into collision rows and exclusive rows, for each sharding group.
 
@@ -143,7 +181,46 @@ class CollisionFinder:
         with self._table_stream.work(self._ids_stream), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             if marks is None:
                 return [{without_marks: _all_rows(group)} for group in requests]
-            return [self._divide(group, marks_of) for group, marks_of in zip(requests, marks, strict=True)]
+            return [
+                self._divide_fused(self.fused[group], requests_of, marks_of)
+                if isinstance(marks_of, FusedMarks)
+                else self._divide(requests_of, marks_of)
+                for group, (requests_of, marks_of) in enumerate(zip(requests, marks, strict=True))
+            ]
+
+    def _divide_fused(self, index: FusedIndex, requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
+        features, rows = requests.features, index.divide(requests, marks)
+        owned, requested = sum(rows.by_requester), sum(rows.by_owner)  # number of collision rows
+        collisions = rows.by_requester, rows.by_feature, rows.by_owner
+        exclusives = (
+            _minus(requests.by_requester, rows.by_requester),
+            _minus(rows.all_by_feature, rows.by_feature),
+            _minus(requests.by_owner, rows.by_owner),
+        )
+
+        def part(number: int, at_owner: slice, at_requester: slice, counts: tuple[list[int], ...]) -> RowSet:
+            by_requester, by_feature, by_owner = counts
+            kjt = KeyedJaggedTensor(
+                features.keys(),
+                rows.values[at_owner],
+                lengths=rows.lengths[number],
+                offsets=rows.offsets[number],
+                stride=features.stride(),
+                length_per_key=by_feature,
+            )
+            known = KnownPlaces(
+                rows.wire_ids[at_owner],
+                rows.wire_position[at_owner],
+                rows.batch_position[at_requester],
+                rows.batch_order,
+            )
+            orders = rows.wire_order[at_owner], rows.request_order[at_requester]
+            return RowSet(kjt, orders[0], by_requester, orders[1], by_owner, known)
+
+        return {
+            COLLISION: part(0, slice(0, owned), slice(0, requested), collisions),
+            EXCLUSIVE: part(1, slice(owned, None), slice(requested, None), exclusives),
+        }
 
     def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
         counted = marks.counted or self._count(requests, marks)
@@ -195,6 +272,30 @@ def _all_rows(requests: Requests) -> RowSet:
         requests.requester_wire_order,
         requests.by_owner,
     )
+
+
+def _fused_indices(tables: LocalTables, group: dist.ProcessGroup) -> list[FusedIndex]:
+    """The kernels for CUDA, by sharding group; empty if they cannot run."""
+    if tables.device.type != "cuda":
+        return []
+    if importlib.util.find_spec("triton") is None:
+        log_once("prioritize: Triton is not installed, so the index work of the exchange takes many small kernels")
+        return []
+    return make_fused_indices(tables, group)
+
+
+def make_fused_indices(tables: LocalTables, group: dist.ProcessGroup) -> list[FusedIndex]:
+    """The kernels for CUDA, by sharding group. They need Triton."""
+    from lightning_freescale.embedding.fused_index import FusedIndex
+
+    return [
+        FusedIndex(rows, tables.first_key(number), group.rank(), group.size())
+        for number, rows in enumerate(tables.num_rows)
+    ]
+
+
+def _plus(counts: list[int], others: list[int]) -> list[int]:
+    return [count + other for count, other in zip(counts, others, strict=True)]
 
 
 def _minus(all_counts: list[int], counts: list[int]) -> list[int]:

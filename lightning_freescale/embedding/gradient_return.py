@@ -210,6 +210,8 @@ class GradientReturn:
 
 
 def _return_set(requests: Requests, rows: RowSet) -> ReturnSet:
+    if rows.known is not None:
+        return ReturnSet(**vars(rows), wire_position=rows.known.wire_position, batch_position=rows.known.batch_position)
     request_to_batch = requests.batch_position
     return ReturnSet(
         **vars(rows),

@@ -48,6 +48,10 @@ class LocalTables:
         """Number of each id's row among all local rows of the group: ``[n]`` ids and ``[n]`` feature indices to ``[n]`` int64."""
         return ids.to(torch.int64) + self._first_key[group][feature]
 
+    def first_key(self, group: int) -> Tensor:
+        """``[T]`` int64: number of the first row of each feature's table among all local rows of the group."""
+        return self._first_key[group]
+
     def only_table(self, group: int) -> Tensor | None:
         """``[rows, D]``, the table that all features of the group use; None if they use several tables."""
         weights = self._weights[group]
@@ -75,4 +79,5 @@ class LocalTables:
         self.optimizer.count_next_lookup_as(settings.step)
         with torch.enable_grad():
             rows = self.module._lookups[group](features).view(-1, self.dims[group])
-        rows.backward(gradient)  # the fused optimizer runs in here
+        with torch.autograd.set_multithreading_enabled(False):  # saves a switch of threads
+            rows.backward(gradient)  # the fused optimizer runs in here

@@ -160,11 +160,24 @@ class PrioritizedEmbedding:
         num_ids = features.values().numel()
         samples = context.batch_size_per_rank or [features.stride() // self._world_size] * self._world_size
         features.offsets()  # computed and cached here: otherwise the first stream that asks for them would compute them
+        unbucketize = context.unbucketize_permute_tensor
+        by_requester, by_owner = list(context.output_splits) or [num_ids], list(context.input_splits) or [num_ids]
+        if self.finder.fused:
+            placed = self.finder.fused[group].place(features, list(samples), by_owner, unbucketize)
+            return Requests(
+                features,
+                placed.row_keys,
+                placed.owner_wire_order,
+                placed.requester_wire_order,
+                by_requester,
+                by_owner,
+                unbucketize,
+                placed.batch_position,
+                placed.segments,
+            )
         feature, requester = feature_and_requester(
             features.lengths().to(torch.int64), int64_on_device(samples, self.device), sum(samples), num_ids
         )
-        unbucketize = context.unbucketize_permute_tensor
-        by_requester, by_owner = list(context.output_splits) or [num_ids], list(context.input_splits) or [num_ids]
         return Requests(
             features=features,
             row_keys=self.tables.row_keys(group, features.values(), feature),
@@ -200,8 +213,11 @@ class PrioritizedEmbedding:
         return FetchingBatch(batch, planned)
 
     def _fetch_set(self, group: int, rows: RowSet) -> FetchSet:
-        one_table = self.tables.only_table(group) is not None
-        return FetchSet(**vars(rows), ids=rows.features.values()[rows.owner_wire_order] if one_table else None)
+        if self.tables.only_table(group) is None:
+            return FetchSet(**vars(rows))
+        known = rows.known
+        ids = rows.features.values()[rows.owner_wire_order] if known is None else known.wire_ids
+        return FetchSet(**vars(rows), ids=ids)
 
     @torch.no_grad()
     def send_rows(self, batch: FetchingBatch, kind: RowKind) -> None:
@@ -295,5 +311,8 @@ class PrioritizedEmbedding:
 
 def _batch_order(requests: Requests, sets: dict[RowKind, FetchSet]) -> Tensor:
     """``[m]``: for each id of the batch, its position in the buffer that holds the rows of all ``sets``."""
+    for rows in sets.values():
+        if rows.known is not None:
+            return rows.known.batch_order
     order = inverse_permutation(torch.cat([rows.requester_wire_order for rows in sets.values()]))
     return order if requests.request_position is None else order[requests.request_position]

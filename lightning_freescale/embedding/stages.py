@@ -14,6 +14,7 @@ in one sharding group. The orders of rows (lookup, request, wire, batch) are def
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
+from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, Segments
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
 from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
 from lightning_freescale.runtime.streams import Readback
@@ -41,6 +43,9 @@ class Requests:
     # Both are None if request order and batch order are the same.
     request_position: Tensor | None  # [m] requester: position in request order of each id of the batch
     batch_position: Tensor | None  # [m] requester: position in the batch of each id in request order
+    segments: Segments | None = (
+        None  # where the ids of each feature and requester start, if the kernels for CUDA are used
+    )
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
@@ -53,6 +58,7 @@ class Requests:
             self.requester_wire_order,
             self.request_position,
             self.batch_position,
+            *(self.segments or ()),
         ]
 
 
@@ -81,6 +87,7 @@ class RowSet:
     by_requester: list[int]  # [W] owner: rows for each requester
     requester_wire_order: Tensor  # [m] requester: position in request order of each row in wire order
     by_owner: list[int]  # [W] requester: rows from each owner
+    known: KnownPlaces | None = None  # further places, if the kernels for CUDA have computed them
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class FetchSet(RowSet):
     ids: Tensor | None = None  # [n] owner: id of each row in wire order; None if the features use several tables
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReturnSet(RowSet):
     """Gradients that travel from requesters to owners."""
 
@@ -120,8 +127,8 @@ class RoutedBatch:
     context: Any
     requests: list[Requests]
     ids_version: int
-    with_previous: list[CollisionMarks] | None = None  # decides when rows are fetched
-    with_next: list[CollisionMarks] | None = None  # decides when gradients return
+    with_previous: Sequence[CollisionMarks | FusedMarks] | None = None  # decides when rows are fetched
+    with_next: Sequence[CollisionMarks | FusedMarks] | None = None  # decides when gradients return
     ahead: BatchAhead | None = None  # the inserted ids, if the tables have zero-collision ids
 
 

@@ -66,9 +66,9 @@ def _as_transport_error() -> Iterator[None]:
 class _HostStagedWork(dist._Work):
     """A transfer. As with NCCL, ``wait()`` makes the current CUDA stream wait. On CPU it blocks the host, as with gloo."""
 
-    def __init__(self, exchange: _C.TransportExchange, device: torch.device, outputs: list[Tensor], timeout: float):
+    def __init__(self, exchange: _C.TransportExchange, device: torch.device, received: RankBuffers, timeout: float):
         super().__init__()
-        self._exchange, self._device, self._outputs, self._timeout = exchange, device, outputs, timeout
+        self._exchange, self._device, self._received, self._timeout = exchange, device, received, timeout
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -105,7 +105,7 @@ class _HostStagedWork(dist._Work):
 
     @override
     def result(self) -> list[Tensor]:
-        return self._outputs
+        return self._received.buffers
 
     @override
     def get_future(self) -> Any:
@@ -113,7 +113,7 @@ class _HostStagedWork(dist._Work):
             future: Any = torch.futures.Future(devices=[self._device])
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 self.wait()
-                future.set_result(self._outputs)  # records the work of this side stream
+                future.set_result(self._received.buffers)  # records the work of this side stream
             return future
         future = torch.futures.Future()
 
@@ -123,7 +123,7 @@ class _HostStagedWork(dist._Work):
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(self._outputs)
+                future.set_result(self._received.buffers)
 
         threading.Thread(target=finish, daemon=True).start()
         return future
@@ -182,7 +182,7 @@ class HostStagedMover:
         _open_movers.add(self)
 
     def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> _HostStagedWork:
-        """Send ``send.buffers[i]`` to rank ``i``, and receive ``receive.buffers[i]`` from rank ``i``.
+        """Send the bytes ``i`` of ``send`` to rank ``i``, and receive the bytes ``i`` of ``receive`` from rank ``i``.
 
         ``kind`` is the name of the collective, for messages. It must be the same on every rank.
         """
@@ -190,26 +190,26 @@ class HostStagedMover:
         with _as_transport_error():
             exchange = self._queue.exchange(
                 kind,
-                [buffer.data_ptr() for buffer in send.buffers],
+                send.addresses,
                 send.sizes,
-                [buffer.data_ptr() for buffer in receive.buffers],
+                receive.addresses,
                 receive.sizes,
                 stream,
             )
         self._keep_alive(exchange, send, receive)
-        return _HostStagedWork(exchange, self.device, receive.buffers, self._timeout)
+        return _HostStagedWork(exchange, self.device, receive, self._timeout)
 
     def _keep_alive(self, exchange: _C.TransportExchange, send: RankBuffers, receive: RankBuffers) -> None:
         """Keep the memory of the tensors until the transfer is done, even if the caller drops them."""
         if self._streams:
             for stream, buffers in zip(self._streams, (send, receive), strict=True):
-                for buffer in buffers.buffers:
-                    buffer.record_stream(stream)
+                for tensor in buffers.memory:
+                    tensor.record_stream(stream)
             return
         with contextlib.suppress(RuntimeError):  # wait() raises the failure
             while self._in_use and self._in_use[0][0].done():
                 self._in_use.popleft()
-        self._in_use.append((exchange, [*send.buffers, *receive.buffers]))
+        self._in_use.append((exchange, [*send.memory, *receive.memory]))
 
     def check(self) -> None:
         """Raise if the queue has failed."""

@@ -64,7 +64,7 @@ def _all_to_all(queue: Any, rank: int, world: int, seed: int) -> tuple[Any, ...]
     output = torch.empty_like(right)
     send = RankBuffers.split(source, in_splits, world, "input")
     receive = RankBuffers.split(output, out_splits, world, "output")
-    addresses = [[buffer.data_ptr() for buffer in side.buffers] for side in (send, receive)]
+    addresses = [side.addresses for side in (send, receive)]
     exchange = queue.exchange("all_to_all", addresses[0], send.sizes, addresses[1], receive.sizes, 0)
     return exchange, source, output, right
 

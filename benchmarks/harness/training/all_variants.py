@@ -22,7 +22,7 @@ from benchmarks.harness.rank_setup import describe_machine, silence_libraries, u
 from benchmarks.harness.report import versions
 from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS, Figures, account, global_losses, step_ms
 from benchmarks.harness.training.steadiness import WARM_UP_STEPS, steady_after
-from benchmarks.harness.training.variants import JobBatches, TrainedVariant, TrainingJob, train
+from benchmarks.harness.training.variants import TRACED_STEPS, JobBatches, TrainedVariant, TrainingJob, train
 from benchmarks.harness.variant_names import DENSE_ONLY, TRAINING_VARIANTS
 from benchmarks.harness.workload import LongTailWorkload, collision_rate
 from lightning_freescale.bubbles.summary import peak_flops
@@ -94,7 +94,7 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
         arguments.ranks,
         workload,
         model,
-        warm + steps + UNCOUNTED_LAST_STEPS,
+        warm + steps + (1 + TRACED_STEPS if arguments.traces else 0) + UNCOUNTED_LAST_STEPS,
         wait,
         arguments.traces,
         arguments.options,
@@ -115,7 +115,7 @@ def _head(arguments: argparse.Namespace, job: TrainingJob, counted: slice) -> Fi
         "machine": describe_machine(job.device),
         "workload": asdict(job.workload),
         "model": job.model,
-        "steps": job.steps,
+        "steps": counted.stop + UNCOUNTED_LAST_STEPS,
         "counted": counted.stop - counted.start,
         "global_batch": job.workload.samples * job.ranks,
         "collisions": collision_rate(*two_batches),

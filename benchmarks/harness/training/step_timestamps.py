@@ -29,16 +29,20 @@ class ProfilerTrace:
         path: JSON file to write.
         first: number of the first traced step.
         last: number of the last traced step.
+        with_host: also trace the operators on the host, which makes the traced steps slower still.
     """
 
-    def __init__(self, path: Path, first: int, last: int):
-        self._path, self._first, self._last = path, first, last
+    def __init__(self, path: Path, first: int, last: int, with_host: bool = True):
+        self._path, self._first, self._last, self._with_host = path, first, last, with_host
         self._profile: Any = None
 
     def step_ended(self, step: int) -> None:
         """Start or stop the profiler after this step, if it is time to."""
         if step == self._first - 1:
-            self._profile = torch.profiler.profile()
+            only_device = torch.cuda.is_available() and not self._with_host
+            self._profile = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA] if only_device else None
+            )
             self._profile.start()
         elif step == self._last and self._profile is not None:
             if torch.cuda.is_available():

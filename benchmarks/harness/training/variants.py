@@ -25,6 +25,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 import lightning_freescale as fs
 from benchmarks.harness.gpu_cluster.transports import as_separate_host
 from benchmarks.harness.lightning_trainer import plain_trainer
+from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS
 from benchmarks.harness.training.context import CONTEXT, ContextHSTU, context_tables, with_context
 from benchmarks.harness.training.sent_bytes import SentBytes
 from benchmarks.harness.training.steadiness import WARM_UP_BATCHES
@@ -53,6 +54,7 @@ from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.embedding.shard import shard
 
 PIPELINES = {TORCHREC_BASE: TrainPipelineBase, TORCHREC_SPARSE_DIST: TrainPipelineSparseDist}
+TRACED_STEPS = 3  # they follow the steps that count, after one step in which the profiler starts
 _OFF: dict[str, Any] = {"balance": "off", "prioritize": False}
 _ON: dict[str, Any] = {"balance": "fixed", "prioritize": True}
 # Options of the strategy. "auto" chooses NCCL between nodes, so the SM-free transport has to be requested.
@@ -92,7 +94,7 @@ class TrainingJob:
     model: dict[str, Any]  # arguments of HSTU
     steps: int
     timeout: float  # longest wait of a rank for another, seconds
-    traces: Path | None = None  # folder for profiler traces of rank 0
+    traces: Path | None = None  # folder for profiler traces
     options: dict[str, Any] = field(default_factory=dict)  # further options of the strategy for the variant "all"
     warm_up: int = 0  # number of first steps that do not count
 
@@ -101,11 +103,12 @@ class TrainingJob:
         return step if step >= self.warm_up else self.warm_up + (step - self.warm_up) % WARM_UP_BATCHES
 
     def timestamps(self, variant: str) -> StepTimestamps:
-        """Time stamps for one training. With ``traces``, three of its last steps are also traced."""
+        """Time stamps for one training. With ``traces``, steps that do not count are also traced on ranks 0 and 1."""
         trace = None
-        if self.traces is not None and self.rank == 0:
-            last = self.steps - 5
-            trace = ProfilerTrace(self.traces / f"{variant.replace(' ', '_')}.json", max(1, last - 2), last)
+        if self.traces is not None and self.rank < 2:
+            last = self.steps - UNCOUNTED_LAST_STEPS - 1
+            name = variant.replace(" ", "_") + ("" if self.rank == 0 else "_device")
+            trace = ProfilerTrace(self.traces / f"{name}.json", last - TRACED_STEPS + 1, last, with_host=self.rank == 0)
         return StepTimestamps(self.device, trace)
 
     def hstu(self, timestamps: StepTimestamps) -> TimestampedHSTU:
