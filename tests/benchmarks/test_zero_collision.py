@@ -44,7 +44,7 @@ def test_what_the_tables_get() -> None:
 
 
 def _short_run(rank: int) -> tuple[float, float]:
-    return drifting_catalogue.hit_rates(ZERO_COLLISION, steps=6, seed=0)
+    return drifting_catalogue.hit_rates(ZERO_COLLISION, play(6, seed=0), seed=0)
 
 
 def test_a_short_run_evaluates_every_step() -> None:
