@@ -31,9 +31,11 @@ def pages() -> dict[Path, str]:
     for name, block in results_blocks.blocks(stored).items():
         text = fill_block(results.name, text, name, block)
     ids = ROOT / "docs" / "zero_collision.md"
-    ids_text = fill_block(ids.name, ids.read_text(), "collisions", zero_collision_block.collisions(stored))
+    ids_text = ids.read_text()
+    for name, block in zero_collision_block.blocks(stored).items():
+        ids_text = fill_block(ids.name, ids_text, name, block)
     return {
-        ids: fill_block(ids.name, ids_text, "drifting catalogue", zero_collision_block.quality(stored)),
+        ids: ids_text,
         readme: fill_block(readme.name, readme.read_text(), "", readme_block.block(stored)),
         results: text,
         ROOT / "benchmarks" / "README.md": benchmarks_page.page(stored),

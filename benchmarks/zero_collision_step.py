@@ -155,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "workload": dataclasses.asdict(workload) | {"ids_per_rank": workload.ids_per_rank},
         "load": load,
         "new_ids_percent": 100 * NEW,
-        "results": summarize(rounds, remaps),
+        "step_times": summarize(rounds, remaps),
     }
 
 
@@ -221,7 +221,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         words = [str(machine[key]) for key in ("device", "cores", "exchange") if key in machine]
         head = report.head("zero_collision_step", ", ".join(words) or None)
         title = f"{arguments.ranks} ranks, {figures['workload']['rows']:,} rows, {arguments.rounds} rounds"
-        report.publish(arguments, figures | head, {title: figures["results"]})
+        report.publish(arguments, figures | head, {title: figures["step_times"]})
     rank_setup.leave_group()
     return 0
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
@@ -94,7 +95,7 @@ class DedupTrial:
     synchronous and in the prioritized exchange. Before it, rows are requested once each.
     """
 
-    def __init__(self, name: str, module: ShardedEmbeddingCollection):
+    def __init__(self, name: str, module: ShardedEmbeddingCollection | ShardedZeroCollisionCollection):
         self._name, self._module = name, module
         self._tables = [list(config.feature_names) for config in module._embedding_configs]
         self._hook = module.register_forward_pre_hook(self, with_kwargs=True)

@@ -125,8 +125,6 @@ def _make_sharder(
 ) -> ModuleSharder:
     """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
     if kind is ZeroCollisionCollection:
-        if sequence_options["use_index_dedup"]:
-            raise ConfigurationError("dedup: tables with zero-collision ids do not support it yet; leave it out")
         return ZeroCollisionSharder(params, sequence_options)
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:

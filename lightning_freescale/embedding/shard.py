@@ -22,6 +22,7 @@ from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 
 
 def shard(
@@ -74,8 +75,13 @@ def shard(
     _fill_shards(module, weights)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
     if dedup == "auto":
+        inside: list[str] = []  # a collection with zero-collision ids decides for the collection inside it
         for name, child in module.named_modules():
-            if isinstance(child, ShardedEmbeddingCollection):
+            if isinstance(child, ShardedZeroCollisionCollection):
+                inside.append(f"{name}.")
+            if isinstance(child, (ShardedEmbeddingCollection, ShardedZeroCollisionCollection)) and not name.startswith(
+                tuple(inside)
+            ):
                 DedupTrial(name, child)
     return sharded
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
-from benchmarks import drifting_catalogue, zero_collision
+from benchmarks import drifting_catalogue, zero_collision, zero_collision_step
 from benchmarks.drifting_catalogue import MODULO, UNLIMITED, ZERO_COLLISION, Evaluated, play, summarize
+from benchmarks.harness.time_order import most_live_items, play_sessions, read_sessions
+from benchmarks.harness.workload import EqualCostWorkload
 from tests.ranks import run_ranks
 
 
@@ -43,8 +48,65 @@ def test_what_the_tables_get() -> None:
     assert unlimited.num_items > len(ids)
 
 
+EVENTS = """user,item,time
+ann,5,10
+bob,7,11
+ann,6,12
+bob,5,13
+ann,9,14
+eve,8,15
+ann,5,16
+"""
+
+
+def test_a_file_in_time_order(tmp_path: Path) -> None:
+    path = tmp_path / "events.csv"
+    path.write_text(EVENTS)
+    sessions = read_sessions(path, events=3)
+    assert [session.tolist() for session in sessions] == [[7, 5], [5, 6, 9]]  # one event is no session
+    assert most_live_items(sessions, window=1) == 3
+    (step,) = play_sessions(sessions, batch=1, drawn=4, window=1, seed=0)
+    history = step.batch.features["history"].values()
+    assert history.tolist() == [5, 6, 9]
+    assert set(step.batch.features["negatives"].values().tolist()) <= {5, 7}  # of the sessions before
+    assert step.shelf.tolist() == [5, 7]
+    assert not len(step.positions)  # the items 6 and 9 are new: nothing can predict them
+    assert step.age.tolist() == [1, 1]
+
+
+def test_targets_of_a_file_are_items_that_came_before() -> None:
+    sessions = [np.array([1, 2]), np.array([3, 1, 2, 4]), np.array([4, 3])]
+    first, second = play_sessions(sessions, batch=1, drawn=2, window=2, seed=0)
+    assert first.positions.tolist() == [0, 1]  # after 3 comes 1, after 1 comes 2; 4 is new
+    assert first.shelf[first.targets].tolist() == [1, 2]
+    assert second.shelf[second.targets].tolist() == [3]
+    assert second.age.tolist() == [2, 2, 1, 1]
+
+
+def test_raw_ids_of_the_step_benchmark() -> None:
+    numbers = torch.arange(100_000)
+    ids = zero_collision_step.raw_ids(numbers)
+    assert len(ids.unique()) == len(numbers)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) > 2**62
+    rows = 1 << 16
+    assert len(zero_collision_step.live_numbers(rows)) == pytest.approx(0.75 * rows, abs=2)
+    batch = EqualCostWorkload(8, 3.0, 0.5, 40, rows, 8).batch(0, 3, 2, 0.1)
+    raw = zero_collision_step.with_raw_ids(batch, 0, 3, rows).features.values()
+    new = ~torch.isin(raw, zero_collision_step.raw_ids(torch.arange(rows)))
+    assert int(new.sum()) == round(0.01 * len(raw))
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    dense, raw = zero_collision_step.DENSE, "raw ids"
+    rounds = [{dense: 10.0, raw: 11.0}, {dense: 20.0, raw: 20.0}]
+    row = zero_collision_step.summarize(rounds, {raw: {"insert ms": 1.0, "look-up ms": 0.5}})[1]
+    assert row["step / dense"] == pytest.approx(1.05)
+    assert (row["lowest"], row["highest"], row["step ms"]) == (1.0, 1.1, 15.5)
+
+
 def _short_run(rank: int) -> tuple[float, float]:
-    return drifting_catalogue.hit_rates(ZERO_COLLISION, steps=6, seed=0)
+    return drifting_catalogue.hit_rates(ZERO_COLLISION, play(6, seed=0), seed=0)
 
 
 def test_a_short_run_evaluates_every_step() -> None:

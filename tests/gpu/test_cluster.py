@@ -50,10 +50,9 @@ def test_prioritized_equals_synchronous(backend: str) -> None:
         assert (case["saved"] > 0) == case["dedup"], case
 
 
-@pytest.mark.parametrize("backend", ["nccl", "freescale"])
-def test_zero_collision_ids(backend: str) -> None:
-    """Ids, ages and slots are those of the CPU exactly; losses within 1e-6 and rows within 1e-5 of their size."""
-    results = result_of("zero_collision.py", backend)
+def test_zero_collision_ids() -> None:
+    """Ids, ages and slots are those of the CPU, exactly. The exchanges agree within 1e-6, and with the CPU within 1e-5."""
+    results = result_of("zero_collision.py", "freescale")
     assert [case["optimizer"] for case in results["cases"]] == [
         "rowwise_adagrad",
         "rowwise_adagrad",
@@ -63,11 +62,11 @@ def test_zero_collision_ids(backend: str) -> None:
     ]
     for case in results["cases"]:
         assert all(count > 0 for count in case["counts"]), case  # inserted, evicted, without a row
-        for found in (case["synchronous"], case.get("cpu")):
+        for found, tolerance in ((case["synchronous"], 1e-6), (case.get("cpu"), 1e-5)):
             if found is not None:
                 assert found["integers"] == 0, case
-                assert found["losses"] <= 1e-6, case
-                assert found["rows"] <= 1e-5, case
+                assert found["losses"] <= tolerance, case
+                assert found["rows"] <= tolerance, case
     # The comparison can fail.
     assert results["never_undo"]["integers"] > 0
     assert results["write_all_fresh_rows_early"]["rows"] > 1e-3

@@ -8,11 +8,21 @@ from benchmarks.harness.results import StoredResult, command, short_machine
 from benchmarks.harness.tables import markdown
 
 
-def quality(results: Mapping[str, StoredResult]) -> str:
-    """HR@10 on a catalogue that drifts."""
+def blocks(results: Mapping[str, StoredResult]) -> dict[str, str]:
+    """All blocks of the page, by name."""
+    return {
+        "collisions": collisions(results),
+        "step with raw ids": step(results),
+        "drifting catalogue": quality(results),
+        "file in time order": quality(results, played=True),
+    }
+
+
+def quality(results: Mapping[str, StoredResult], played: bool = False) -> str:
+    """HR@10 on a catalogue that drifts: synthetic, or the events of a file ``played`` in time order."""
     parts = []
     for name, found in results.items():
-        if found["benchmark"] != "drifting_catalogue":
+        if found["benchmark"] != "drifting_catalogue" or ("file" in found) != played:
             continue
         rows = [
             {
@@ -22,13 +32,48 @@ def quality(results: Mapping[str, StoredResult]) -> str:
             }
             for row in found["quality"]
         ]
+        what = (
+            f"`{found['file']}`, {found['ids']:,} items, of which at most {found['places']:,} are live"
+            if played
+            else f"{found['places']} items on sale"
+        )
         parts += [
-            f"{found['places']} items on sale, {found['rows']:,} rows, {found['steps']} steps, {found['seeds']} seeds, "
-            f"`ttl={found['ttl']}`:",
+            f"{what}, {found['rows']:,} rows, {found['steps']} steps, {found['seeds']} seeds, `ttl={found['ttl']}`:",
             markdown.table(rows),
-            f"[`{name}.json`](../benchmarks/results/{name}.json): `{command(found)}`, {found['date'][:10]}.",
+            _origin(name, found),
         ]
     return "\n\n".join(parts)
+
+
+def step(results: Mapping[str, StoredResult]) -> str:
+    """The time of a step with raw ids and with dense ids."""
+    parts = []
+    for name, found in results.items():
+        if found["benchmark"] != "zero_collision_step":
+            continue
+        rows = [
+            {
+                "ids": row["ids"],
+                "ms of a step": f"{row['step ms']:.1f}",
+                "divided by dense ids": f"{row['step / dense']:.3f} ({row['lowest']:.3f} to {row['highest']:.3f})",
+                "insert ms": "" if row["insert ms"] is None else f"{row['insert ms']:.2f}",
+                "look-up ms": "" if row["look-up ms"] is None else f"{row['look-up ms']:.2f}",
+            }
+            for row in found["step_times"]
+        ]
+        parameters, workload = found["parameters"], found["workload"]
+        parts += [
+            f"{parameters['ranks']} ranks, {workload['rows']:,} rows at a load of {found['load']:.2f}, "
+            f"{workload['ids_per_rank']:,} ids of a rank's batch, {found['new_ids_percent']:.0f}% of them new; mean of "
+            f"{parameters['rounds']} rounds, and the lowest and the highest round ({short_machine(found)}):",
+            markdown.table(rows),
+            _origin(name, found),
+        ]
+    return "\n\n".join(parts)
+
+
+def _origin(name: str, found: StoredResult) -> str:
+    return f"[`{name}.json`](../benchmarks/results/{name}.json): `{command(found)}`, {found['date'][:10]}."
 
 
 def collisions(results: Mapping[str, StoredResult]) -> str:
@@ -49,6 +94,6 @@ def collisions(results: Mapping[str, StoredResult]) -> str:
             markdown.table(shares),
             f"Time of one batch at a load of 0.75 ({short_machine(found)}):",
             markdown.table(times),
-            f"[`{name}.json`](../benchmarks/results/{name}.json): `{command(found)}`, {found['date'][:10]}.",
+            _origin(name, found),
         ]
     return "\n\n".join(parts)

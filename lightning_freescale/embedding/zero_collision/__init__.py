@@ -15,6 +15,7 @@ Files:
     module.py       the identities of one table, as a managed-collision module of TorchRec
     collection.py   ``zero_collision``: the options, and the collection before sharding
     sharded.py      the collection after sharding, and its synchronous step
+    distinct_requests.py  what a rank requests with ``dedup``
     owned_table.py  this rank's part of one table: identities, rows, optimizer state
     ahead.py        batches whose ids are inserted before their own step (prioritized exchange)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.table_optimizer import kernels_in
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollisionCollection
+from lightning_freescale.embedding.zero_collision.distinct_requests import request_distinct_ids
 from lightning_freescale.embedding.zero_collision.module import ZeroCollisionModule
 from lightning_freescale.embedding.zero_collision.owned_table import OwnedTable
 from lightning_freescale.embedding.zero_collision.remap import Insertion
@@ -71,6 +73,8 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
             _table_features([self.tables[name] for name in names], self._device)
             for names in self._managed_collision_collection._sharding_tables
         ]
+        groups = [_request_groups([table.table for table in tables]) for tables in self._tables_of_group]
+        self._managed_collision_collection._dedup_indices = partial(request_distinct_ids, groups=groups)  # type: ignore[method-assign]
         self.timeline = Timeline()
         # The probes of the monitor find the look-ups of a sharded module under these names.
         self._lookups, self._output_dists = self._embedding_module._lookups, self._embedding_module._output_dists
@@ -79,6 +83,19 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
     def collection(self) -> ShardedEmbeddingCollection:
         """The tables, without their identities."""
         return self._embedding_module
+
+    # What ``dedup="auto"`` looks at and sets, as on a collection without zero-collision ids.
+    @property
+    def _embedding_configs(self) -> list[Any]:
+        return self.collection._embedding_configs
+
+    @property
+    def _use_index_dedup(self) -> bool:
+        return self._managed_collision_collection._use_index_dedup
+
+    @_use_index_dedup.setter
+    def _use_index_dedup(self, value: bool) -> None:
+        self._managed_collision_collection._use_index_dedup = value
 
     def remap(self, received: Sequence[KeyedJaggedTensor], insert: bool) -> tuple[KJTList, list[TableInsertion]]:
         """From the ids that this rank has received to slots of its own rows.
@@ -216,6 +233,16 @@ def _table_features(tables: Sequence[OwnedTable], device: torch.device) -> list[
             )
         )
     return found
+
+
+def _request_groups(tables: Sequence[OwnedTable]) -> list[int]:
+    """For each feature of a sharding group, a number: equal for features of one table that all insert, or all only look up."""
+    groups: dict[tuple[int, bool], int] = {}
+    return [
+        groups.setdefault((number, name in table.identities.read_only), len(groups))
+        for number, table in enumerate(tables)
+        for name in table.features
+    ]
 
 
 def _feature_of_ids(features: KeyedJaggedTensor) -> Tensor:

@@ -70,13 +70,6 @@ def test_shardings_that_do_not_fit(world: int, sharding: Any, message: str) -> N
         make_plan(model, sharders, sharding, device=CPU, world_size=world, local_size=world)
 
 
-def test_options_of_the_strategy_that_do_not_fit() -> None:
-    model = Holder(fs.zero_collision(plain_collection(), EVICTING))
-    for dedup in (True, "auto"):
-        with pytest.raises(fs.ConfigurationError, match="dedup: tables with zero-collision ids do not support it yet"):
-            make_sharders(model, None, CPU, dedup=dedup)  # type: ignore[arg-type]
-
-
 def test_torchrecs_own_collision_modules_are_refused() -> None:
     managed = fs.zero_collision(plain_collection(), EVICTING)
     theirs = ManagedCollisionEmbeddingCollection(managed._embedding_module, managed._managed_collision_collection)

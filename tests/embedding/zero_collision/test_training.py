@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from tests.embedding.zero_collision.sabotage import (
     reset_when_ids_are_inserted,
     write_all_fresh_rows_early,
 )
-from tests.embedding.zero_collision.training import compare_modes
+from tests.embedding.zero_collision.training import STEPS, Trained, compare_modes, drifting_batches, to_kjt
 from tests.ranks import run_ranks
 
 
@@ -77,6 +78,39 @@ def test_unusual_steps() -> None:
         assert dict(zip(disturbances, zip(result[::2], result[1::2], strict=True), strict=True)) == dict.fromkeys(
             disturbances, ((True, True), (True, True))
         )
+
+
+def test_dedup_in_both_exchanges() -> None:
+    cases = [
+        {"optimizer": "adagrad", "modes": ("synchronous", "prioritized"), "dedup": dedup, "look_at": "some steps"}
+        for dedup in (True, "auto")
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [(True, True)] * len(cases)
+
+
+def test_dedup_changes_no_slot() -> None:
+    """Ids and ages are equal; the rows differ in rounding, because a rank adds its own gradients of a row first."""
+    for plain, distinct in run_ranks(train_with_and_without_dedup, 2):
+        assert plain.keys() == distinct.keys()
+        for key, value in plain.items():
+            if "_hash_zch" in key:
+                assert torch.equal(value, distinct[key]), key
+            else:
+                torch.testing.assert_close(value, distinct[key], rtol=1e-4, atol=1e-5)
+
+
+def train_with_and_without_dedup(rank: int) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    batches = [drifting_batches(peer, STEPS, 4, lambda rank, step: 6) for peer in range(2)]
+    kjts = [to_kjt(batch) for batch in batches[rank]]
+    states = []
+    for dedup in (False, True):
+        trained = Trained("synchronous", "sgd", 2, dedup=dedup)
+        for step in range(STEPS):
+            trained.train_step(rank, batches, step, kjts)
+        states.append(trained.state())
+    return states
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
