@@ -23,6 +23,7 @@ from lightning_freescale.serving.request import RecommendRequest
 from lightning_freescale.serving.service import FieldError, KnownUser, RecommendationService, ServedList
 
 MAX_BODY_BYTES = 32 << 20
+USUAL_K = 10  # items of an answer, unless the request says otherwise
 LISTED_USERS = 50  # users that the page suggests
 
 
@@ -115,8 +116,9 @@ class Endpoints:
         """The best items of one user."""
         assert self._batcher is not None
         items = self._service.recommender.num_items
-        if body.k > items:
-            raise FieldError("k", f"must be at most {items}, the number of items, not {body.k}")
+        k = min(USUAL_K, items) if body.k is None else body.k
+        if k > items:
+            raise FieldError("k", f"must be at most {items}, the number of items, not {k}")
         if body.events is not None:
             # In a thread, because a long history takes milliseconds in which no other request could arrive.
             events, unknown = await asyncio.to_thread(self._service.encode, [event.raw() for event in body.events])
@@ -125,7 +127,7 @@ class Endpoints:
         else:
             events, unknown = self._known.events(body.user), 0
         self._unknown.add(unknown)
-        found = await self._batcher.submit(KnownUser(str(body.user), events, body.k))
+        found = await self._batcher.submit(KnownUser(str(body.user), events, k))
         ranked = [{"item": item, "score": score} for item, score in zip(found.items, found.scores, strict=True)]
         return {
             "user": body.user,

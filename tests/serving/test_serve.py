@@ -156,7 +156,7 @@ def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fastapi" else object())
     assert main(["serve", str(trained.exported)]) == 1
-    assert "pip install 'lightning-freescale[serve]'" in capsys.readouterr().err
+    assert "serve: fastapi cannot be imported. Run: pip install fastapi uvicorn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
