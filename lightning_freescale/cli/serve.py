@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     service = RecommendationService(recommender, filter_seen=not options.keep_seen, cache_users=options.cache_users)
     if options.states is not None and not recommender.has_states:
         raise ConfigurationError("--states: the model has no personal tokens, so its users have no states")
+    if options.states is not None and options.states.exists():
+        print(f"{options.states}: the states of {service.load_states(options.states):,} users")
     histories = None if options.data is None else recommender.read_events(options.data, **how)
     return _serve(service, histories, options)
 

@@ -36,7 +36,7 @@ class ServeOptions:
         max_wait_ms: how long a request waits for others.
         max_waiting: more waiting requests are refused.
         timeout_s: a request without an answer after so long is refused.
-        states: a Parquet file with the states of users: read at the start if it exists, written at the end.
+        states: the Parquet file to which the states of users are written at the end.
     """
 
     max_batch: int = 32
@@ -84,8 +84,6 @@ class Endpoints:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start to collect requests. At the end, answer those that wait, and write the states."""
         options, path = self._options, self._options.states
-        if path is not None and path.exists():
-            logger.info(f"{path}: the states of {self._service.load_states(path):,} users")
         self._batcher = Batcher(
             self._service.answer,
             max_batch=options.max_batch,
@@ -100,12 +98,14 @@ class Endpoints:
 
     async def measure(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         """Count and time the requests to ``/recommend``, and refuse bodies that are too large."""
-        if request.url.path != "/recommend":
+        if request.url.path != "/recommend" or request.method != "POST":
             return await call_next(request)
         start = time.perf_counter()
-        size = request.headers.get("content-length", "0")
-        if size.isdigit() and int(size) > MAX_BODY_BYTES:
-            response: Response = _errors(413, [("body", f"{size} bytes; at most {MAX_BODY_BYTES} are read")])
+        size = request.headers.get("content-length", "")
+        if not size.isdigit():
+            response: Response = _errors(411, [("body", "its size is not known; send a Content-Length")])
+        elif int(size) > MAX_BODY_BYTES:
+            response = _errors(413, [("body", f"{size} bytes; at most {MAX_BODY_BYTES} are read")])
         else:
             response = await call_next(request)
         self._requests.add(value=str(response.status_code))

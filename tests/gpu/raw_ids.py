@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pyarrow.parquet as pq
-import torch
 from torch import Tensor
 
 import lightning_freescale as fs
