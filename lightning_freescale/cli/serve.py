@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     options = _parser(prog).parse_args(argv)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(
-            f"serve: needs {' and '.join(missing)}, which the extra serve brings. Run: pip install 'lightning-freescale[serve]'"
+            f"serve: {' and '.join(missing)} cannot be imported. Run: pip install fastapi uvicorn (the extra serve of this "
+            "package installs them, too)"
         )
     for name, least in (("max_batch", 1), ("max_wait_ms", 0), ("max_waiting", 1), ("cache_users", 1)):
         if (value := getattr(options, name)) < least:
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     service = RecommendationService(recommender, filter_seen=not options.keep_seen, cache_users=options.cache_users)
     if options.states is not None and not recommender.has_states:
         raise ConfigurationError("--states: the model has no personal tokens, so its users have no states")
+    if options.states is not None and options.states.exists():
+        print(f"{options.states}: the states of {service.load_states(options.states):,} users")
     histories = None if options.data is None else recommender.read_events(options.data, **how)
     return _serve(service, histories, options)
 

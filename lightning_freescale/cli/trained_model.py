@@ -37,6 +37,10 @@ def load_model(path: str, checkpoint: dict[str, Any], filter_seen: bool = False)
             f"{path}: hyper_parameters has no num_items, so it is no checkpoint of an HSTU. For another model use "
             "trainer.predict(); a plain state dict has no hyperparameters, so export it with --inference or --lightning"
         )
+    if checkpoint.get(DATA_STATE, {}).get("reading", {}).get("ids") == "raw":
+        raise CheckpointError(
+            f"{path}: ids='raw', so its table has zero-collision ids, which this command cannot read; use trainer.predict()"
+        )
     model = HSTU(**{**hyper_parameters, "filter_seen": filter_seen, "meta_tables": False})
     model.on_load_checkpoint(checkpoint)
     try:

@@ -67,7 +67,11 @@ class Catalogue:
         """
         known = self.item_ids if feature is None else self.feature_values[feature]
         if known.dtype.kind in "US":
-            return _codes(np.array([str(value) for value in values], dtype=str), known)
+            text = [str(value) for value in values]
+            # Of the type of ``known``, because a search in text of another width would copy the whole catalogue.
+            found = _codes(np.array(text, dtype=known.dtype), known)
+            width = known.dtype.itemsize // np.dtype("U1").itemsize
+            return np.where([len(value) > width for value in text], -1, found)
         parsed = [_number(value, known.dtype) for value in values]
         found = _codes(np.array([0 if value is None else value for value in parsed], dtype=known.dtype), known)
         return np.where([value is None for value in parsed], -1, found)

@@ -23,6 +23,7 @@ from lightning_freescale.serving.request import RecommendRequest
 from lightning_freescale.serving.service import FieldError, KnownUser, RecommendationService, ServedList
 
 MAX_BODY_BYTES = 32 << 20
+USUAL_K = 10  # items of an answer, unless the request says otherwise
 LISTED_USERS = 50  # users that the page suggests
 
 
@@ -35,7 +36,7 @@ class ServeOptions:
         max_wait_ms: how long a request waits for others.
         max_waiting: more waiting requests are refused.
         timeout_s: a request without an answer after so long is refused.
-        states: a Parquet file with the states of users: read at the start if it exists, written at the end.
+        states: the Parquet file to which the states of users are written at the end.
     """
 
     max_batch: int = 32
@@ -83,8 +84,6 @@ class Endpoints:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start to collect requests. At the end, answer those that wait, and write the states."""
         options, path = self._options, self._options.states
-        if path is not None and path.exists():
-            logger.info(f"{path}: the states of {self._service.load_states(path):,} users")
         self._batcher = Batcher(
             self._service.answer,
             max_batch=options.max_batch,
@@ -99,12 +98,14 @@ class Endpoints:
 
     async def measure(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         """Count and time the requests to ``/recommend``, and refuse bodies that are too large."""
-        if request.url.path != "/recommend":
+        if request.url.path != "/recommend" or request.method != "POST":
             return await call_next(request)
         start = time.perf_counter()
-        size = request.headers.get("content-length", "0")
-        if size.isdigit() and int(size) > MAX_BODY_BYTES:
-            response: Response = _errors(413, [("body", f"{size} bytes; at most {MAX_BODY_BYTES} are read")])
+        size = request.headers.get("content-length", "")
+        if not size.isdigit():
+            response: Response = _errors(411, [("body", "its size is not known; send a Content-Length")])
+        elif int(size) > MAX_BODY_BYTES:
+            response = _errors(413, [("body", f"{size} bytes; at most {MAX_BODY_BYTES} are read")])
         else:
             response = await call_next(request)
         self._requests.add(value=str(response.status_code))
@@ -115,8 +116,9 @@ class Endpoints:
         """The best items of one user."""
         assert self._batcher is not None
         items = self._service.recommender.num_items
-        if body.k > items:
-            raise FieldError("k", f"must be at most {items}, the number of items, not {body.k}")
+        k = min(USUAL_K, items) if body.k is None else body.k
+        if k > items:
+            raise FieldError("k", f"must be at most {items}, the number of items, not {k}")
         if body.events is not None:
             # In a thread, because a long history takes milliseconds in which no other request could arrive.
             events, unknown = await asyncio.to_thread(self._service.encode, [event.raw() for event in body.events])
@@ -125,7 +127,7 @@ class Endpoints:
         else:
             events, unknown = self._known.events(body.user), 0
         self._unknown.add(unknown)
-        found = await self._batcher.submit(KnownUser(str(body.user), events, body.k))
+        found = await self._batcher.submit(KnownUser(str(body.user), events, k))
         ranked = [{"item": item, "score": score} for item, score in zip(found.items, found.scores, strict=True)]
         return {
             "user": body.user,

@@ -59,6 +59,7 @@ class RecommendRequest(BaseModel):
     """The body of ``POST /recommend``.
 
     ``events`` are all events of the user so far. They may be left out if the server has a file with the events of the user.
+    Without ``k``, ten items are recommended, or all if there are fewer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -67,4 +68,4 @@ class RecommendRequest(BaseModel):
     events: Annotated[
         list[Annotated[RequestEvent, BeforeValidator(_as_event)]] | None, Field(min_length=1, max_length=MAX_EVENTS)
     ] = None
-    k: Annotated[StrictInt, Field(ge=1)] = 10
+    k: Annotated[StrictInt | None, Field(ge=1)] = None

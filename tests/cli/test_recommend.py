@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -192,23 +189,3 @@ def test_checkpoints_that_cannot_recommend_say_why(tmp_path: Path, capsys: pytes
     torch.save({"state_dict": {}, "epoch": 0, "global_step": 0}, tmp_path / "other.ckpt")
     assert main(["recommend", str(tmp_path / "other.ckpt"), str(events)]) == 1
     assert "other.ckpt" in capsys.readouterr().err
-
-
-def follow_the_page(rank: int, folder: str, code: str, commands: list[list[str]]) -> list[str]:
-    os.chdir(folder)
-    os.environ["FREESCALE_CACHE"] = folder
-    exec(compile(code, "docs/recommendations.md", "exec"), {})
-    return [str(main(command)) for command in commands]
-
-
-def test_the_page_of_the_documentation_runs(tmp_path: Path) -> None:
-    """Its code with fewer epochs, on one process, then its commands."""
-    text = (Path(__file__).parents[2] / "docs" / "recommendations.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    code = code.replace("max_epochs=20", "max_epochs=1, accelerator='cpu', logger=False, enable_progress_bar=False")
-    write_events(tmp_path / "events.csv")
-    commands = [shlex.split(line)[1:] for line in lines]
-    assert [command[0] for command in commands] == ["recommend", "evaluate"]
-    assert run_ranks(follow_the_page, 1, (str(tmp_path), code, commands)) == [["0", "0"]]
-    assert pyarrow.parquet.read_table(tmp_path / "recommendations.parquet").num_rows == 10 * USERS

@@ -66,9 +66,11 @@ def test_a_process_without_torchrec_recommends_the_same(models: dict[str, Traine
     """The same items with the same scores as TorchRec's tables in ``trainer.predict``, and as from the checkpoint."""
     exported = [recommended(m.exported, m, tmp_path / f"{name}.parquet") for name, m in models.items()]
     checkpoint = [recommended(m.checkpoint, m, tmp_path / f"{name}_.parquet") for name, m in models.items()]
+    path = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    cannot_listen = ["serve", str(models["tokens"].exported), "--host", "256.1.1.1"]  # it ends when all is loaded
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCHREC, json.dumps([*exported, *checkpoint])],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", WITHOUT_TORCHREC, json.dumps([*exported, *checkpoint, cannot_listen])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -76,10 +78,11 @@ def test_a_process_without_torchrec_recommends_the_same(models: dict[str, Traine
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["codes"] == [0, 0, 1, 1]  # a checkpoint needs TorchRec, and the message says so
+    assert report["codes"] == [0, 0, 1, 1, 1]  # a checkpoint needs TorchRec, and the message says so
     assert report["loaded"] == []
     assert "trained.ckpt: it is not an exported model" in done.stderr
     assert "freescale export --inference" in done.stderr
+    assert "cannot listen on 256.1.1.1:8000" in done.stderr
     assert len(report["messages"]) == 2
     assert all("pip install --no-deps torchrec" in message for message in report["messages"])
     assert [main(command) for command in checkpoint] == [0, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import sys
@@ -116,6 +118,18 @@ def test_bad_requests_name_the_field(server: Client, body: Any, status: int, fie
     assert answer["errors"][0]["message"]
 
 
+@pytest.mark.parametrize(("size", "status"), [("99999999", 413), (None, 411)])
+def test_bodies_of_unknown_or_large_size_are_refused_unread(server: Client, size: str | None, status: int) -> None:
+    connection = http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=DEADLINE_S)
+    connection.putrequest("POST", "/recommend")
+    connection.putheader(*(("Content-Length", size) if size else ("Transfer-Encoding", "chunked")))
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert json.loads(answer.read())["errors"][0]["field"] == "body"
+    connection.close()
+
+
 def test_supervision(server: Client) -> None:
     assert server.get("/health")[0] == 200
     before = server.metric('freescale_requests_total{code="200"}')
@@ -130,7 +144,9 @@ def test_supervision(server: Client) -> None:
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------------
-def test_a_signal_stops_the_server_after_the_last_answer(trained: Trained, tmp_path: Path) -> None:
+def test_a_signal_stops_the_server_after_the_last_answer(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A request that waits for its batch is answered. The states are written, and a second server reads them."""
     states = tmp_path / "states.parquet"
     user, events = max(histories_of(trained.events).items(), key=lambda item: len(item[1]))
@@ -148,6 +164,10 @@ def test_a_signal_stops_the_server_after_the_last_answer(trained: Trained, tmp_p
     with serving(trained.exported, tmp_path, "--states", str(states)) as client:
         assert client.post({"user": user, "events": events})[1]["state"] == "cached"
         assert client.post({"user": user})[1]["errors"][0]["field"] == "events"  # there is no file of events
+    assert (tmp_path / "serve.log").read_text().startswith(f"{states}: the states of 1 users\n")
+    states.write_bytes(b"PAR1")
+    assert main(["serve", str(trained.exported), "--states", str(states)]) == 1
+    assert f"{states}: it cannot be read as states of users" in capsys.readouterr().err
 
 
 def test_without_the_extra_the_command_says_what_to_install(
@@ -156,7 +176,7 @@ def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fastapi" else object())
     assert main(["serve", str(trained.exported)]) == 1
-    assert "pip install 'lightning-freescale[serve]'" in capsys.readouterr().err
+    assert "serve: fastapi cannot be imported. Run: pip install fastapi uvicorn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
