@@ -89,8 +89,8 @@ class PersonalTokens:
 def squared_lengths(lengths: NDArray[np.float64], cut: PersonalTokens) -> NDArray[np.float64]:
     """The sum of the squared lengths of the sequences of each user in training: the work of the attention is proportional to it.
 
-    With one segment and ``H`` events in the history this is ``(H + k)^2 + (L - H + k)^2``. With ``random_cut`` it is the mean over
-    all ends of the history. Segments are taken to be of equal length. The linear work of the tokens is left out.
+    With one segment and ``H`` events in the history this is ``(H + k)^2 + (L - H + k)^2``. With ``random_cut`` it is the mean
+    over all ends of the history. Segments are taken to be of equal length. The linear work of the tokens is left out.
     """
     tokens, n = cut.tokens, cut.segments
     history = cut.history_lengths(lengths)
