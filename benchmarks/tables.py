@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables [--check]
 
-No figure in these tables is typed by hand. README.md, docs/results.md and docs/zero_collision.md keep their text: only the
-blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are replaced. The other two pages are generated
-completely.
+No figure in these tables is typed by hand. README.md, docs/results.md, docs/models.md and docs/zero_collision.md keep their
+text: only the blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are replaced. The other two pages are
+generated completely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.results import load_results
-from benchmarks.harness.tables import benchmarks_page, paper_page, readme_block, results_blocks, zero_collision_block
+from benchmarks.harness.tables import (
+    benchmarks_page,
+    paper_page,
+    personal_tokens_block,
+    readme_block,
+    results_blocks,
+    zero_collision_block,
+)
 from benchmarks.harness.tables.markdown import fill_block
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +41,16 @@ def pages() -> dict[Path, str]:
     ids_text = ids.read_text()
     for name, block in zero_collision_block.blocks(stored).items():
         ids_text = fill_block(ids.name, ids_text, name, block)
+    models = ROOT / "docs" / "models.md"
+    models_text = models.read_text()
+    for name, make in (
+        ("personal tokens, quality", personal_tokens_block.quality),
+        ("personal tokens, training", personal_tokens_block.training),
+        ("personal tokens, serving", personal_tokens_block.serving),
+    ):
+        models_text = fill_block(models.name, models_text, name, make(stored))
     return {
+        models: models_text,
         ids: ids_text,
         readme: fill_block(readme.name, readme.read_text(), "", readme_block.block(stored)),
         results: text,

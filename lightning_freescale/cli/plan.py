@@ -215,7 +215,8 @@ def _numbers(text: str) -> list[int]:
 
 def _personal_tokens(text: str) -> PersonalTokens:
     try:
-        return PersonalTokens(**{key: int(value) for key, value in map(_pair, text.split(","))})
+        options: dict[str, Any] = {key: int(value) for key, value in map(_pair, text.split(","))}
+        return PersonalTokens(**options)
     except (TypeError, ValueError, ConfigurationError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 

@@ -256,8 +256,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         return self.hparams["bias"] == "relative"
 
     def dropout_keys(self, batch: SeqBatch) -> Tensor | None:
-        """``row_keys`` of the batch in this training step; ``None`` if nothing is dropped."""
-        if not self.training or not (self.hparams["dropout"] or self.hparams["input_dropout"]):
+        """``row_keys`` of the batch in this training step; ``None`` if nothing depends on them."""
+        h = self.hparams
+        if not self.training or not (h["dropout"] or h["input_dropout"] or self.personalization):
             return None
         return row_keys(batch, self.global_step)
 

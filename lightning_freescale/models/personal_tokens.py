@@ -43,16 +43,20 @@ class PersonalTokens:
             the number of recent events is between ``recent`` and ``recent + refresh - 1``.
         segments: number of segments of the history, ``n``. Each has a multiple of ``refresh`` events. They are of equal length if
             the length of the history allows it. A state has ``n * k`` tokens.
+        random_cut: in training, the history of a sample ends at a random multiple of ``refresh``, from 0 to where it ends
+            otherwise. So tokens learn from all events and not from the last ones of each user alone. Without it they
+            may learn nothing.
     """
 
     tokens: int = 4
     recent: int = 256
     refresh: int = 64
     segments: int = 1
+    random_cut: bool = True
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
+            if name != "random_cut" and value < 1:
                 raise ConfigurationError(f"personalization: {name} must be at least 1, not {value}")
 
     @staticmethod
@@ -63,6 +67,14 @@ class PersonalTokens:
     def history_lengths(self, lengths: Any) -> Any:
         """The number of events of each user in the history. ``lengths [B]``: a tensor or a NumPy array of integers."""
         return (lengths - self.recent).clip(min=0) // self.refresh * self.refresh
+
+    def training_lengths(self, lengths: Tensor, keys: Tensor) -> Tensor:
+        """:meth:`history_lengths` in training. ``keys [B]`` int32: a random number for each sample."""
+        history = self.history_lengths(lengths)
+        if not self.random_cut:
+            return history
+        choices = history // self.refresh + 1
+        return ((keys.long() & 0x7FFFFFFF) * choices >> 31) * self.refresh
 
     def segment_ends(self, history: Any) -> list[Any]:
         """Where each segment ends: for each of the ``n`` segments a position ``[B]`` among the events of the user.
@@ -75,16 +87,19 @@ class PersonalTokens:
 
 
 def squared_lengths(lengths: NDArray[np.float64], cut: PersonalTokens) -> NDArray[np.float64]:
-    """The sum of the squared lengths of the sequences of each user, to which the work of the attention is proportional.
+    """The sum of the squared lengths of the sequences of each user in training: the work of the attention is proportional to it.
 
-    The linear work of the tokens themselves, a few rows per user, is left out.
+    With one segment and ``H`` events in the history this is ``(H + k)^2 + (L - H + k)^2``. With ``random_cut`` it is the mean
+    over all ends of the history. Segments are taken to be of equal length. The linear work of the tokens is left out.
     """
-    ends = cut.segment_ends(cut.history_lengths(lengths))
-    total, start = np.zeros_like(lengths), np.zeros_like(lengths)
-    for number, end in enumerate(ends):
-        total = total + (end - start + (number + 1) * cut.tokens) ** 2
-        start = end
-    return total + (lengths - start + cut.segments * cut.tokens) ** 2
+    tokens, n = cut.tokens, cut.segments
+    history = cut.history_lengths(lengths)
+    square = history**2
+    if cut.random_cut:  # the mean and the mean square of 0, refresh, 2 refresh, ..., history
+        history, square = history / 2, history * (2 * history + cut.refresh) / 6
+    segments = square / n + history * tokens * (n + 1) + tokens**2 * n * (n + 1) * (2 * n + 1) / 6
+    after = lengths + n * tokens
+    return segments + after**2 - 2 * after * history + square
 
 
 def attention_work(cut: PersonalTokens | None) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

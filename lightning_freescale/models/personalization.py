@@ -104,14 +104,19 @@ class Personalization(nn.Module):
             x: ``[sum(L), D]``, the input of the layers.
             lengths: ``[B]`` int64, events of each user.
             timestamps: ``[sum(L)]`` int64, seconds.
-            keys: ``[sum(L)]`` int32, the dropout keys; ``None`` without dropout.
+            keys: ``[sum(L)]`` int32, in training: a random number for each event, for dropout and for the end of the history.
             bias: whether the layers have position and time biases.
             record: all events are history, and the attention is a :class:`RecordingAttention`. A history may be empty.
 
         Returns:
             The rows of the layers, their attention, and their dropout keys.
         """
-        history = lengths if record else self.cut.history_lengths(lengths)
+        if record:
+            history = lengths
+        elif keys is None:
+            history = self.cut.history_lengths(lengths)
+        else:
+            history = self.cut.training_lengths(lengths, keys[lengths.cumsum(0) - lengths])
         found, tokens, segments = arrange(lengths, history, len(x), self.cut), self.cut.tokens, self.cut.segments
         rows = torch.cat([x, self.tokens.to(x.dtype).repeat(len(lengths) * segments, 1)])[found.rows]
         token_times = _at(timestamps, found.token_times).flatten().repeat_interleave(tokens)

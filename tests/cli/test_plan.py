@@ -179,7 +179,7 @@ def test_the_costs_follow_personal_tokens(tmp_path: Path, capsys: pytest.Capture
     ]
     assert cut[0]["straggler"] < plain[0]["straggler"]
     assert main([*options, "--personal-tokens", tokens, "--link-gbps", "100", "--gpus", "4"]) == 0
-    assert "PersonalTokens(tokens=2, recent=8, refresh=4, segments=3)" in capsys.readouterr().out
+    assert "PersonalTokens(tokens=2, recent=8, refresh=4, segments=3, random_cut=True)" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*options, "--personal-tokens", "tokens=0"])
     assert "tokens must be at least 1, not 0" in capsys.readouterr().err

@@ -87,9 +87,6 @@ def test_the_rows_are_in_order(lengths: list[int], cut: PersonalTokens) -> None:
     assert found.offsets.diff().tolist() == lengths_wanted
     assert [sequences[at] for at in found.kept.tolist()] == expected
     assert set(found.kept.tolist()) == own
-    work = squared_lengths(np.array(lengths, dtype=np.float64), cut)
-    per_user = np.array(lengths_wanted).reshape(len(lengths), -1)
-    assert work.tolist() == (per_user**2).sum(1).tolist()
 
 
 @pytest.mark.parametrize("segments", [1, 3])
@@ -140,8 +137,8 @@ def test_the_written_backward_passes_equal_autograd(segments: int) -> None:
         assert torch.allclose(backward(toward), expected, rtol=0, atol=1e-14)
 
 
-CUT = PersonalTokens(tokens=3, recent=4, refresh=2)
-SEGMENTED = PersonalTokens(tokens=2, recent=4, refresh=2, segments=3)
+CUT = PersonalTokens(tokens=3, recent=4, refresh=2, random_cut=False)
+SEGMENTED = PersonalTokens(tokens=2, recent=4, refresh=2, segments=3, random_cut=False)
 both_cuts = pytest.mark.parametrize("cut", [CUT, SEGMENTED], ids=["one segment", "three segments"])
 LENGTHS = [9, 1, 4, 17, 6]
 ROUNDING = 2e-6  # of outputs of length 1 in float32
@@ -269,13 +266,53 @@ def test_the_cost_follows_the_two_sequences() -> None:
     assert (with_tokens(lengths) - with_tokens.linear * lengths) / with_tokens.quadratic == pytest.approx([58, 289])
 
 
+@pytest.mark.parametrize("segments", [1, 2])
+def test_the_cost_is_the_mean_over_the_random_ends_of_a_history(segments: int) -> None:
+    cut = PersonalTokens(tokens=3, recent=4, refresh=2 * segments, segments=segments)
+    for length in (3, 25):
+        ends = range(0, int(cut.history_lengths(np.array([length]))[0]) + 1, cut.refresh)
+        work = []
+        for end in ends:
+            found = arrange(torch.tensor([length]), torch.tensor([end]), length, cut)
+            work.append((found.offsets.diff() ** 2).sum().item())
+        # The formula takes segments to be equal. Here they differ by a refresh at most.
+        tolerance = 1e-12 if segments == 1 else 0.05
+        assert squared_lengths(np.array([float(length)]), cut) == pytest.approx(np.mean(work), rel=tolerance)
+
+
+def test_histories_end_anywhere_in_training_and_where_they_should_otherwise() -> None:
+    """The end is a function of the sample and the step. So it does not depend on the rank or on the other samples."""
+    model = make_model(cut=PersonalTokens(tokens=3, recent=4, refresh=2), dropout=0.0, input_dropout=0.0)
+    batch = make_features(LENGTHS)
+    with torch.no_grad():
+        served = model(batch)
+        assert torch.equal(make_model()(batch), served)
+        trained = model.train()(batch)
+        assert not torch.allclose(trained, served, atol=1e-3)
+        ends = batch.lengths.cumsum(0)
+        users = torch.tensor([3, 0])
+        parts = [trained[int(ends[user] - batch.lengths[user]) : int(ends[user])] for user in users]
+        assert torch.allclose(model(make_subset(batch, users)), torch.cat(parts), rtol=0, atol=ROUNDING)
+    keys = torch.randint(-(2**31), 2**31, (9000,), generator=torch.Generator().manual_seed(0)).int()
+    lengths = torch.full((9000,), 13)
+    counts = torch.bincount(PersonalTokens(3, 4, 2).training_lengths(lengths, keys))
+    assert set(counts.nonzero().flatten().tolist()) == {0, 2, 4, 6, 8}
+    assert counts[::2].min() > 1600
+
+
 def test_the_option_is_saved_as_numbers(tmp_path: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     model = make_model()
     trainer.strategy.connect(model)
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
-    assert saved["hyper_parameters"]["personalization"] == {"tokens": 3, "recent": 4, "refresh": 2, "segments": 1}
+    assert saved["hyper_parameters"]["personalization"] == {
+        "tokens": 3,
+        "recent": 4,
+        "refresh": 2,
+        "segments": 1,
+        "random_cut": False,
+    }
     loaded = HSTU.load_from_checkpoint(tmp_path / "model.ckpt").eval()
     batch = make_features(LENGTHS)
     with torch.no_grad():
