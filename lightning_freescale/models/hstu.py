@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -20,6 +22,7 @@ from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
 from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
+from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwards, take_router_losses
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
@@ -128,6 +131,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         position_embedding: add an embedding of the position to the input. By default only with ``bias="input"``.
         personalization: compress long histories into a few learned tokens, to which recent events attend
             (:mod:`.personal_tokens`). ``None``: every event attends to all events before it.
+        feed_forward: add a feed-forward layer after each layer, dense or a mixture of experts (:mod:`.feed_forward`).
         table_std: standard deviation of the initial values of the tables. ``None`` draws rows of length about 1.
         scale_input: multiply the rows of the tables by ``sqrt(D)`` where they enter the layers.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
@@ -149,6 +153,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     loss_reduction = "token"
     log_q: Tensor | None
+    _router_log: Mapping[str, Tensor] = MappingProxyType({})  # of the last loss
 
     def __init__(
         self,
@@ -165,6 +170,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         bias: Bias = "relative",
         position_embedding: bool | None = None,
         personalization: PersonalTokens | Mapping[str, int] | None = None,
+        feed_forward: FeedForward | Mapping[str, Any] | None = None,
         table_std: float | None = 0.02,
         scale_input: bool = True,
         linear_init: LinearInit = "hstu",
@@ -205,6 +211,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init, layer)
             for layer in range(1, num_layers + 1)
         )
+        added = make_feed_forwards(feed_forward, embedding_dim, num_layers, dropout)
+        self.hparams["feed_forward"], self.feed_forwards = added
         self.register_buffer("log_q", None, persistent=False)
         self._make_metrics()
 
@@ -246,8 +254,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
         """All layers, then rows of length 1."""
-        for layer in self.layers:
-            x = layer(x, attention, keys, total=layer is self.layers[-1])
+        for layer, after in zip_longest(self.layers, self.feed_forwards):
+            x = layer(x, attention, keys, total=after is not None or layer is self.layers[-1])
+            x = x if after is None else after(x, keys)
         return unit_rows(x)
 
     @property
@@ -267,6 +276,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         self._check_features(batch, self.feature_names)
         loss = self.loss(self.embedding(batch.features), batch)
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.num_samples)
+        self.log_dict(self._router_log, batch_size=batch.num_samples)
         return loss
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
@@ -288,7 +298,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
                 batch.negatives_per_position or None,
                 self.hparams["temperature"],
             )
-        return total / self.num_predicted(batch).clamp(min=1)
+        router_loss, self._router_log = take_router_losses(self.feed_forwards)  # type: ignore[arg-type]
+        return total / self.num_predicted(batch).clamp(min=1) + router_loss
 
     def correct_sampling(self, item_counts: Tensor) -> None:
         """Correct the loss for negatives that are drawn in proportion to ``item_counts [num_items]`` and not uniformly.
@@ -334,7 +345,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def cost_coefficients(self) -> tuple[float, float, float]:
         """FLOPs of a sample, forward and backward: ``(a, b, c)`` in ``a * L + b * L^2 + c * candidates``.
 
-        ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward.
+        ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward; a
+        feed-forward layer takes three products of ``D`` times its hidden units for each expert of an event, and the router.
         ``b``: causal attention has ``L^2 / 2`` pairs of events. A pair takes ``2 H`` times ``4 Dqk`` (the scores, the scores
         again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer. Biases add no products.
         ``c``: ``6 D`` per candidate. A sample of ``L`` events has ``(L - 1) * K`` candidates, with ``K`` negatives per position.
@@ -342,6 +354,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         dim, heads, layers = self.hparams["embedding_dim"], self.hparams["num_heads"], len(self.layers)
         linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)
         attention = float(layers * heads * (4 * self.qk_dim + 3 * self.v_dim))
+        linear += sum(layer.moe.flops_per_token() for layer in self.feed_forwards)  # type: ignore[union-attr, operator]
         return linear, attention, 6.0 * dim
 
     @property

@@ -40,8 +40,9 @@ print(json.dumps({"codes": codes, "messages": messages, "loaded": loaded}))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """A model without personal tokens and one with them."""
-    return {name: train(tmp_path_factory.mktemp(name), tokens=name == "tokens") for name in ("plain", "tokens")}
+    """A model, one with personal tokens, and one with experts."""
+    options: dict[str, Any] = {"plain": {}, "tokens": {"tokens": True}, "experts": {"experts": True}}
+    return {name: train(tmp_path_factory.mktemp(name), **chosen) for name, chosen in options.items()}
 
 
 @pytest.fixture
@@ -78,14 +79,14 @@ def test_a_process_without_torchrec_recommends_the_same(models: dict[str, Traine
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["codes"] == [0, 0, 1, 1, 1]  # a checkpoint needs TorchRec, and the message says so
+    assert report["codes"] == [0, 0, 0, 1, 1, 1, 1]  # a checkpoint needs TorchRec, and the message says so
     assert report["loaded"] == []
     assert "trained.ckpt: it is not an exported model" in done.stderr
     assert "freescale export --inference" in done.stderr
     assert "cannot listen on 256.1.1.1:8000" in done.stderr
     assert len(report["messages"]) == 2
     assert all("pip install --no-deps torchrec" in message for message in report["messages"])
-    assert [main(command) for command in checkpoint] == [0, 0]
+    assert [main(command) for command in checkpoint] == [0, 0, 0]
     for name, model in models.items():
         found = rows_of(tmp_path / f"{name}.parquet")
         assert found == rows_of(tmp_path / f"{name}_.parquet") == model.predicted

@@ -10,7 +10,7 @@ import numpy as np
 
 import lightning_freescale as fs
 from lightning_freescale.cli.main import main
-from lightning_freescale.models import HSTU, PersonalTokens
+from lightning_freescale.models import HSTU, FeedForward, PersonalTokens
 from lightning_freescale.models.recommendation import Recommendations
 
 USERS, ITEMS, MAX_HISTORY = 12, 40, 16
@@ -39,7 +39,15 @@ def write_events(path: Path, text_ids: bool, times: bool) -> Path:
     return path
 
 
-def train(folder: Path, *, tokens: bool, text_ids: bool = True, times: bool = True, seed: int = 1) -> Trained:
+def train(
+    folder: Path,
+    *,
+    tokens: bool = False,
+    experts: bool = False,
+    text_ids: bool = True,
+    times: bool = True,
+    seed: int = 1,
+) -> Trained:
     """Train for two steps in this process, save, export and predict, with lists of 5 items without seen ones."""
     pl.seed_everything(seed, verbose=False)
     events = write_events(folder / "events.csv", text_ids, times)
@@ -58,6 +66,7 @@ def train(folder: Path, *, tokens: bool, text_ids: bool = True, times: bool = Tr
         max_history=MAX_HISTORY,
         feature_sizes=data.feature_sizes,
         personalization=CUT if tokens else None,
+        feed_forward=FeedForward(experts=3, top_k=2) if experts else None,
         filter_seen=True,
         top_k=5,
         table_std=None,

@@ -58,6 +58,7 @@ def blocks(results: Results) -> dict[str, str]:
         "learning": _with_commands(results, "learning", learning(results)),
         "attention": _with_commands(results, "attention_kernels", attention(results)),
         "dense step": _with_commands(results, "dense_step", dense_step(results)),
+        "mixture of experts": _with_commands(results, "moe", mixture_of_experts(results)),
         "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead", "plain_ddp")),
     }
 
@@ -140,6 +141,22 @@ def dense_step(results: Results) -> Iterator[Row]:
                 "ms": f"{row['ms']:.1f}",
                 "TFLOP/s": f"{row['TFLOP/s']:.0f} ({row['spread']})",
                 "MFU": f"{row['MFU %']:.1f}%",
+            }
+
+
+def mixture_of_experts(results: Results) -> Iterator[Row]:
+    """Time and memory of a mixture of experts."""
+    for found in _of(results, "moe"):
+        for row in found["moe"]:
+            yield {
+                "width, experts, top_k": f"{row['dim']:,}, {row['experts']}, {row['top_k']}",
+                "variant": row["variant"],
+                "ms": f"{row['ms']:.2f} ({row['spread']})",
+                "speed": f"{row['speed']:.2f}x",
+                "MFU": f"{row['MFU %']:.1f}%",
+                "kept": f"{row['kept MB']:,.0f} MB",
+                "peak": f"{row['peak MB']:,.0f} MB",
+                "peak of 8 layers": f"{row['peak of 8 MB']:,.0f} MB",
             }
 
 
