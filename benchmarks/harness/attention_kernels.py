@@ -80,13 +80,15 @@ def flex_attention(case: AttentionCase) -> Function:
     whole = below & (first[:, None] == last) & (first == last[:, None])  # both blocks lie in one history
     some = (below | (block[:, None] == block)) & (last >= first[:, None]) & ~whole
     partial, full = (
-        (x.sum(1).int()[None, None], x.int().argsort(1, True, True).int()[None, None]) for x in (some, whole)
+        (x.sum(1).int()[None, None], x.int().argsort(dim=1, descending=True, stable=True).int()[None, None])
+        for x in (some, whole)
     )
     mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed)
     compiled = torch.compile(attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out: Any = compiled(queries, keys, values, block_mask=mask)
         return out[0].transpose(0, 1)
 
     return call

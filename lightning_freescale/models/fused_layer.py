@@ -205,4 +205,5 @@ def fused_layer(
         *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
         *(attention_norm.weight, attention_norm.bias, f2.weight),
     )
-    return Summands(*_FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged), f2.bias)
+    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged)
+    return Summands(total, branch, f2.bias)
