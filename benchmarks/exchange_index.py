@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,9 @@ class RankInCluster:
     def __init__(self, ranks: int, ids: int, rows: int, device: torch.device):
         self.ranks, self.rows, self.device = ranks, rows, device
         generator = torch.Generator().manual_seed(ranks)
-        self.features, self.by_owner, self.unbucketize = [], [], []
+        self.features: list[KeyedJaggedTensor] = []
+        self.by_owner: list[list[int]] = []
+        self.unbucketize: list[Tensor] = []
         for _ in range(2):
             lengths = torch.bincount(
                 torch.randint(len(FEATURES) * SAMPLES * ranks, (ids,), generator=generator),
@@ -72,12 +75,12 @@ class RankInCluster:
             kjt = KeyedJaggedTensor(FEATURES, values, lengths=lengths, stride=SAMPLES * ranks)
             self.features.append(kjt.to(device))
             self.features[-1].offsets()
-            self.by_owner.append(torch.bincount(torch.randint(ranks, (ids,), generator=generator), minlength=ranks))
+            owners = torch.randint(ranks, (ids,), generator=generator)
+            self.by_owner.append(torch.bincount(owners, minlength=ranks).tolist())
             self.unbucketize.append(torch.randperm(ids, generator=generator).to(device))
         self.by_requester = [
             kjt.lengths().view(len(FEATURES), ranks, SAMPLES).sum(dim=(0, 2)).tolist() for kjt in self.features
         ]
-        self.by_owner = [counts.tolist() for counts in self.by_owner]
         for counts, owned in zip(self.by_owner, self.by_requester, strict=True):  # what a rank asks of itself
             other = max(range(1, ranks), key=counts.__getitem__)
             counts[other] += counts[0] - owned[0]
@@ -227,9 +230,7 @@ def main() -> int:
     rows = []
     for ranks in arguments.ranks:
         rank = RankInCluster(ranks, ids, 2_000_000 // ranks, device)
-        rows.append(
-            {"ranks": ranks, "index work": PYTORCH} | measure(lambda r=rank: with_operators(r), device, repeats)
-        )
+        rows.append({"ranks": ranks, "index work": PYTORCH} | measure(partial(with_operators, rank), device, repeats))
         if device.type == "cuda":
             from lightning_freescale.embedding.fused_index import FusedIndex
 
@@ -237,7 +238,7 @@ def main() -> int:
             for ours, theirs in zip(with_kernels(rank, index), with_operators(rank), strict=True):
                 if not torch.equal(ours, theirs.to(ours.dtype)):
                     raise RuntimeError(f"{ranks} ranks: the fused kernels and the PyTorch operators differ")
-            step = lambda r=rank, i=index: with_kernels(r, i)  # noqa: E731
+            step = partial(with_kernels, rank, index)
             rows.append({"ranks": ranks, "index work": FUSED} | measure(step, device, repeats))
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     head = report.head("exchange_index", machine) | {"ids": ids, "samples": SAMPLES, "collisions": COLLISIONS}

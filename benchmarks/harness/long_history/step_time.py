@@ -49,7 +49,7 @@ def step_rows(device: str, quick: bool, rounds: int = 3) -> list[dict[str, Any]]
         for name, step in steps.items():
             kept = HSTULayer.forward
             if name == BY_PARTS:
-                HSTULayer.forward = _by_parts  # type: ignore[method-assign]
+                HSTULayer.forward = _by_parts  # type: ignore[method-assign, assignment]
             times[name].append(_milliseconds(step, chosen, repeats))
             HSTULayer.forward = kept  # type: ignore[method-assign]
     length = np.array([float(PAST + RECENT)])
