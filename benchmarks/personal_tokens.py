@@ -85,10 +85,10 @@ class QualityPreset(NamedTuple):
         return {"embedding_dim": self.width, "num_layers": self.layers, "num_heads": 2} | dropout
 
 
-SMALL = EarlyTastes(users=3000, contexts=1, tastes=8, filler=40, early=8, visits=4, gap=8)
+SMALL = EarlyTastes(users=3000, contexts=1, tastes=8, filler=40, early=8, visits=4, gap=8, evaluated=1500)
 SMALL_TRAINING = {"samples": 32, "negatives": 64, "lr": 4e-3}
 PRESETS = {
-    "cpu": QualityPreset(SMALL, (4, 2), 128, 300, SMALL_TRAINING, 32, 2),
+    "cpu": QualityPreset(SMALL, (4, 2), 64, 350, SMALL_TRAINING, 32, 2),
     "cuda": QualityPreset(EarlyTastes(), (16, 2), 512, 2000, {}, 64, 4),
     "quick": QualityPreset(replace(SMALL, users=40), (4, 2), 16, 4, SMALL_TRAINING, 16, 1),
 }
@@ -102,7 +102,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default 0 1 2")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--steps", type=int, help="training steps; default 300 on a CPU, 2000 on CUDA")
+    parser.add_argument("--steps", type=int, help="training steps; default 350 on a CPU, 2000 on CUDA")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time; default 1")
     parser.add_argument("--limit", type=float, default=36_000, help="seconds after which trainings are stopped")
     parser.add_argument("--only", nargs=3, metavar=("DATA", "VARIANT", "SEED"), help=argparse.SUPPRESS)
@@ -124,7 +124,8 @@ def data_file(name: str, preset: str) -> Path:
         if name == SYNTHETIC:
             chosen.tastes.generate().save(path)
         else:
-            read_histories(Path(name), least=20, held_out=10, longest=chosen.longest).save(path)
+            evaluated = chosen.tastes.evaluated
+            read_histories(Path(name), least=20, held_out=10, longest=chosen.longest, evaluated=evaluated).save(path)
     return path
 
 

@@ -1,6 +1,6 @@
 """Latency of recommendations for long histories: full history, personal tokens, and personal tokens with a stored state.
 
-    python -m benchmarks.serving [--quick] [--json] [--output FILE] [--device cpu|cuda] [--rounds 3]
+    python -m benchmarks.serving [--quick] [--json] [--output FILE] [--device cpu|cuda] [--rounds 3] [--batches N ...]
 
 A user has 1,024 events of history and 256 recent events. The item ids and times of a request are in host memory, and so is the
 answer. The variants are an HSTU over all 1,280 events; an HSTU with 4 personal tokens over all events; and the same with the keys
@@ -222,7 +222,7 @@ def measure(
     times = {name: Measured([], []) for name in calls}
     for _ in range(rounds):
         for name, (served, request) in calls.items():
-            found = [served(request) for _ in range(shape.repeats[users])]
+            found = [served(request) for _ in range(shape.repeats.get(users, 1))]
             times[name].outputs.append([first for first, _ in found])
             times[name].best.append([last for _, last in found])
     launch = "CUDA graphs" if graph else "single launches" if device.type == "cuda" else "CPU"
@@ -254,6 +254,7 @@ def parse() -> argparse.Namespace:
     parser = report.make_parser(__doc__, quick="a tiny model, few calls")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--rounds", type=int, default=3, help="times that every variant is measured (default: 3)")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="batch sizes; default 1 32 256")
     return parser.parse_args()
 
 
@@ -264,7 +265,7 @@ def main() -> None:
     shape = QUICK if arguments.quick else SHAPES[arguments.device]
     models = make_models(shape, device)
     rows = []
-    for users in shape.repeats:
+    for users in arguments.batches or shape.repeats:
         for graph in (True, False) if device.type == "cuda" else (False,):
             if not graph and device.type == "cuda" and users > 1:
                 continue

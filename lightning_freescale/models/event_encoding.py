@@ -55,7 +55,8 @@ class EventEncoding(nn.Module):
         positions = event_positions(offsets, len(x))
         gaps = time_gaps(relative_times(timestamps, offsets), positions) if self.time_gap is not None else None
         if before is not None:
-            count, last_time = (part.repeat_interleave(offsets.diff()) for part in before)
+            lengths = offsets.diff()
+            count, last_time = (torch.repeat_interleave(part, lengths, output_size=len(x)) for part in before)
             if gaps is not None:
                 since = (timestamps - last_time).clamp(0, TIME_LIMIT).to(gaps.dtype)
                 gaps = torch.where((positions == 0) & (count > 0), since, gaps)

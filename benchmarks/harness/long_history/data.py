@@ -56,7 +56,8 @@ class EarlyTastes:
     events of a user are items of the user's tastes, in random contexts. Then follow unrelated events: each is the successor of
     the event before with probability ``follow``, else a random one of the ``filler`` items. Between these are visits: the cue of
     a context, which is an item of its own, and then an item of the user's taste in this context. From one visit to the next are
-    at least ``gap`` events. Training ends before the last visit. Evaluation ranks the item after the cue of the last visit.
+    at least ``gap`` events. Training ends before the last visit. Evaluation ranks the item after the cue of the last visit,
+    for the first ``evaluated`` users.
 
     With ``recent + refresh <= gap`` the recent events show the user's taste in no context, so a model that does not know the
     early events can only guess the taste.
@@ -71,6 +72,7 @@ class EarlyTastes:
     early: int = 24
     visits: int = 6
     gap: int = 32
+    evaluated: int = 6000
     seed: int = 0
 
     @property
@@ -81,9 +83,12 @@ class EarlyTastes:
         chance = np.random.default_rng(self.seed)
         successor = chance.permutation(self.filler)
         histories = [self._user(chance, successor) for _ in range(self.users)]
-        cases = [items[:-1] for items in histories]
+        chosen = histories[: self.evaluated]
         return LongHistories(
-            [items[:-2] for items in histories], self.num_items, cases, np.array([items[-1] for items in histories])
+            [items[:-2] for items in histories],
+            self.num_items,
+            [items[:-1] for items in chosen],
+            np.array([items[-1] for items in chosen]),
         )
 
     def _user(self, chance: np.random.Generator, successor: Ints) -> Ints:
@@ -103,7 +108,7 @@ class EarlyTastes:
         return np.concatenate(parts)
 
 
-def read_histories(path: Path, least: int, held_out: int, longest: int) -> LongHistories:
+def read_histories(path: Path, least: int, held_out: int, longest: int, evaluated: int) -> LongHistories:
     """The histories of a file of events. The last events of long histories are held out.
 
     Args:
@@ -111,6 +116,7 @@ def read_histories(path: Path, least: int, held_out: int, longest: int) -> LongH
         least: users with at least so many events are evaluated.
         held_out: the number of events that are held out of these users, at most a fifth of their events.
         longest: only the latest events of each sample are used, at most so many.
+        evaluated: about the number of cases that are kept, every second one, or every third, and so on.
     """
     from lightning_freescale.data.histories import Histories  # they need the package's C++ core
     from lightning_freescale.data.preprocess import preprocess
@@ -128,4 +134,5 @@ def read_histories(path: Path, least: int, held_out: int, longest: int) -> LongH
         for at in range(len(own) - out, len(own)):
             cases.append(own[:at][-longest:])
             targets.append(own[at])
-    return LongHistories([own for own in train if len(own) > 1], count, cases, np.array(targets))
+    step = max(1, len(cases) // evaluated)
+    return LongHistories([own for own in train if len(own) > 1], count, cases[::step], np.array(targets)[::step])
