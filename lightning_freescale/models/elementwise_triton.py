@@ -31,12 +31,14 @@ def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS
 
 
 @triton.jit
-def _add(x_ptr, y_ptr, shift_ptr, out_ptr, width, count, SIZE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    x = tl.load(x_ptr + place, mask=place < count, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + place, mask=place < count, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + place % width, mask=place < count, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, (x + y + shift).to(out_ptr.dtype.element_ty), mask=place < count)
+def _add(x_ptr, y_ptr, shift_ptr, out_ptr, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = (rows[:, None] < count) & (cols[None, :] < width)
+    x = tl.load(_place(x_ptr, rows, cols, width), mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(_place(y_ptr, rows, cols, width), mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)
+    total = x + (y + shift[None, :])
+    tl.store(_place(out_ptr, rows, cols, width), total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -73,8 +75,9 @@ def silu(x: Tensor) -> Tensor:
 
 def add(x: Tensor, y: Tensor, shift: Tensor) -> Tensor:
     """``x + y + shift`` of contiguous arrays ``[N, D]`` and ``shift [D]``; of the type of ``x``."""
-    out, size = torch.empty_like(x), COLUMNS * TILE_ROWS
-    _add[(triton.cdiv(x.numel(), size),)](x, y, shift, out, x.shape[1], x.numel(), size)
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(len(x), TILE_ROWS), triton.cdiv(x.shape[1], COLUMNS))
+    _add[grid](x, y, shift, out, len(x), x.shape[1], TILE_ROWS, COLUMNS)
     return out
 
 
