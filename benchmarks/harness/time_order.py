@@ -78,11 +78,12 @@ def play_sessions(sessions: list[NDArray[np.int64]], batch: int, drawn: int, win
     """
     chance = np.random.default_rng(seed)
     steps: list[Step] = []
-    came: dict[int, int] = {int(item): 0 for session in sessions[:batch] for item in session}  # item: its first step
+    items = np.unique(np.concatenate(sessions))
+    came = np.full(len(items), -1)  # the step in which each item came first; -1 before that
+    came[np.searchsorted(items, np.concatenate(sessions[:batch]))] = 0
     for number, start in enumerate(range(batch, len(sessions) - batch + 1, batch), 1):
         histories = sessions[start : start + batch]
-        shelf = np.array(sorted(came))
-        age = number - np.array([came[int(item)] for item in shelf])
+        shelf, age = items[came >= 0], number - came[came >= 0]
         live = np.unique(np.concatenate(sessions[max(0, start - window) : start]))
         negatives = chance.choice(live, (batch, drawn))
         events = np.concatenate(histories)
@@ -93,15 +94,11 @@ def play_sessions(sessions: list[NDArray[np.int64]], batch: int, drawn: int, win
         known = torch.from_numpy(np.isin(following.numpy(), shelf)) & predicts
         positions = known.nonzero().flatten()
         ids = torch.from_numpy(shelf)
-        features = KeyedJaggedTensor(
-            [HISTORY, NEGATIVES],
-            torch.from_numpy(np.concatenate([events, negatives.ravel()])),
-            lengths=lengths,
-            stride=batch,
-        )
+        values = torch.from_numpy(np.concatenate([events, negatives.ravel()]))
+        features = KeyedJaggedTensor([HISTORY, NEGATIVES], values, lengths=lengths, stride=batch)
         times = torch.cat([torch.arange(len(history)) for history in histories])
         targets = torch.searchsorted(ids, following[positions])
         steps.append(Step(SeqBatch(features, times, None), positions, targets, ids, torch.from_numpy(age)))
-        for item in events:
-            came.setdefault(int(item), number)
+        first = np.searchsorted(items, events)
+        came[first] = np.where(came[first] < 0, number, came[first])
     return steps

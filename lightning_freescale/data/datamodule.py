@@ -67,7 +67,7 @@ class SeqRecDataMixin:
             validation and no test data.
         synthetic: options of :class:`~.synthetic.Synthetic`.
         streaming: read Parquet files with one row per user during training, without preprocessing. Items and features must
-            be integers that are rows of their tables.
+            be integers that are rows of their tables; with ``ids="raw"`` items are any integers from 0 to 2^63 - 1.
         ids: the items in a batch. ``"dense"``: numbers from 0 to ``num_items - 1``. ``"raw"``: the ids of the file, for a
             table with zero-collision ids (:func:`lightning_freescale.zero_collision`); strings become 63 bits of their hash.
             :attr:`catalogue` has the ids of all items.
@@ -120,7 +120,7 @@ class SeqRecDataMixin:
             raise ConfigurationError(f"feature_columns: must be a sequence of names, not {feature_columns!r}")
         if num_items is not None and not streaming:
             raise ConfigurationError("num_items: needs streaming=True; without streaming the items are counted")
-        self.ids = check_ids(ids, streaming)
+        self.ids = check_ids(ids, num_items)
         self.data, self.batch_size, self.max_history = data, batch_size, max_history
         self.planner = Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
@@ -159,7 +159,8 @@ class SeqRecDataMixin:
         if not isinstance(source, ParquetSource):
             raise ConfigurationError(f"streaming: needs Parquet files, not {self.data!r}; set streaming=False")
         counted = self.negatives == "popularity"
-        index = StreamIndex.of(source, self.min_events, counted, self.cache_dir, held_out=self.held_out)
+        raw = self.ids == "raw"
+        index = StreamIndex.of(source, self.min_events, counted, self.cache_dir, held_out=self.held_out, raw_ids=raw)
         if self._num_items is not None and self._num_items < index.num_items:
             raise InputError(
                 f"num_items: {self._num_items}, but {source.path} holds item {index.num_items - 1}; raise num_items"
@@ -176,7 +177,12 @@ class SeqRecDataMixin:
     @cached_property
     def catalogue(self) -> NDArray[np.int64]:
         """``[num_items]``, the id of each item in the batches."""
-        return raw_item_ids(self.histories.item_ids) if self.ids == "raw" else np.arange(self.num_items)
+        if self.ids == "dense":
+            return np.arange(self.num_items)
+        if not self.streaming:
+            return raw_item_ids(self.histories.item_ids)
+        assert self.stream_index.item_ids is not None
+        return np.array(self.stream_index.item_ids)
 
     @property
     def _item_ids(self) -> NDArray[np.int64] | None:
@@ -207,8 +213,8 @@ class SeqRecDataMixin:
 
     @property
     def item_ids(self) -> NDArray:
-        """``[num_items]``, the id of each row of the item table in the data. A stream has rows as ids."""
-        return np.arange(self.num_items) if self.streaming else self.histories.item_ids
+        """``[num_items]``, the id of each item in the data."""
+        return self.catalogue if self.streaming else self.histories.item_ids
 
     @property
     def user_ids(self) -> NDArray:

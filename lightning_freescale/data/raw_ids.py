@@ -10,13 +10,41 @@ from numpy.typing import NDArray
 from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 
-def check_ids(ids: str, streaming: bool) -> str:
+def check_ids(ids: str, num_items: int | None) -> str:
     """The option ``ids`` of the data module. Raises :class:`ConfigurationError` if it is unknown or does not fit."""
     if ids not in ("dense", "raw"):
         raise ConfigurationError(f"ids: {ids!r} is unknown; choose 'dense' or 'raw'")
-    if ids == "raw" and streaming:
-        raise ConfigurationError("ids: 'raw' needs streaming=False, because negatives are drawn from all known items")
+    if ids == "raw" and num_items is not None:
+        raise ConfigurationError(f"num_items: {num_items} does not fit ids='raw', whose ids are no rows; leave it out")
     return ids
+
+
+class CountedIds:
+    """The distinct ids of a stream, and how often each of them occurs in training.
+
+    Attributes:
+        ids: ``[n]`` int64, sorted.
+        counts: ``[n]`` int64.
+    """
+
+    def __init__(self) -> None:
+        self.ids, self.counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+    def add(self, ids: NDArray[np.int64], trained: NDArray[np.int64]) -> None:
+        """Add ``ids [k]``, and count ``trained [j]``, those of them that are in training.
+
+        >>> found = CountedIds()
+        >>> found.add(np.array([9, 4, 9]), np.array([9, 9]))
+        >>> found.add(np.array([7]), np.array([], dtype=np.int64))
+        >>> found.ids, found.counts
+        (array([4, 7, 9]), array([0, 0, 2]))
+        """
+        together = np.union1d(self.ids, ids)
+        counts = np.zeros(len(together), dtype=np.int64)
+        counts[np.searchsorted(together, self.ids)] = self.counts
+        new, occurrences = np.unique(trained, return_counts=True)
+        counts[np.searchsorted(together, new)] += occurrences
+        self.ids, self.counts = together, counts
 
 
 def raw_item_ids(values: NDArray) -> NDArray[np.int64]:

@@ -171,10 +171,10 @@ class StreamDataset(IterableDataset):
             parts.append(samples)
             missing -= len(samples.users)
             if missing == 0:
-                yield collate(concatenate(parts), self.negatives, epoch)
+                yield collate(concatenate(parts), self.negatives, epoch, self.index.item_ids)
                 parts, missing = [], self.batch_size
         if parts:
-            yield collate(concatenate(parts), self.negatives, epoch)
+            yield collate(concatenate(parts), self.negatives, epoch, self.index.item_ids)
 
     def _samples(self, epoch: int, left: list[range], numbers: range) -> Iterator[SampleArrays]:
         """Yield the samples of the local batches ``numbers``, in parts that end at the end of a batch or of a slice."""
@@ -186,6 +186,8 @@ class StreamDataset(IterableDataset):
             assert events.lengths is not None
             order = time_order(events.ticks, events.lengths)
             items = np.asarray(events.items)[order]
+            if self.index.item_ids is not None:
+                items = np.searchsorted(self.index.item_ids, items)
             times = events.ticks[order] // TICKS_PER_SECOND
             features = {name: np.asarray(values)[order] for name, values in events.features.items()}
             offsets, first = lengths_to_offsets(events.lengths), int(self._first_row[at])

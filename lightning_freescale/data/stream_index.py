@@ -21,6 +21,7 @@ from tqdm import tqdm
 from lightning_freescale.data.cache import cached, damage_detected, map_array, read_meta, save_arrays
 from lightning_freescale.data.columns import RowLocation
 from lightning_freescale.data.histories import CHUNK_EVENTS, time_order
+from lightning_freescale.data.raw_ids import CountedIds
 from lightning_freescale.data.sources import Events, ParquetSource, readable
 from lightning_freescale.data.sources.parquet import leaf_values
 from lightning_freescale.runtime.errors import InputError
@@ -59,6 +60,7 @@ class StreamIndex:
         feature_sizes: by name, largest value + 1.
         item_counts: ``[num_items]``, how often each item occurs in training, that is without the ``held_out`` last events of
             every row; ``None`` if items were not counted.
+        item_ids: ``[num_items]`` int64, sorted, with ``raw_ids``: the ids of the items; ``num_items`` is then their number.
     """
 
     source: ParquetSource
@@ -68,6 +70,7 @@ class StreamIndex:
     num_items: int
     feature_sizes: dict[str, int]
     item_counts: NDArray[np.int64] | None
+    item_ids: NDArray[np.int64] | None = None
 
     @staticmethod
     def of(
@@ -76,37 +79,45 @@ class StreamIndex:
         count_items: bool = False,
         cache_dir: Path | None = None,
         held_out: int = 1,
+        raw_ids: bool = False,
     ) -> StreamIndex:
         """Return the index of ``source``, from the cache if it has one."""
         identity = {"stream": source.identity(), "min_events": min_events, "count_items": count_items}
         if count_items:
             identity["held_out"] = held_out
+        if raw_ids:
+            identity["raw_ids"] = True
 
         def build(folder: Path) -> None:
-            index = _scan(source, min_events, count_items, held_out)
+            index = _scan(source, min_events, count_items, held_out, raw_ids)
             arrays = {"lengths": index.lengths, _SLICES_FILE: index.slices}
             arrays |= {} if index.item_counts is None else {"item_counts": index.item_counts}
+            arrays |= {} if index.item_ids is None else {"item_ids": index.item_ids}
             save_arrays(folder, arrays, num_items=index.num_items, feature_sizes=index.feature_sizes)
 
         def load(folder: Path) -> StreamIndex:
             meta = read_meta(folder)
             lengths, slices = map_array(folder, "lengths"), map_array(folder, _SLICES_FILE)
             counts = map_array(folder, "item_counts") if count_items else None
+            ids = map_array(folder, "item_ids") if raw_ids else None
             with damage_detected(folder):
                 if slices[:, RowGroupSlice._fields.index("rows")].sum() != len(lengths):
                     raise ValueError("the slices do not have as many rows as there are lengths")
                 return StreamIndex(
-                    source, lengths, slices, min_events, meta["num_items"], meta["feature_sizes"], counts
+                    source, lengths, slices, min_events, meta["num_items"], meta["feature_sizes"], counts, ids
                 )
 
         return cached(f"{source.path.stem}-stream", identity, build, load, cache_dir)
 
 
-def _scan(source: ParquetSource, min_events: int, count_items: bool, held_out: int) -> StreamIndex:
+def _scan(
+    source: ParquetSource, min_events: int, count_items: bool, held_out: int, raw_ids: bool = False
+) -> StreamIndex:
     """Read all files once to build their index."""
     slices: list[RowGroupSlice] = []
     lengths: list[NDArray[np.int64]] = []
     num_items, counts = 0, np.zeros(0, dtype=np.int64)
+    raw = CountedIds()
     sizes = dict.fromkeys(source.feature_columns, 0)
     for number, path in enumerate(source.files()):
         own = _slices_of_file(source, number, path)
@@ -114,11 +125,15 @@ def _scan(source: ParquetSource, min_events: int, count_items: bool, held_out: i
         for part, events in zip(progress, read_slices(source, own), strict=True):
             assert events.lengths is not None
             location = RowLocation(path, part.row, np.repeat(np.arange(part.rows), events.lengths))
-            items = _codes(events.items, "items", location)
-            num_items = max(num_items, int(items.max(initial=-1)) + 1)
+            items = _codes(events.items, "items", location, raw_ids)
+            trained = items[:0]
             if count_items:
                 in_training = _in_training(events.lengths, min_events, held_out)
                 trained = items[time_order(events.ticks, events.lengths)][in_training]
+            if raw_ids:
+                raw.add(items, trained)
+            else:
+                num_items = max(num_items, int(items.max(initial=-1)) + 1)
                 counts = np.bincount(trained, minlength=num_items) + np.pad(counts, (0, num_items - len(counts)))
             for name, values in events.features.items():
                 codes = _codes(values, name, location)
@@ -132,9 +147,10 @@ def _scan(source: ParquetSource, min_events: int, count_items: bool, held_out: i
         lengths=np.concatenate(lengths),
         slices=np.array(slices, dtype=np.int64),
         min_events=min_events,
-        num_items=num_items,
+        num_items=len(raw.ids) if raw_ids else num_items,
         feature_sizes=sizes,
-        item_counts=counts if count_items else None,
+        item_counts=(raw.counts if raw_ids else counts) if count_items else None,
+        item_ids=raw.ids if raw_ids else None,
     )
 
 
@@ -200,18 +216,24 @@ def read_slices(source: ParquetSource, slices: Iterable[RowGroupSlice], threads:
                     break
 
 
-def _codes(values: pa.Array, column: str, location: RowLocation) -> NDArray[np.int64]:
-    """Return the values as rows of a table. A stream has no vocabulary, so they must be such rows already."""
+def _codes(values: pa.Array, column: str, location: RowLocation, raw_ids: bool = False) -> NDArray[np.int64]:
+    """Return the values as rows of a table. A stream has no vocabulary, so they must be such rows already.
+
+    Args:
+        raw_ids: they may also be any integers from 0 to 2^63 - 1.
+    """
+    limit, wanted = (
+        (1 << 63, "integers from 0 to 2^63 - 1") if raw_ids else (_MAX_ID, "ids from 0 to the table's size - 1")
+    )
     if not pa.types.is_integer(values.type):
         raise InputError(
-            f"{location.path}: column {column!r} has type {values.type}; streaming needs ids from 0 to the table's size - 1; "
+            f"{location.path}: column {column!r} has type {values.type}; streaming needs {wanted}; "
             "encode them, or set streaming=False, which does so"
         )
     codes = np.asarray(values)
-    if len(codes) and not 0 <= codes.min() <= codes.max() < _MAX_ID:
-        at = int(((codes < 0) | (codes >= _MAX_ID)).argmax())
+    if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < limit:
+        at = int(((codes < 0) | (codes > limit - 1)).argmax())
         raise InputError(
-            f"{location.path}: {column} is {codes[at]} at row {location.row(at)}; streaming needs ids from 0 to the table's "
-            "size - 1"
+            f"{location.path}: {column} is {codes[at]} at row {location.row(at)}; streaming needs {wanted}"
         )
-    return codes
+    return codes.astype(np.int64, copy=False) if raw_ids else codes

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -68,5 +71,42 @@ def test_equal_hashes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_that_do_not_fit() -> None:
     with pytest.raises(fs.ConfigurationError, match="ids: 'hashed' is unknown; choose 'dense' or 'raw'"):
         batches(histories(), ids="hashed")
-    with pytest.raises(fs.ConfigurationError, match="ids: 'raw' needs streaming=False"):
-        batches("events.parquet", ids="raw", streaming=True)
+    with pytest.raises(fs.ConfigurationError, match="num_items: 9 does not fit ids='raw'"):
+        batches("events.parquet", ids="raw", streaming=True, num_items=9)
+
+
+def write_rows(path: Path, items: list[list[Any]]) -> Path:
+    """A Parquet file with one row per user."""
+    times = [list(range(len(row))) for row in items]
+    pq.write_table(pa.table({"user": list(range(len(items))), "item": items, "time": times}), path)
+    return path
+
+
+@pytest.mark.parametrize("negatives", ["uniform", "popularity"])
+def test_a_stream_of_raw_ids(tmp_path: Path, negatives: str) -> None:
+    """The batches are those of a stream of row numbers, with the id of each item in its place."""
+    chance = np.random.default_rng(5)
+    ids = np.sort(chance.integers(0, 2**63 - 1, 40))
+    rows = [chance.integers(0, 40, chance.integers(3, 9)).tolist() for _ in range(30)]
+    rows[0] += list(range(40))  # every item occurs
+    dense = write_rows(tmp_path / "dense.parquet", rows)
+    raw = write_rows(tmp_path / "raw.parquet", [ids[row].tolist() for row in rows])
+    options: dict[str, Any] = {"streaming": True, "negatives": negatives, "cache_dir": tmp_path, "shuffle": True}
+    expected, got = batches(dense, **options), batches(raw, ids="raw", **options)
+    assert len(expected) == len(got) > 4
+    for one, other in zip(expected, got, strict=True):
+        assert torch.equal(torch.from_numpy(ids)[one.features.values()], other.features.values())
+        if one.targets is not None:
+            assert torch.equal(torch.from_numpy(ids)[one.targets], other.targets)
+    module = fs.SeqRecDataModule(raw, batch_size=8, max_history=6, ids="raw", **options)
+    assert module.catalogue.tolist() == module.item_ids.tolist() == ids.tolist()
+    assert module.num_items == 40
+
+
+def test_ids_of_a_stream_that_do_not_fit(tmp_path: Path) -> None:
+    negative = write_rows(tmp_path / "negative.parquet", [[2**40, 5, 6], [7, -3, 8]])
+    with pytest.raises(fs.InputError, match="item is -3 at row 1; ids must not be negative"):
+        batches(negative, ids="raw", streaming=True, cache_dir=tmp_path)
+    strings = write_rows(tmp_path / "strings.parquet", [["a", "b", "c"]])
+    with pytest.raises(fs.InputError, match=r"string; streaming needs integers from 0 to 2\^63 - 1"):
+        batches(strings, ids="raw", streaming=True, cache_dir=tmp_path)
