@@ -5,7 +5,9 @@ Without them the package can be imported, and every name that needs them raises 
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -53,11 +55,15 @@ def refusing(module: str, names: Collection[str]) -> Callable[[str], Any]:
 
 def register_refusing_strategies(names: Collection[str]) -> None:
     """Let ``Trainer(strategy=name)`` raise the explanation. For use if there is a problem."""
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    # Importing the second takes time, which is lost if nobody uses it.
+    for package in ["lightning.pytorch", *({"pytorch_lightning"} & sys.modules.keys())]:
+        strategies = importlib.import_module(f"{package}.strategies")
 
-    class Refused(DDPStrategy):
-        def __init__(self, **options: Any):
+        def refuse(self: Any, **options: Any) -> None:
             raise ImportError(f"strategy='freescale' cannot be used: {TORCHREC_PROBLEM}")
 
-    for name in names:
-        StrategyRegistry.register(name, Refused, description="FreeScale: TorchRec is missing", override=True)
+        refused = type("Refused", (strategies.DDPStrategy,), {"__init__": refuse})
+        for name in names:
+            strategies.StrategyRegistry.register(
+                name, refused, description="FreeScale: TorchRec is missing", override=True
+            )

@@ -63,6 +63,7 @@ def recommended(model: Path, trained: Trained, output: Path) -> list[str]:
     return [*files, "--k", "5", "--batch-size", "5"]
 
 
+@pytest.mark.timeout(300)  # a process that imports everything anew takes long on a busy machine
 def test_a_process_without_torchrec_recommends_the_same(models: dict[str, Trained], tmp_path: Path) -> None:
     """The same items with the same scores as TorchRec's tables in ``trainer.predict``, and as from the checkpoint."""
     exported = [recommended(m.exported, m, tmp_path / f"{name}.parquet") for name, m in models.items()]
@@ -74,7 +75,7 @@ def test_a_process_without_torchrec_recommends_the_same(models: dict[str, Traine
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -176,6 +177,16 @@ def test_foreign_and_truncated_files_are_refused(
         assert name in capsys.readouterr().err
     with pytest.raises(FreeScaleError, match=r"nowhere\.pt: there is no such file"):
         Recommender.load(tmp_path / "nowhere.pt")
+
+
+def test_raw_ids_are_refused(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of a table with zero-collision ids are not in the order of the catalogue."""
+    checkpoint = torch.load(trained.checkpoint, weights_only=True)
+    checkpoint["SeqRecDataModule"]["reading"]["ids"] = "raw"
+    torch.save(checkpoint, tmp_path / "raw.ckpt")
+    assert main(["export", "--inference", str(tmp_path / "raw.ckpt"), str(tmp_path / "model.pt")]) == 1
+    assert "raw.ckpt: ids='raw', so its table has zero-collision ids" in capsys.readouterr().err
+    assert not (tmp_path / "model.pt").exists()
 
 
 # ---- ids -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_freescale.data.samples import SampleArrays
 from lightning_freescale.inference import Recommender
@@ -132,6 +134,23 @@ def test_a_batch_has_the_answers_of_its_requests(recommender: Recommender, event
     for request, answer in zip(batch, answers, strict=True):
         wanted = expected(recommender, request.events)
         assert agree(answer, ServedList(wanted.items[: request.k], wanted.scores[: request.k], None))
+
+
+asked = st.tuples(st.sampled_from(["ann", "bob", "carl"]), st.integers(0, 2), st.integers(1, MAX_HISTORY))
+
+
+@settings(max_examples=8, deadline=None)
+@given(requests=st.lists(st.lists(asked, min_size=1, max_size=4), min_size=1, max_size=6))
+def test_no_order_of_requests_changes_an_answer(
+    recommender: Recommender, events: SampleArrays, requests: list[list[tuple[str, int, int]]]
+) -> None:
+    """Batches of users whose histories grow, shrink and are replaced, with room for the states of two users."""
+    service = RecommendationService(recommender, cache_users=2)
+    for batch in requests:
+        histories = [window(up_to(events, 20 * start + count), 20 * start) for _, start, count in batch]
+        known = [KnownUser(user, history, K) for (user, _, _), history in zip(batch, histories, strict=True)]
+        for history, answer in zip(histories, service.answer(known), strict=True):
+            assert agree(answer, expected(recommender, history))
 
 
 def test_states_outlive_the_server(recommender: Recommender, events: SampleArrays, tmp_path: Path) -> None:
