@@ -54,6 +54,9 @@ NO_DROPOUT = {"dropout": 0.0, "input_dropout": 0.0}
 EARLIER = {"table_std": None, "scale_input": False, "linear_init": "torch", "betas": (0.9, 0.999), **NO_DROPOUT}
 ADAM = {"optimizer": "adam", "lr": 1e-3, "betas": (0.9, 0.98)}
 ADAGRAD = {"optimizer": "rowwise_adagrad", "lr": 0.02}
+# A feed-forward layer after each layer, at equal work: 128 hidden units, or two of eight experts with 64 each.
+DENSE = {"feed_forward": {"hidden": 128}}
+EXPERTS = {"feed_forward": {"experts": 8, "top_k": 2, "hidden": 64}}
 LEARNING_VARIANTS = {
     "relative": LearningVariant({"bias": "relative"}),
     "input": LearningVariant({"bias": "input"}),
@@ -64,6 +67,8 @@ LEARNING_VARIANTS = {
     "no dropout": LearningVariant(NO_DROPOUT),
     "rowwise_adagrad": LearningVariant(tables=ADAGRAD),
     "float32": LearningVariant(precision="32-true"),
+    "dense": LearningVariant(DENSE),
+    "experts": LearningVariant(EXPERTS),
     "earlier": LearningVariant(EARLIER, {"negative_sets": 1}),
 }
 SHOWN_EPOCHS = (5, 10, 20, 50, 100)

@@ -144,6 +144,15 @@ def _dense(analysis: Analysis, settings: dict[str, Any], share: str, step: float
     )
 
 
+def _experts(analysis: Analysis, settings: dict[str, Any], share: str, step: float, lost: float) -> Advice:
+    text, after = _predict(step, lost)
+    return Advice(
+        f"{share} exchange of events with the ranks of their experts: turn expert_parallel off, since every rank has the "
+        f"weights of all experts; {text}.",
+        after,
+    )
+
+
 def _input(analysis: Analysis, settings: dict[str, Any], share: str, step: float, lost: float) -> Advice:
     text, after = _predict(step, lost)
     return Advice(
@@ -163,6 +172,7 @@ def _other(analysis: Analysis, settings: dict[str, Any], share: str, step: float
 _ADVICE = {
     "straggler": _straggler,
     "exposed_embedding": _embedding,
+    "exposed_experts": _experts,
     "exposed_dense": _dense,
     "input_wait": _input,
     "other": _other,

@@ -5,6 +5,7 @@ of these parts:
 
     straggler           waiting in a collective, until the slowest rank has joined it
     exposed_embedding   waiting for an exchange of ids, rows or their gradients that all ranks have joined
+    exposed_experts     waiting for an exchange of events with the ranks of their experts that all ranks have joined
     exposed_dense       waiting for the AllReduce of the dense gradients that all ranks have joined
     input_wait          waiting for the next batch
     other               everything else: the training loop itself, logging, callbacks
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from lightning_freescale.bubbles.spans import EMBEDDING_EXCHANGES, ENGINE, EXCHANGES, Kind, Role, Span, Step
 
-PARTS = ("straggler", "exposed_embedding", "exposed_dense", "input_wait", "other")
+PARTS = ("straggler", "exposed_embedding", "exposed_experts", "exposed_dense", "input_wait", "other")
 SLOTS = 16  # waits of one kind in a step that are matched between ranks; further waits count as exposed
 
 # What a rank counts in a step, besides time.
@@ -33,7 +34,13 @@ SLOTS = 16  # waits of one kind in a step that are matched between ranks; furthe
 # without a row of their own, distinct ids less distinct rows; rows that ids own, and rows that they can own.
 ID_COUNTS = ("ids", "ids_inserted", "ids_evicted", "ids_fallback", "ids_collisions", "ids_owned", "ids_slots")
 COUNTS = ("samples", "tokens", "padded", "cost", "flops", "bytes", "collisions", "rows", "overhead", *ID_COUNTS)
-_SCALARS = ("start", "wall", "useful", "input_wait", "hidden", "unmatched_embedding", "unmatched_dense", *COUNTS)
+_EXPOSED = {  # the kinds of exchange of each part of the bubble
+    "embedding": EMBEDDING_EXCHANGES,
+    "experts": (Kind.EXPERT_EXCHANGE,),
+    "dense": (Kind.ALLREDUCE,),
+}
+_UNMATCHED = tuple(f"unmatched_{part}" for part in _EXPOSED)
+_SCALARS = ("start", "wall", "useful", "input_wait", "hidden", *_UNMATCHED, *COUNTS)
 WIDTH = len(_SCALARS) + len(EXCHANGES) * SLOTS * 3
 
 
@@ -120,7 +127,7 @@ def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
         if slot < SLOTS:
             waits[EXCHANGES.index(span.kind), slot] = (span.joined + offset, span.start + offset, seconds)
         else:
-            part = "dense" if span.kind is Kind.ALLREDUCE else "embedding"
+            part = next(name for name, kinds in _EXPOSED.items() if span.kind in kinds)
             values[f"unmatched_{part}"] += seconds
     return np.concatenate([np.array([values[name] for name in _SCALARS]), waits.ravel()])
 
@@ -143,7 +150,7 @@ class Bubbles:
     @property
     def exposed(self) -> NDArray[np.float64]:
         """Time in which the engine waited for communication, without the wait for stragglers."""
-        return self.parts["exposed_embedding"] + self.parts["exposed_dense"]
+        return np.sum([self.parts[f"exposed_{part}"] for part in _EXPOSED], axis=0)
 
 
 def attribute(accounts: NDArray[np.float64]) -> Bubbles:
@@ -159,16 +166,14 @@ def attribute(accounts: NDArray[np.float64]) -> Bubbles:
     last = np.where(np.isnan(joined), -np.inf, joined).max(axis=0)
     straggling = np.clip(np.nan_to_num(last - start, neginf=0.0), 0.0, busy)  # [ranks, steps, kinds, slots]
     exposed = (busy - straggling).sum(axis=3)
-    embedding = [EXCHANGES.index(kind) for kind in EMBEDDING_EXCHANGES]
-    parts = {
-        "straggler": straggling.sum(axis=(2, 3)),
-        "exposed_embedding": exposed[..., embedding].sum(axis=2) + scalars["unmatched_embedding"],
-        "exposed_dense": exposed[..., EXCHANGES.index(Kind.ALLREDUCE)] + scalars["unmatched_dense"],
-        "input_wait": scalars["input_wait"],
-    }
+    parts = {"straggler": straggling.sum(axis=(2, 3)), "input_wait": scalars["input_wait"]}
+    for part, kinds in _EXPOSED.items():
+        own = [EXCHANGES.index(kind) for kind in kinds]
+        parts[f"exposed_{part}"] = exposed[..., own].sum(axis=2) + scalars[f"unmatched_{part}"]
     # The remainder of the bubble: engine time outside of all spans, or in a span of overhead.
     bubble = scalars["wall"] - scalars["useful"]
     parts["other"] = np.maximum(bubble - sum(parts.values()), 0.0)
+    parts = {name: parts[name] for name in PARTS}
     return Bubbles(
         scalars["start"],
         scalars["wall"],

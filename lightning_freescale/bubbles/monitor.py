@@ -24,7 +24,7 @@ from lightning_freescale.bubbles.gather import IntervalGather
 from lightning_freescale.bubbles.outputs import RunFolder, log_picture, open_image_loggers
 from lightning_freescale.bubbles.overhead import OverheadMeter, sampling_period
 from lightning_freescale.bubbles.pending import Moment
-from lightning_freescale.bubbles.probes import AllReduceProbe, ExchangeProbe, hidden_allreduce
+from lightning_freescale.bubbles.probes import AllReduceProbe, ExchangeProbe, ExpertProbe, hidden_allreduce
 from lightning_freescale.bubbles.spans import Kind, Step
 from lightning_freescale.bubbles.summary import Summary, peak_flops
 from lightning_freescale.bubbles.timeline import Timeline
@@ -45,11 +45,11 @@ GATHER_DELAY = 2
 class BubbleMonitorMixin(_Base):
     """Measures the bubbles of training, and logs them at the steps at which Lightning logs.
 
-    Tags: ``bubble/total`` and its parts ``bubble/straggler``, ``bubble/exposed_embedding``, ``bubble/exposed_dense``,
-    ``bubble/input_wait``, ``bubble/other``, as shares of the ranks' time; ``balance/imbalance`` (largest over mean compute time
-    of the ranks), ``balance/sparsity``, ``embedding/collision_rate``, ``embedding/prioritized`` (0 or 1), ``comm/overlap``,
-    ``throughput/samples_per_s``, ``throughput/tokens_per_s``, ``step/time_ms``. ``summary.py`` lists the others.
-    ``<log_dir>/freescale`` keeps recorded steps for ``freescale report``.
+    Tags: ``bubble/total`` and its parts ``bubble/straggler``, ``bubble/exposed_embedding``, ``bubble/exposed_experts``,
+    ``bubble/exposed_dense``, ``bubble/input_wait``, ``bubble/other``, as shares of the ranks' time; ``balance/imbalance``
+    (largest over mean compute time of the ranks), ``balance/sparsity``, ``embedding/collision_rate``, ``embedding/prioritized``
+    (0 or 1), ``comm/overlap``, ``throughput/samples_per_s``, ``throughput/tokens_per_s``, ``step/time_ms``. ``summary.py``
+    lists the others. ``<log_dir>/freescale`` keeps recorded steps for ``freescale report``.
 
     Args:
         every: record one step in ``every``. By default the monitor records all steps of the first logging interval, then one
@@ -76,6 +76,7 @@ class BubbleMonitorMixin(_Base):
         self._image_every, self._cost = image_every, cost
         self._running = False
         self._exchange: ExchangeProbe | None = None
+        self._experts: ExpertProbe | None = None
         self._allreduce: AllReduceProbe | None = None
         self._optimizer_hooks: list[Any] = []
         self._folder: RunFolder | None = None
@@ -91,6 +92,7 @@ class BubbleMonitorMixin(_Base):
         self._group = dist.new_group(backend="gloo", timeout=compat.timeout_of(strategy)) if world > 1 else None
         self._offset = clock_offset(self._group, timeline.clock) if self._group is not None else 0.0
         self._exchange = ExchangeProbe(pl_module, timeline)
+        self._experts = ExpertProbe(pl_module, timeline)
         self._allreduce = AllReduceProbe(strategy.model, timeline)
         self._optimizer_hooks = [
             optimizer.register_step_post_hook(lambda *_: self._end(Kind.OPTIMIZER)) for optimizer in strategy.optimizers
@@ -144,9 +146,10 @@ class BubbleMonitorMixin(_Base):
     def _stop(self) -> None:
         self._running = False
         self.timeline.cancel_step()
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = self._allreduce = None
+        for probe in (self._exchange, self._experts):
+            if probe is not None:
+                probe.close()
+        self._exchange = self._experts = self._allreduce = None
         for hook in self._optimizer_hooks:
             hook.remove()
         self._optimizer_hooks = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,27 @@ class _GradientProbe:
             self._timeline.add(Kind.GRADIENT_EXCHANGE, self._began, self._timeline.mark())
             self._timeline.count("bytes", self._nbytes)
         self._began = None
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------------
+class ExpertProbe:
+    """Records the exchanges of modules that have an ``expert_exchange``, whose ``observe`` is a context around each transfer."""
+
+    def __init__(self, model: nn.Module, timeline: Timeline):
+        found = (getattr(module, "expert_exchange", None) for module in model.modules())
+        self._restore = [(exchange, exchange.observe) for exchange in found if exchange is not None]
+        self._timeline = timeline
+        for exchange, _ in self._restore:
+            exchange.observe = self._observe
+
+    def close(self) -> None:
+        """Stop recording."""
+        for exchange, before in self._restore:
+            exchange.observe = before
+
+    def _observe(self, sent_bytes: int) -> AbstractContextManager[None]:
+        self._timeline.count("bytes", sent_bytes)
+        return self._timeline.span(Kind.EXPERT_EXCHANGE)
 
 
 # ---- dense AllReduce ---------------------------------------------------------------------------------------------------

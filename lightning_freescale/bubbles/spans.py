@@ -34,6 +34,7 @@ class Kind(StrEnum):
     ROW_EXCHANGE_COLLISION = "row_exchange_collision"
     ROW_EXCHANGE_EXCLUSIVE = "row_exchange_exclusive"
     GRADIENT_EXCHANGE = "gradient_exchange"
+    EXPERT_EXCHANGE = "expert_exchange"  # events to the ranks of their experts, and back
     ALLREDUCE = "allreduce"
     LOOKUP = "lookup"  # reading and updating table rows outside of forward and backward
     DENSE_FORWARD = "dense_forward"
@@ -53,7 +54,7 @@ EMBEDDING_EXCHANGES = (
     Kind.ROW_EXCHANGE_EXCLUSIVE,
     Kind.GRADIENT_EXCHANGE,
 )
-EXCHANGES = (*EMBEDDING_EXCHANGES, Kind.ALLREDUCE)
+EXCHANGES = (*EMBEDDING_EXCHANGES, Kind.EXPERT_EXCHANGE, Kind.ALLREDUCE)
 _ROLES = {
     Kind.INPUT_WAIT: Role.WAITING,
     Kind.H2D: Role.WAITING,

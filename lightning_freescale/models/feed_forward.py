@@ -31,6 +31,7 @@ class FeedForward:
         events. z_loss: weight of the z-loss of each router, which keeps its scores small. Both losses are means over the events
         of a rank.
             Trainings that distribute the samples to ranks differently are equal only if both weights are 0.
+        expert_parallel: in training, the ranks share the experts, and events travel to them (:mod:`.moe.parallel`).
     """
 
     experts: int = 1
@@ -39,6 +40,7 @@ class FeedForward:
     save: Save = "ab"
     balance_loss: float = 0.01
     z_loss: float = 0.001
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         check_shape(1 if self.hidden is None else self.hidden, self.experts, self.top_k, self.save)
@@ -66,7 +68,7 @@ class FeedForwardLayer(nn.Module):
         self.settings = settings
         self.norm = nn.LayerNorm(dim)
         hidden = settings.hidden or HIDDEN_FACTOR * dim
-        self.moe = MoE(dim, hidden, settings.experts, settings.top_k, settings.save)
+        self.moe = MoE(dim, hidden, settings.experts, settings.top_k, settings.save, settings.expert_parallel)
         self.dropout = SampleDropout(dropout, number)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:

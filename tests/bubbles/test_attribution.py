@@ -70,7 +70,8 @@ def label_ticks(ranks: list[Step]) -> list[dict[str, float]]:
                 label = "input_wait"
             elif inner is not None and inner.kind in EXCHANGES:
                 late = arrivals[inner.kind, numbers[inner]]
-                exposed = "exposed_dense" if inner.kind is Kind.ALLREDUCE else "exposed_embedding"
+                own = {Kind.ALLREDUCE: "exposed_dense", Kind.EXPERT_EXCHANGE: "exposed_experts"}
+                exposed = own.get(inner.kind, "exposed_embedding")
                 label = "straggler" if tick < late else exposed
             total[label] += 1
             if label == "useful" and any(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_freescale.models.moe.experts import Save, apply_experts
+from lightning_freescale.models.moe.parallel import ExpertExchange, apply_parallel_experts
 from lightning_freescale.runtime.errors import ConfigurationError
 
 INITIAL_EXPERT_STD = 0.02
@@ -37,11 +38,17 @@ class MoE(nn.Module):
         top_k: experts of a token.
         save: what is kept for backward: ``"ab"`` the result of the first product; ``"x"`` nothing but the input, and backward
             computes the first product again.
+        expert_parallel: in training, the ranks share the experts (:mod:`.parallel`).
+
+    Attributes:
+        expert_exchange: how tokens travel between ranks; ``None`` without ``expert_parallel``.
     """
 
     terms: RouterTerms | None
 
-    def __init__(self, dim: int, hidden: int, experts: int = 1, top_k: int = 1, save: Save = "ab") -> None:
+    def __init__(
+        self, dim: int, hidden: int, experts: int = 1, top_k: int = 1, save: Save = "ab", expert_parallel: bool = False
+    ) -> None:
         super().__init__()
         check_shape(hidden, experts, top_k, save)
         self.experts, self.top_k, self.save = experts, top_k, save
@@ -49,6 +56,7 @@ class MoE(nn.Module):
         self.w_in = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
         self.w_out = nn.Parameter(torch.empty(experts, hidden, dim))
         self.terms = None
+        self.expert_exchange = ExpertExchange() if expert_parallel else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -65,6 +73,9 @@ class MoE(nn.Module):
             x = x.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
             gates, chosen = self.route(x)
+            exchange = self.expert_exchange
+            if exchange is not None and self.training and exchange.world_size > 1:
+                return apply_parallel_experts(x, gates, chosen, self.w_in, self.w_out, self.save, exchange)
             return apply_experts(x, gates, chosen, self.w_in, self.w_out, self.save)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
