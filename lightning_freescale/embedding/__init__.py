@@ -43,6 +43,8 @@ Files:
     gradient_return.py  the way of a gradient from autograd to the table
     prioritized.py      the operations on one module, from ids to output
     held_gradients.py   gradient accumulation: the gradients of the tables wait for the last micro-batch
+    bag_tables.py       bags: the owner pools the rows of a sample before it sends them
+    prioritized_bags.py the operations on one module of bags
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
@@ -17,16 +18,20 @@ from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
-from lightning_freescale.embedding.support import reason_against_prioritizing
+from lightning_freescale.embedding.support import (
+    ACCUMULATION,
+    ACCUMULATION_REASON,
+    SINGLE_RANK,
+    reason_against_prioritizing,
+)
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
 
-Scheduled: TypeAlias = dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection]
-
-ACCUMULATION = "micro-batches of gradient accumulation"
-ACCUMULATION_REASON = "their rows are updated together, after the last one"
+Scheduled: TypeAlias = dict[
+    str, ShardedEmbeddingCollection | ShardedEmbeddingBagCollection | ShardedZeroCollisionCollection
+]
 
 # Process groups of TorchRec's own exchanges, by backend and timeout. Sharded models keep using theirs after the Trainer that
 # sharded them is gone, so these groups stay open for the life of the process, and all models share them.
@@ -105,7 +110,7 @@ class ExchangeMode:
         if not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:
-            log_once("prioritize='auto': synchronous exchange, because a single rank exchanges nothing with others")
+            log_once(f"prioritize='auto': synchronous exchange, because {SINGLE_RANK}")
             return
 
         def make_schedule() -> None:
@@ -222,6 +227,8 @@ def _scheduled_modules(model: nn.Module) -> Scheduled:
         if isinstance(module, ShardedZeroCollisionCollection):
             found[name] = module
             inside.append(f"{name}." if name else "")
-        elif isinstance(module, ShardedEmbeddingCollection) and not name.startswith(tuple(inside)):
+        elif isinstance(module, (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)) and not name.startswith(
+            tuple(inside)
+        ):
             found[name] = module
     return found

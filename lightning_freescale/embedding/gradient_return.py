@@ -100,13 +100,17 @@ class GradientReturn:
             returning = ReturningBatch(
                 batch,
                 [
-                    {kind: _return_set(group, rows) for kind, rows in sets.items()}
+                    {kind: self.return_set(group, rows) for kind, rows in sets.items()}
                     for group, sets in zip(requests, row_sets, strict=True)
                 ],
             )
         self._pacer.backward_starts()
         self._expected = returning
         return returning
+
+    def return_set(self, requests: Requests, rows: RowSet) -> ReturnSet:
+        """What is needed to return the gradients of ``rows``."""
+        return _return_set(requests, rows)
 
     def hand_over(self, batch: ComputingBatch, group: int, gradient: Tensor) -> None:
         """In the backward: autograd has computed the gradient of one sharding group, ``[m, D]`` in batch order."""

@@ -199,7 +199,7 @@ class HeldTableGradients:
     def scale(self, factor: float) -> None:
         """Multiply what is held."""
         for lookup in self._lookups:
-            lookup.held = [one._replace(gradient=one.gradient * factor) for one in lookup.held]
+            lookup.held = [HeldGradient(one.looked_up, one.gradient * factor) for one in lookup.held]
 
     def apply(self) -> None:
         """Update the rows. Nothing is exchanged: the gradients are at the owners already."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -35,6 +36,7 @@ from lightning_freescale.embedding.stages import (
     Requests,
     RoutedBatch,
     RowSet,
+    contents_version,
 )
 from lightning_freescale.embedding.wire import wire_types_of
 from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
@@ -57,16 +59,20 @@ class PrioritizedEmbedding:
         timeline: records the exchanges.
     """
 
+    tables_type: Any = LocalTables
+    finder_type: Any = CollisionFinder
+    returns_type: Any = GradientReturn
+
     def __init__(
         self,
-        module: ShardedEmbeddingCollection | ShardedZeroCollisionCollection,
+        module: ShardedEmbeddingCollection | ShardedEmbeddingBagCollection | ShardedZeroCollisionCollection,
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
     ):
         self.module, self.copies = module, copies
         self.remaps: RemapsAhead | None = None
-        self.collection: ShardedEmbeddingCollection  # the tables, without their identities
+        self.collection: Any  # the sharded tables, without their identities
         if isinstance(module, ShardedZeroCollisionCollection):
             self.remaps, self.collection = RemapsAhead(module), module.collection
         else:
@@ -74,13 +80,13 @@ class PrioritizedEmbedding:
         self.timeline = timeline or Timeline()
         self.wire = wire_types_of(self.collection)
         self.stats = RowExchangeStats()
-        self.tables = LocalTables(self.collection)
+        self.tables: Any = self.tables_type(self.collection)
         self.device = self.tables.device
         self.ids_stream, self.table_stream = (SideStream(self.device, high_priority=True) for _ in range(2))
-        self.finder = CollisionFinder(
+        self.finder = self.finder_type(
             self.tables, module._env.process_group, self.ids_stream, self.table_stream, self.timeline
         )
-        self.gradients = GradientReturn(
+        self.gradients = self.returns_type(
             self.tables, self.finder, groups, self.table_stream, self.timeline, self.wire.gradients
         )
         self._groups, self._rank, self._world_size = groups, groups.collision.rank(), groups.collision.size()
@@ -133,7 +139,7 @@ class PrioritizedEmbedding:
         context = self.module.create_context()
         mark_used_on(self.ids_stream, (kjt.values(), kjt.lengths_or_none(), kjt.offsets_or_none()))
         with self.ids_stream.work(self.copies):
-            return RequestedBatch(kjt, context, self.module.input_dist(context, kjt), kjt.values()._version)
+            return RequestedBatch(kjt, context, self.module.input_dist(context, kjt), contents_version(kjt))
 
     def route(self, batch: RequestedBatch) -> RoutedBatch:
         """Wait for the ids, and work out which rows this rank owes to which requester."""
@@ -206,7 +212,7 @@ class PrioritizedEmbedding:
             for sets in planned:
                 self.timeline.count("rows", sum(sum(rows.by_requester) for rows in sets.values()))
                 self.timeline.count("collisions", sum(sets[COLLISION].by_requester))
-        self.stats.add_batch(batch.kjt.values().numel(), self.collection._embedding_dim)
+        self.stats.add_batch(batch.kjt.values().numel(), getattr(self.collection, "_embedding_dim", 0))
         for sets, dim in zip(planned, self.tables.dims, strict=True):
             collisions = sum(sets[COLLISION].by_owner) if COLLISION in sets else 0
             self.stats.add_rows(sum(sum(rows.by_owner) for rows in sets.values()), collisions, dim)

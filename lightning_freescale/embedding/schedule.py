@@ -32,28 +32,32 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
+from lightning_freescale.embedding.prioritized_bags import make_exchange
 from lightning_freescale.embedding.stages import (
     ComputingBatch,
     FetchingBatch,
     RequestedBatch,
     ReturningBatch,
     RoutedBatch,
+    contents_version,
+)
+from lightning_freescale.embedding.support import (
+    CHANGED_IDS,
+    MORE_THAN_ONCE,
+    NOT_IN_BATCH,
+    OTHER_KEYS,
+    UNANNOUNCED_BACKWARD,
+    VARIABLE_BATCH_SIZE,
 )
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-
-MORE_THAN_ONCE = "called more than once a step"
-NOT_IN_BATCH = "called with features that are not part of the batch"
-VARIABLE_BATCH_SIZE = "called with a batch size that varies by feature"
-CHANGED_IDS = "called with ids that were changed in place after the batch was loaded"
-OTHER_KEYS = "called with its features in another order than in the first step"
-UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
 
 
 class ScheduledModule:
@@ -111,7 +115,7 @@ class ScheduledModule:
             return NOT_IN_BATCH
         if not isinstance(self.current, FetchingBatch):
             return MORE_THAN_ONCE
-        unchanged = features.values()._version == self.current.routed.ids_version
+        unchanged = contents_version(features) == self.current.routed.ids_version
         return None if unchanged else CHANGED_IDS
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -214,14 +218,13 @@ class ExchangeSchedule:
 
     def __init__(
         self,
-        modules: dict[str, ShardedEmbeddingCollection | ShardedZeroCollisionCollection],
+        modules: dict[str, ShardedEmbeddingCollection | ShardedEmbeddingBagCollection | ShardedZeroCollisionCollection],
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
     ):
         self.modules = [
-            ScheduledModule(name, PrioritizedEmbedding(module, groups, copies, timeline))
-            for name, module in modules.items()
+            ScheduledModule(name, make_exchange(module, groups, copies, timeline)) for name, module in modules.items()
         ]
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same

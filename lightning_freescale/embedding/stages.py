@@ -105,6 +105,12 @@ class ReturnSet(RowSet):
     batch_position: Tensor  # [m] requester: position in the batch of each row in wire order
 
 
+def contents_version(kjt: KeyedJaggedTensor) -> int:
+    """A number that grows when user code changes the ids or their weights in place."""
+    weights = kjt.weights_or_none()
+    return kjt.values()._version + (0 if weights is None else weights._version)
+
+
 # ---- the stages ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RequestedBatch:
@@ -113,7 +119,7 @@ class RequestedBatch:
     kjt: KeyedJaggedTensor  # the object that the module will be called with
     context: Any  # TorchRec's context of the batch
     ids: Awaitable  # TorchRec's input_dist
-    ids_version: int  # version of the tensor of ids: it grows when user code changes the ids in place
+    ids_version: int  # contents_version of ``kjt`` when it was requested
 
 
 @dataclass
@@ -154,6 +160,8 @@ class ComputingBatch:
     settings: UpdateSettings  # of the batch's own step, also for gradients that are applied in the next step
     # [m, D] in batch order. None before the backward, and also after it if the loss does not depend on the group.
     gradients: list[Tensor | None]
+    # Bags, as owner, by sharding group: the gradients that have arrived. Rows wait until all of theirs are there.
+    received: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def kjt(self) -> KeyedJaggedTensor:

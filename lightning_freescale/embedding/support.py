@@ -1,26 +1,59 @@
 """Which tables are exchanged prioritized, which synchronously, and why. The one place of these decisions.
 
 The schedule and the exchange mode take their decisions and the reasons in their log lines from here.
+``strategy/exchange_table.py`` makes the table of the documentation from them.
 """
 
 from __future__ import annotations
 
+import torch
+from torchrec import PoolingType
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
 PRIORITIZED_SHARDINGS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
+# Row-wise bags are sums of partial sums of several ranks. Their order would have to be that of TorchRec's reduction.
+PRIORITIZED_BAG_SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
+BAG_DEVICES = ("cpu",)  # no run on a GPU has compared the exchanges of bags yet
 PRIORITIZED_KERNELS = (EmbeddingComputeKernel.FUSED.value,)
 
 
-def reason_against_prioritizing(module: ShardedEmbeddingCollection) -> str | None:
+# Ends of "... is exchanged synchronously, because it is ...". The schedule finds them while it trains.
+MORE_THAN_ONCE = "called more than once a step"
+NOT_IN_BATCH = "called with features that are not part of the batch"
+VARIABLE_BATCH_SIZE = "called with a batch size that varies by feature"
+CHANGED_IDS = "called with ids that were changed in place after the batch was loaded"
+OTHER_KEYS = "called with its features in another order than in the first step"
+UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
+FOUND_IN_TRAINING = (MORE_THAN_ONCE, NOT_IN_BATCH, VARIABLE_BATCH_SIZE, CHANGED_IDS, OTHER_KEYS, UNANNOUNCED_BACKWARD)
+
+ACCUMULATION = "micro-batches of gradient accumulation"
+ACCUMULATION_REASON = "their rows are updated together, after the last one"
+SINGLE_RANK = "a single rank exchanges nothing with others"
+BAGS_NOT_COMPARED = "no run there has compared the prioritized exchange of bags"
+WEIGHTED_MEANS = "FBGEMM does not divide the gradients of weighted means on a CPU"
+
+
+def reason_against_prioritizing(module: ShardedEmbeddingCollection | ShardedEmbeddingBagCollection) -> str | None:
     """Why the exchange of ``module`` cannot be prioritized, as the end of "because it ..."; None if it can.
 
-    The answer depends on the plan, which is the same on all ranks.
+    The answer depends on the plan and on the tables, which are the same on all ranks.
     """
+    bags = isinstance(module, ShardedEmbeddingBagCollection)
     for table, sharding in module.module_sharding_plan.items():
-        if sharding.sharding_type not in PRIORITIZED_SHARDINGS:
+        if sharding.sharding_type not in (PRIORITIZED_BAG_SHARDINGS if bags else PRIORITIZED_SHARDINGS):
             return f"has a table {table!r} with {sharding.sharding_type} sharding"
         if sharding.compute_kernel not in PRIORITIZED_KERNELS:
             return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}"
+    return _reason_against_bags(module) if bags else None
+
+
+def _reason_against_bags(module: ShardedEmbeddingBagCollection) -> str | None:
+    device = torch.device(module._device or "cpu")
+    if device.type not in BAG_DEVICES:
+        return f"has bags on {device.type}, and {BAGS_NOT_COMPARED}"
+    if module._is_weighted and any(config.pooling == PoolingType.MEAN for config in module._embedding_bag_configs):
+        return f"pools weighted bags by their mean, and {WEIGHTED_MEANS}"
     return None

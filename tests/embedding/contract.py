@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -23,6 +25,7 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollision
+from tests.embedding.bag_training import WIDTHS, build_bags, to_bags
 from tests.embedding.training import (
     DIM,
     KEYS,
@@ -58,6 +61,13 @@ PINNED = {
     "_output_dists": ShardedEmbeddingCollection,
     "_set_params_and_buffers_to_ignore_for_model": DistributedDataParallel,
     "_optimizer_classes": nn.Parameter,
+    "_callbacks": TwPooledEmbeddingDist,
+    "_emb_dim_per_rank_per_feature": TwPooledEmbeddingSharding,
+    "_embedding_bag_configs": ShardedEmbeddingBagCollection,
+    "_embedding_dims": ShardedEmbeddingBagCollection,
+    "_embedding_names": ShardedEmbeddingBagCollection,
+    "_embedding_shardings": ShardedEmbeddingBagCollection,
+    "_is_weighted": ShardedEmbeddingBagCollection,
     "_version": torch.Tensor,
 }
 # Options of the output that the module holds as ``_<name>``. Each release has some of them.
@@ -89,9 +99,28 @@ def check_names(rank: int, world: int) -> None:
         check_ids_and_rows(module, rank, world)
         check_optimizer(module, rank)
         check_forward(module)
+    check_bags(rank, world)
     check_gradient_division()
     check_dedup_can_be_turned_off(world)
     check_model_parallel(world)
+
+
+def check_bags(rank: int, world: int) -> None:
+    """Widths of the features that each rank owns, the output's names and widths, and the order of column shards."""
+    for kind, group in (("table_wise", 0), ("column_wise", 0)):
+        module = build_bags(kind, "sgd", world, weighted=kind == "table_wise")
+        for name in (name for name, owner in PINNED.items() if owner is ShardedEmbeddingBagCollection):
+            assert hasattr(module, name), name
+        assert module._is_weighted == (kind == "table_wise")
+        assert [config.name for config in module._embedding_bag_configs] == list(ROWS)
+        widths = module._embedding_shardings[group]._emb_dim_per_rank_per_feature()
+        whole = sum(WIDTHS[table] for table in ("one", "two", "two"))
+        assert sum(map(sum, widths)) == whole
+        module(to_bags([[[1], [2], [3]]], module._is_weighted))  # creates the exchange of ids
+        assert dict(zip(module._embedding_names, module._embedding_dims, strict=True)) == {"a": 8, "b": 24, "c": 24}
+        order = module._output_dists[group]._callbacks
+        assert (order is None) == (kind == "table_wise")
+        assert order is None or order[0](torch.zeros(1, whole)).shape == (1, whole)
 
 
 def check_dedup_can_be_turned_off(world: int) -> None:

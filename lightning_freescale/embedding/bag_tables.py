@@ -1,0 +1,173 @@
+"""The tables of one sharded ``EmbeddingBagCollection`` that this rank owns: pool their rows, and update them.
+
+A *bag* is one feature of one sample; the owner pools its rows before it sends them. Features may have different widths. So that
+the operations of ``prioritized.py`` apply, a bag is cut into *pieces* of equal width, the greatest common divisor of all widths
+of the sharding group. A piece travels as a row of an ``EmbeddingCollection`` does. The pieces that this rank owns are listed by
+feature, then by place in the row, then by sample; this is their *lookup order*.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.embedding.index import count_true_by_segment
+from lightning_freescale.embedding.local_tables import LocalTables
+from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
+
+
+class BagTables(LocalTables):
+    """This rank's rows of the tables of one ``ShardedEmbeddingBagCollection``, by sharding group.
+
+    Attributes:
+        dims: width ``D`` of a piece, in each sharding group.
+        pieces_by_rank: ``[W]`` in each sharding group, the pieces of a sample that each rank owns.
+    """
+
+    def __init__(self, module: ShardedEmbeddingBagCollection):
+        # The attributes of the base class are set here: TorchRec's two collections keep them in different places.
+        self.module = module  # type: ignore[assignment]
+        self.device = torch.device(module._device or "cpu")
+        self.optimizer = ModuleOptimizer(module)  # type: ignore[arg-type]
+        configs = module._embedding_bag_configs
+        types = {data_type_to_dtype(config.data_type) for config in configs}
+        self.other_types = sorted(str(kind).removeprefix("torch.") for kind in types - {torch.float32})
+        self.dims, self.pieces_by_rank, self.num_rows = [], [], []
+        self._first_key, self._weights = [], []
+        self._pieces: list[Tensor] = []  # [T] by group: pieces of each feature
+        self._takes_mean: list[Tensor] = []  # [T] bool by group: whether the kernel pools the feature by its mean
+        rank = module._env.rank
+        for sharding, lookup in zip(module._embedding_shardings, module._lookups, strict=True):
+            widths = sharding._emb_dim_per_rank_per_feature()
+            self.dims.append(math.gcd(*(width for of_rank in widths for width in of_rank)))
+            self.pieces_by_rank.append([sum(of_rank) // self.dims[-1] for of_rank in widths])
+            self._pieces.append(torch.tensor(widths[rank], dtype=torch.int64, device=self.device) // self.dims[-1])
+            first_key, rows, takes_mean = [], 0, []
+            for config, _ in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
+                for table in config.embedding_tables:
+                    first_key += [rows] * len(table.feature_names)  # the features of one table share its rows
+                    takes_mean += [config.pooling == PoolingType.MEAN] * len(table.feature_names)
+                    rows += table.local_rows
+            self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
+            self._takes_mean.append(torch.tensor(takes_mean, dtype=torch.bool, device=self.device))
+            self.num_rows.append(rows)
+
+    def only_table(self, group: int) -> Tensor | None:
+        """None: pooled rows are no rows of a table."""
+        return None
+
+    # ---- bags and pieces --------------------------------------------------------------------------------------------
+    def pieces_of_bags(self, group: int, bags: Tensor) -> Tensor:
+        """A value of each bag, ``[T, B]``, for each of its pieces: ``[pieces * B]`` in lookup order."""
+        return bags.repeat_interleave(self._pieces[group], dim=0).flatten()
+
+    def _to_pieces(self, group: int, pooled: Tensor) -> Tensor:
+        """``[B, width of all features]`` to ``[pieces * B, D]`` in lookup order."""
+        dim, samples = self.dims[group], len(pooled)
+        return pooled.view(samples, -1, dim).transpose(0, 1).reshape(-1, dim) if pooled.numel() else pooled.view(0, dim)
+
+    # ---- read and update --------------------------------------------------------------------------------------------
+    def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
+        """The pooled rows of all bags of ``features``: ``[pieces * B, D]`` in lookup order; zeros for a bag without ids."""
+        with torch.no_grad():
+            pooled = self.module._lookups[group](features)
+        self.optimizer.restore_count()  # the kernels have counted a step
+        return self._to_pieces(group, pooled)
+
+    def update_bags(
+        self,
+        group: int,
+        bags: KeyedJaggedTensor,
+        features: KeyedJaggedTensor,
+        gradient: Tensor,
+        settings: UpdateSettings,
+    ) -> None:
+        """Update the rows of all ids of ``features``. Several gradients of one row are summed first.
+
+        Args:
+            bags: the ids of the whole bags.
+            features: a part of these ids.
+            gradient: ``[pieces * B, D]`` in lookup order, of the whole bags.
+        """
+        if not features.values().numel():
+            return
+        by_piece = gradient.view(-1, features.stride(), self.dims[group])
+        if bool(self._takes_mean[group].any()):
+            features, by_piece = self._one_id_per_bag(group, bags, features, by_piece)
+        pooled = by_piece.transpose(0, 1).reshape(features.stride(), -1)
+        self.optimizer.count_next_lookup_as(settings.step)
+        with torch.enable_grad():
+            rows = self.module._lookups[group](features)
+        with torch.autograd.set_multithreading_enabled(False):  # as in the base class
+            rows.backward(pooled)  # the fused optimizer runs in here
+
+    def _one_id_per_bag(
+        self, group: int, bags: KeyedJaggedTensor, features: KeyedJaggedTensor, gradient: Tensor
+    ) -> tuple[KeyedJaggedTensor, Tensor]:
+        """Make every id of ``features`` a bag of its own, whose weight is 1 / length of its whole bag.
+
+        A kernel that pools by the mean divides a gradient by the number of ids that it is given, and these are a part of
+        the bag only. With a single id it divides by 1.
+
+        Args:
+            gradient: ``[pieces, B, D]``.
+
+        Returns:
+            features with as many samples as the feature with the most ids has, and their gradient.
+        """
+        keys, samples, dim = len(features.keys()), features.stride(), self.dims[group]
+        lengths = features.lengths().view(keys, samples).to(torch.int64)
+        ids = lengths.sum(1).tolist()
+        most = max(ids)
+        sample = torch.arange(samples, device=self.device).repeat(keys).repeat_interleave(lengths.flatten())
+        whole = bags.lengths().repeat_interleave(lengths.flatten()).to(torch.float32)
+        takes_mean = self._takes_mean[group].repeat_interleave(lengths.sum(1))
+        factor = torch.where(takes_mean, 1.0 / whole, torch.ones_like(whole))
+        gradients = gradient.new_zeros(len(gradient), most, dim)
+        first = 0
+        for count, pieces, chosen in zip(ids, self._pieces[group].tolist(), sample.split(ids), strict=True):
+            gradients[first : first + pieces, :count] = gradient[first : first + pieces, chosen]
+            first += pieces
+        alone = torch.arange(most, device=self.device) < lengths.sum(1, keepdim=True)
+        return KeyedJaggedTensor(
+            features.keys(),
+            features.values(),
+            weights=factor,
+            lengths=alone.flatten().to(features.lengths().dtype),
+            stride=most,
+        ), gradients
+
+
+def choose_bags(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+    """The same features and samples, with the ids of the chosen bags alone: ``chosen`` is ``[T, B]`` bool."""
+    lengths = features.lengths()
+    kept = torch.repeat_interleave(chosen.flatten(), lengths.to(torch.int64), output_size=features.values().numel())
+    return _choose(features, kept, torch.where(chosen.flatten(), lengths, 0))
+
+
+def choose_ids(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+    """The same features and samples, with the chosen ids alone: ``chosen`` is ``[n]`` bool in lookup order."""
+    lengths = count_true_by_segment(chosen, features.offsets().to(torch.int64))
+    return _choose(features, chosen, lengths.to(features.lengths().dtype))
+
+
+def _choose(features: KeyedJaggedTensor, kept: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values()[kept],
+        weights=None if weights is None else weights[kept],
+        lengths=lengths,
+        stride=features.stride(),
+    )
+
+
+def any_in_bag(features: KeyedJaggedTensor, ids: Tensor) -> Tensor:
+    """Whether a bag has any of the marked ids: ``[n]`` bool in lookup order to ``[T, B]`` bool."""
+    counts = count_true_by_segment(ids, features.offsets().to(torch.int64))
+    return (counts > 0).view(len(features.keys()), features.stride())

@@ -1,0 +1,242 @@
+"""The prioritized exchange of one sharded ``EmbeddingBagCollection``, at the granularity of bags.
+
+Owners pool the rows of a bag before they send them, so a bag travels as a whole:
+
+    rows        A bag of batch N+1 is *exclusive* if batch N updates none of its rows. It is pooled and sent while N computes.
+                All other bags are pooled and sent after the update by N.
+    gradients   The gradient of a bag of batch N is *urgent* if batch N+1 uses any of its rows. Urgent gradients are sent first.
+    updates     A row is updated once per step, with all of its gradients. A row that N+1 uses occurs in urgent bags only, so it
+                is updated when the urgent gradients are there. Every other row waits for the late gradients, although some
+                of its gradients have arrived with the urgent ones. The owner keeps those until then.
+
+Bags travel in pieces of equal width (``bag_tables.py``). Stages, transfers and the order of a step are those of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import NoWait
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.bubbles.spans import Kind
+from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
+from lightning_freescale.embedding.bag_tables import BagTables, any_in_bag, choose_bags, choose_ids
+from lightning_freescale.embedding.collisions import CollisionDetector, CollisionFinder
+from lightning_freescale.embedding.gradient_return import GradientReturn
+from lightning_freescale.embedding.index import (
+    count_true_between,
+    feature_and_requester,
+    own_rank_last,
+    true_first,
+    wire_bounds,
+)
+from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
+from lightning_freescale.embedding.stages import (
+    CollisionMarks,
+    ComputingBatch,
+    CountedMarks,
+    FetchSet,
+    Requests,
+    ReturnSet,
+    RoutedBatch,
+    RowSet,
+)
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
+from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device
+
+
+@dataclass(frozen=True)
+class BagMarks(CollisionMarks):
+    """Which bags of a batch collide with one neighbouring batch, and which ids cause it."""
+
+    bags: Tensor  # [T, B] bool, owner
+    ids: Tensor  # [n] bool, owner, lookup order of the ids
+
+
+@dataclass(frozen=True)
+class BagSet(RowSet):
+    """The pieces of one kind of bags. Its ``features`` are the ids of all bags."""
+
+    kind: RowKind
+    marks: BagMarks
+
+
+class BagCollisionFinder(CollisionFinder):
+    """Finds the bags that share rows with a neighbouring batch."""
+
+    def __init__(self, tables: BagTables, *args: Any, **kwargs: Any):
+        super().__init__(tables, *args, **kwargs)
+        self._tables = tables
+        self.fused = []  # the kernels for CUDA are for rows
+        self.detectors = [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
+
+    def find(self, first: RoutedBatch, second: RoutedBatch) -> None:
+        of_first: list[CollisionMarks] = []
+        of_second: list[CollisionMarks] = []
+        with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            pairs = zip(self.detectors, first.requests, second.requests, strict=True)
+            for group, (detect, a, b) in enumerate(pairs):
+                in_first, in_second = detect(a.row_keys, b.row_keys)
+                of_first.append(self._mark(group, a, in_first))
+                of_second.append(self._mark(group, b, in_second))
+        first.with_next, second.with_previous = of_first, of_second
+
+    def _mark(self, group: int, requests: Requests, ids: Tensor) -> BagMarks:
+        bags = any_in_bag(requests.features, ids)
+        marks = self._tell_requesters(requests, self._tables.pieces_of_bags(group, bags))
+        return BagMarks(marks.collides, marks.transfer, marks.counted, bags, ids)
+
+    def _count(self, requests: Requests, marks: CollisionMarks) -> CountedMarks:
+        requested_collides = marks.transfer.wait().bool()
+        rank = self._group.rank()
+        counts = []
+        for mask, sizes in (
+            (marks.collides[requests.owner_wire_order], requests.by_requester),
+            (requested_collides, requests.by_owner),
+        ):
+            starts, ends = (int64_on_device(bounds, self._device) for bounds in wire_bounds(sizes, rank))
+            counts.append(count_true_between(mask, starts, ends))
+        return CountedMarks(requested_collides, Readback(torch.cat(counts)))
+
+    def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
+        assert isinstance(marks, BagMarks)
+        counted = marks.counted or self._count(requests, marks)
+        by_requester, by_owner = (part.tolist() for part in counted.counts.wait().split(self._group.size()))
+        owned = requests.owner_wire_order[true_first(marks.collides[requests.owner_wire_order])]
+        requested = requests.requester_wire_order[true_first(counted.requested_collides)]
+        at_owner, at_requester = sum(by_requester), sum(by_owner)  # number of pieces that collide
+
+        def pieces(kind: RowKind, owner: Tensor, requesters: list[int], requester: Tensor, owners: list[int]) -> BagSet:
+            return BagSet(
+                features=requests.features,
+                owner_wire_order=owner,
+                by_requester=requesters,
+                requester_wire_order=requester,
+                by_owner=owners,
+                kind=kind,
+                marks=marks,
+            )
+
+        others = [
+            [total - part for total, part in zip(totals, parts, strict=True)]
+            for totals, parts in ((requests.by_requester, by_requester), (requests.by_owner, by_owner))
+        ]
+        return {
+            COLLISION: pieces(COLLISION, owned[:at_owner], by_requester, requested[:at_requester], by_owner),
+            EXCLUSIVE: pieces(EXCLUSIVE, owned[at_owner:], others[0], requested[at_requester:], others[1]),
+        }
+
+
+class BagGradientReturn(GradientReturn):
+    """Returns the gradients of bags, and updates each row when all of its gradients are there."""
+
+    _tables: BagTables
+
+    def return_set(self, requests: Requests, rows: RowSet) -> ReturnSet:
+        features = rows.features
+        if isinstance(rows, BagSet):
+            features = choose_ids(features, rows.marks.ids == (rows.kind == COLLISION))
+        assert requests.batch_position is not None
+        return ReturnSet(
+            features=features,
+            owner_wire_order=rows.owner_wire_order,
+            by_requester=rows.by_requester,
+            requester_wire_order=rows.requester_wire_order,
+            by_owner=rows.by_owner,
+            wire_position=rows.owner_wire_order,  # not used: the pieces are put to their places, see update()
+            batch_position=requests.batch_position[rows.requester_wire_order],
+        )
+
+    def update(self, group: int, rows: ReturnSet, received: Tensor, batch: ComputingBatch) -> None:
+        """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them."""
+        requests = batch.routed.requests[group]
+        pieces = requests.owner_wire_order.numel()
+        gradients = batch.received.setdefault(group, received.new_zeros(pieces, received.shape[1], dtype=torch.float32))
+        if received.numel():
+            divided = received.float()
+            if batch.settings.divide_by_ranks:
+                divided = divided.div_(self._world_size)
+            gradients.index_copy_(0, rows.owner_wire_order, divided)
+        self._tables.update_bags(group, requests.features, rows.features, gradients, batch.settings)
+
+
+class PrioritizedBags(PrioritizedEmbedding):
+    """The prioritized exchange of one ``ShardedEmbeddingBagCollection`` with table-wise or column-wise tables."""
+
+    tables_type = BagTables
+    finder_type = BagCollisionFinder
+    returns_type = BagGradientReturn
+    tables: BagTables
+
+    def _requests(self, group: int, features: KeyedJaggedTensor, context: Any) -> Requests:
+        pieces, rank = self.tables.pieces_by_rank[group], self._rank
+        samples = list(context.batch_size_per_rank or [features.stride() // self._world_size] * self._world_size)
+        features.offsets()  # computed and cached here: otherwise the first stream that asks for them would compute them
+        on_device = int64_on_device(samples, self.device)
+        feature, _ = feature_and_requester(
+            features.lengths().to(torch.int64), on_device, sum(samples), features.values().numel()
+        )
+        by_requester, by_owner = [pieces[rank] * number for number in samples], [n * samples[rank] for n in pieces]
+        requester = torch.arange(self._world_size, device=self.device).repeat_interleave(
+            on_device, output_size=sum(samples)
+        )
+        # The batch lists the pieces of one sample after the other, so that they are the rows of the module's output.
+        place = torch.arange(sum(by_owner), device=self.device)
+        return Requests(
+            features=features,
+            row_keys=self.tables.row_keys(group, features.values(), feature),
+            owner_wire_order=own_rank_last(
+                torch.argsort(requester.repeat(pieces[rank]), stable=True), by_requester, rank
+            ),
+            requester_wire_order=own_rank_last(place, by_owner, rank),
+            by_requester=by_requester,
+            by_owner=by_owner,
+            request_position=place.view(sum(pieces), samples[rank]).t().flatten(),
+            batch_position=place.view(samples[rank], sum(pieces)).t().flatten(),
+        )
+
+    def _fetch_set(self, group: int, rows: RowSet) -> FetchSet:
+        features = rows.features
+        if isinstance(rows, BagSet):
+            features = choose_bags(features, rows.marks.bags == (rows.kind == COLLISION))
+        return FetchSet(
+            features=features,
+            owner_wire_order=rows.owner_wire_order,
+            by_requester=rows.by_requester,
+            requester_wire_order=rows.requester_wire_order,
+            by_owner=rows.by_owner,
+        )
+
+    def _output(self, context: Any, outputs: list[Any]) -> Any:
+        """The output of the module, as its own forward would build it from the bags of each sharding group."""
+        module: Any = self.module
+        pooled = []
+        for output, pieces, dim, dist in zip(
+            outputs, self.tables.pieces_by_rank, self.tables.dims, module._output_dists, strict=True
+        ):
+            bags = output.wait().view(-1, sum(pieces) * dim)
+            for callback in dist._callbacks or ():  # puts the columns of column-wise tables into order
+                bags = callback(bags)
+            pooled.append(NoWait(bags))
+        return EmbeddingBagCollectionAwaitable(
+            awaitables=pooled, embedding_dims=module._embedding_dims, embedding_names=module._embedding_names
+        )
+
+
+def make_exchange(
+    module: ShardedEmbeddingCollection | ShardedEmbeddingBagCollection | ShardedZeroCollisionCollection,
+    groups: ExchangeGroups,
+    copies: SideStream | None = None,
+    timeline: Timeline | None = None,
+) -> PrioritizedEmbedding:
+    """The prioritized exchange of a sharded collection of any kind."""
+    kind = PrioritizedBags if isinstance(module, ShardedEmbeddingBagCollection) else PrioritizedEmbedding
+    return kind(module, groups, copies, timeline)

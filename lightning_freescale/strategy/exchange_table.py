@@ -1,0 +1,175 @@
+"""The table "what is prioritized, what is synchronous, what is refused, and why" of ``docs/exchange.md``.
+
+The rows follow from the constants with which the code decides. ``python -m lightning_freescale.strategy.exchange_table`` writes
+the table into the page, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from torchrec.distributed.types import ShardingType
+
+from lightning_freescale.embedding import support, table_optimizer
+from lightning_freescale.embedding.plan import CPU_TABLE_TYPES
+from lightning_freescale.strategy.refusals import PRECISIONS, WEIGHT_AVERAGING
+
+BEGIN, END = (
+    "<!-- exchange: made by `python -m lightning_freescale.strategy.exchange_table` -->",
+    "<!-- end of exchange -->",
+)
+
+
+class Treatment(StrEnum):
+    """How a kind of table or a setting is treated."""
+
+    PRIORITIZED = "prioritized"
+    SYNCHRONOUS = "synchronous"
+    REFUSED = "refused"
+
+
+class ExchangeDecision(NamedTuple):
+    """One row of the table."""
+
+    subject: str
+    treatment: Treatment
+    reason: str
+
+
+def decisions() -> list[ExchangeDecision]:
+    """All rows, in the order of the page."""
+    return [*_collections(), *_modules(), *_tables(), *_settings()]
+
+
+def _names(kinds: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _collections() -> list[ExchangeDecision]:
+    every = [kind.value for kind in ShardingType]
+    sequences, bags = support.PRIORITIZED_SHARDINGS, support.PRIORITIZED_BAG_SHARDINGS
+    devices = " and ".join(support.BAG_DEVICES)
+    kernels = _names(support.PRIORITIZED_KERNELS)
+    return [
+        ExchangeDecision(f"`EmbeddingCollection`: {_names(sequences)}", Treatment.PRIORITIZED, "exact row by row"),
+        ExchangeDecision(
+            f"`EmbeddingBagCollection` on {devices}: {_names(bags)}", Treatment.PRIORITIZED, "exact bag by bag"
+        ),
+        ExchangeDecision(
+            f"`EmbeddingCollection`: {_names([kind for kind in every if kind not in sequences])}",
+            Treatment.SYNCHRONOUS,
+            "the prioritized exchange does not know these shardings, or TorchRec has none of them for sequences",
+        ),
+        ExchangeDecision(
+            f"`EmbeddingBagCollection`: {_names([kind for kind in every if kind not in bags])}",
+            Treatment.SYNCHRONOUS,
+            "a bag is a sum of partial sums of several ranks, whose order would change; data-parallel tables are not exchanged",
+        ),
+        ExchangeDecision(
+            f"`EmbeddingBagCollection` on devices other than {devices}",
+            Treatment.SYNCHRONOUS,
+            support.BAGS_NOT_COMPARED,
+        ),
+        ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
+        ExchangeDecision(
+            f"tables with a compute kernel other than {kernels}",
+            Treatment.SYNCHRONOUS,
+            "rows behind a cache must be read through FBGEMM",
+        ),
+        ExchangeDecision(
+            "collections with zero-collision ids",
+            Treatment.PRIORITIZED,
+            "ids are inserted in the order of the synchronous run",
+        ),
+    ]
+
+
+def _modules() -> list[ExchangeDecision]:
+    found = [
+        ExchangeDecision(
+            f"a module that is {reason}", Treatment.SYNCHRONOUS, "rows that were sent in advance could be out of date"
+        )
+        for reason in support.FOUND_IN_TRAINING
+    ]
+    return [*found, ExchangeDecision('one rank, with `prioritize="auto"`', Treatment.SYNCHRONOUS, support.SINGLE_RANK)]
+
+
+def _tables() -> list[ExchangeDecision]:
+    optimizers = [name for name in table_optimizer.TABLE_OPTIMIZERS if name not in table_optimizer.CUDA_ONLY_OPTIMIZERS]
+    cuda_only = _names(table_optimizer.CUDA_ONLY_OPTIMIZERS)
+    types = [kind.name for kind in CPU_TABLE_TYPES if kind.name != "FP32"]
+    return [
+        ExchangeDecision(
+            f"optimizers {_names(optimizers)}, and on CUDA {cuda_only}",
+            Treatment.PRIORITIZED,
+            "the update of a row depends on that row alone",
+        ),
+        ExchangeDecision(f"optimizer {cuda_only} on CPU", Treatment.REFUSED, "FBGEMM has no CPU kernel for it"),
+        ExchangeDecision(
+            f"optimizers {_names(table_optimizer.NOT_COMPARED_OPTIMIZERS)}",
+            Treatment.REFUSED,
+            "FBGEMM has them on CUDA only, and no run on a GPU has compared them",
+        ),
+        ExchangeDecision(
+            f"`weight_decay` with optimizers other than {_names(table_optimizer.WEIGHT_DECAY_OPTIMIZERS)}",
+            Treatment.REFUSED,
+            "FBGEMM ignores it",
+        ),
+        ExchangeDecision("`max_gradient`", Treatment.PRIORITIZED, "it limits each gradient before they are summed"),
+        ExchangeDecision(f"tables of type {_names(types)}", Treatment.SYNCHRONOUS, "their updates round"),
+        ExchangeDecision(
+            f"tables of types other than {_names([kind.name for kind in CPU_TABLE_TYPES])} on CPU",
+            Treatment.REFUSED,
+            "FBGEMM has no training kernel for them",
+        ),
+        ExchangeDecision("frozen tables", Treatment.PRIORITIZED, "their learning rate is 0"),
+    ]
+
+
+def _settings() -> list[ExchangeDecision]:
+    return [
+        ExchangeDecision(support.ACCUMULATION, Treatment.SYNCHRONOUS, support.ACCUMULATION_REASON),
+        ExchangeDecision(
+            "gradient accumulation with zero-collision ids, or with a batch size that varies by feature",
+            Treatment.REFUSED,
+            "the gradients of the tables cannot be held",
+        ),
+        ExchangeDecision(
+            "`plan`, `constraints`, `topology` with zero-collision ids",
+            Treatment.REFUSED,
+            "their rows are placed by bucket",
+        ),
+        ExchangeDecision(
+            "`data_parallel` tables of an `EmbeddingCollection` on CPU",
+            Treatment.REFUSED,
+            "FBGEMM's kernel would pool the rows",
+        ),
+        ExchangeDecision(
+            f"`precision` other than {_names(PRECISIONS)}",
+            Treatment.REFUSED,
+            "loss scaling cannot reach the tables, or the tables would not follow the precision",
+        ),
+        ExchangeDecision(_names(WEIGHT_AVERAGING), Treatment.REFUSED, "they would have to average sharded tables"),
+        ExchangeDecision(
+            "a layer that shares its weights with a table", Treatment.REFUSED, "sharding would separate the two"
+        ),
+    ]
+
+
+def markdown() -> str:
+    """The table, with its marks."""
+    rows = [f"| {row.subject} | {row.treatment} | {row.reason} |" for row in decisions()]
+    return "\n".join([BEGIN, "", "| what | treatment | why |", "| --- | --- | --- |", *rows, "", END])
+
+
+def with_table(page: str) -> str:
+    """The text of a page with the table of today between the marks."""
+    before, rest = page.split(BEGIN)
+    return before + markdown() + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parents[2] / "docs" / "exchange.md"
+    path.write_text(with_table(path.read_text()))

@@ -1,0 +1,182 @@
+"""Bags: the prioritized exchange gives the losses, weights and optimizer state of the synchronous one, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchrec import PoolingType
+
+from lightning_freescale.embedding.prioritized_bags import PrioritizedBags
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturnSet, RowSet
+from tests.embedding.bag_training import BAG_SHARDINGS, build_bags, train_bags
+from tests.embedding.training import Batches, make_schedule, random_batches, tables
+from tests.ranks import run_ranks
+
+SUM, MEAN, WEIGHTED = {}, {"pooling": PoolingType.MEAN}, {"weighted": True}  # weighted means stay synchronous
+
+
+def compare(rank: int, world: int, cases: list[dict[str, Any]]) -> list[bool]:
+    """For each case: whether both exchanges agree in every bit on this rank. Asserts that bags were prioritized."""
+    dist.init_process_group("gloo")
+    return [_compare(rank, world, **case) for case in cases]
+
+
+def _compare(
+    rank: int,
+    world: int,
+    kind: str,
+    optimizer: str,
+    batches: list[Batches],
+    weighted: bool = False,
+    pooling: PoolingType = PoolingType.SUM,
+    sabotage: Any = None,
+    flush_at: tuple[int, ...] = (),
+) -> bool:
+    plain, module = (build_bags(kind, optimizer, world, weighted=weighted, pooling=pooling) for _ in range(2))
+    expected = train_bags(plain, batches[rank], None, weighted)
+    schedule = make_schedule(module)  # type: ignore[arg-type]
+    if sabotage is not None:
+        sabotage(schedule)
+
+    def flush(step: int) -> None:
+        if step in flush_at:
+            schedule.flush()
+
+    got = train_bags(module, batches[rank], schedule, weighted, between=flush)
+    scheduled = schedule.modules[0]
+    assert isinstance(scheduled.exchange, PrioritizedBags)
+    assert scheduled.synchronous_reason is None, scheduled.synchronous_reason
+    assert len(batches[rank]) < 2 or scheduled.kjt_index == 0
+    a, b = tables(plain), tables(module)  # type: ignore[arg-type]
+    return got == expected and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def case(
+    world: int, steps: int = 6, seed: int = 0, samples: Any = lambda rank, step: 4, **kwargs: Any
+) -> dict[str, Any]:
+    return {"batches": [random_batches(rank, steps, seed, samples) for rank in range(world)], **kwargs}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_sharding_and_pooling(world: int) -> None:
+    variants = [("rowwise_adagrad", SUM), ("rowwise_adagrad", MEAN), ("sgd", WEIGHTED)]
+    cases = [
+        case(world, kind=kind, optimizer=optimizer, seed=seed, **pooling)
+        for seed, kind in enumerate(BAG_SHARDINGS)
+        for optimizer, pooling in (variants if world == 2 else [variants[seed % 3]])
+    ]
+    cases.append(case(world, kind="both", optimizer="adagrad", flush_at=(0, 3, 4)))
+    for result in run_ranks(compare, world, args=(world, cases), timeout=120):
+        assert result == [True] * len(cases)
+
+
+def test_uneven_batches_an_empty_rank_and_steps_without_ids() -> None:
+    shapes = [
+        lambda rank, step: 1 + 3 * rank,
+        lambda rank, step: 0 if rank == 1 else 4,
+        lambda rank, step: 0 if step in (0, 3, 7) else 4,
+    ]
+    cases = [
+        case(3, kind=kind, optimizer="rowwise_adagrad", samples=shape, seed=10 + i, **MEAN)
+        for i, shape in enumerate(shapes)
+        for kind in ("one_rank", "both")
+    ]
+    for result in run_ranks(compare, 3, args=(3, cases), timeout=120):
+        assert result == [True] * len(cases)
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_data(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 3))
+    drawn = []
+    for _ in range(4):  # starting processes is slow: run several cases in each set of processes
+        ids = st.lists(st.integers(0, 23), max_size=4)
+        samples = st.lists(st.tuples(ids, ids, ids).map(list), max_size=3)
+        steps = data.draw(st.integers(1, 6))
+        drawn.append(
+            {
+                "kind": data.draw(st.sampled_from(BAG_SHARDINGS)),
+                "optimizer": data.draw(st.sampled_from(["sgd", "rowwise_adagrad"])),
+                **data.draw(st.sampled_from([SUM, MEAN, WEIGHTED])),
+                "batches": [[data.draw(samples) for _ in range(steps)] for _ in range(world)],
+            }
+        )
+    for result in run_ranks(compare, world, args=(world, drawn), timeout=120):
+        assert result == [True] * len(drawn)
+
+
+# ---- negative controls: the comparison detects each error ------------------------------------------------------------
+def prefetch_every_bag(schedule: ExchangeSchedule) -> None:
+    def detect(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
+
+    finder = schedule.modules[0].exchange.finder
+    finder.detectors = [detect for _ in finder.detectors]  # type: ignore[misc]
+
+
+def update_all_rows_of_urgent_bags(schedule: ExchangeSchedule) -> None:
+    """Rows that also occur in late bags are then updated twice."""
+    gradients = schedule.modules[0].exchange.gradients
+    return_set = gradients.return_set
+
+    def whole_bags(requests: Requests, rows: RowSet) -> ReturnSet:
+        found = return_set(requests, rows)
+        exchange = schedule.modules[0].exchange
+        return replace(found, features=exchange._fetch_set(0, rows).features)
+
+    gradients.return_set = whole_bags  # type: ignore[method-assign]
+
+
+def forget_urgent_gradients(schedule: ExchangeSchedule) -> None:
+    """Rows that wait for late gradients then miss those that have arrived with the urgent ones."""
+    gradients = schedule.modules[0].exchange.gradients
+    update = gradients.update
+
+    def forgetful(group: int, rows: Any, received: torch.Tensor, batch: ComputingBatch) -> None:
+        batch.received.clear()
+        update(group, rows, received, batch)
+
+    gradients.update = forgetful  # type: ignore[method-assign]
+
+
+def send_all_bags_late(schedule: ExchangeSchedule) -> None:
+    """Negative control of the controls: nothing is wrong with it, it is only slow."""
+    finder = schedule.modules[0].exchange.finder
+    finder.detectors = [
+        lambda first, second: (torch.ones_like(first, dtype=torch.bool), torch.ones_like(second, dtype=torch.bool))
+        for _ in finder.detectors
+    ]  # type: ignore[misc]
+
+
+def test_the_comparison_detects_errors() -> None:
+    wrong = [prefetch_every_bag, update_all_rows_of_urgent_bags, forget_urgent_gradients]
+    cases = [
+        case(2, kind="table_wise", optimizer="rowwise_adagrad", sabotage=change)
+        for change in (*wrong, None, send_all_bags_late)
+    ]
+    results = run_ranks(compare, 2, args=(2, cases))
+    equal = [all(of_case) for of_case in zip(*results, strict=True)]
+    assert equal == [False, False, False, True, True]
+
+
+def kinds_of_bags(rank: int) -> tuple[int, int]:
+    """The pieces that this rank has requested, and those of colliding bags."""
+    dist.init_process_group("gloo")
+    module = build_bags("table_wise", "sgd", 2)
+    schedule = make_schedule(module)  # type: ignore[arg-type]
+    train_bags(module, random_batches(rank, 8, 0, lambda r, s: 4), schedule)
+    stats = schedule.modules[0].exchange.stats
+    return stats.rows, stats.collisions
+
+
+def test_some_bags_travel_early() -> None:
+    for rows, collisions in run_ranks(kinds_of_bags):
+        assert 0 < collisions < rows

@@ -1,0 +1,98 @@
+"""Bags in a model, beside sequences: both strategies train alike, bit for bit, and the log says what stays synchronous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embedding.support import reason_against_prioritizing
+from tests import toy
+from tests.ranks import run_ranks
+
+WIDTHS = {"item": 16, "shop": 8}
+
+
+def bags(prefix: str, pooling: PoolingType, weighted: bool = False) -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(
+            name=f"{prefix}_{name}",
+            embedding_dim=WIDTHS[name],
+            num_embeddings=rows,
+            feature_names=[feature for feature, table in toy.FEATURES.items() if table == name],
+            pooling=pooling,
+        )
+        for name, rows in toy.ROWS.items()
+    ]
+    return EmbeddingBagCollection(tables=tables, is_weighted=weighted)
+
+
+class Both(toy.Model):
+    """A collection of sequences and two collections of bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.means = bags("sum", PoolingType.SUM), bags("mean", PoolingType.MEAN)
+        width = len(toy.FEATURES) * toy.DIM + 2 * sum(WIDTHS[table] for table in toy.FEATURES.values())
+        self.head = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        rows = self.embeddings(features)
+        sequences = [toy.mean(rows[key]) for key in toy.FEATURES]
+        pooled = [collection(features).values() for collection in (self.sums, self.means)]
+        return self.head(torch.cat([*sequences, *pooled], dim=1)).squeeze(-1)
+
+
+def train(rank: int, sharding: Any, prioritize: bool) -> tuple[list[float], dict[str, Tensor], list]:
+    pl.seed_everything(1, verbose=False)
+    model, seen = Both(), []
+
+    class Watch(pl.Callback):
+        def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+            seen.append(trainer.strategy.schedule.prioritized if trainer.strategy.schedule else [])
+
+    strategy = FreeScaleStrategy(sharding=sharding, prioritize=prioritize, balance="off")
+    trainer = toy.trainer(strategy, 2, max_epochs=1, callbacks=[Watch()], limit_val_batches=1, val_check_interval=4)
+    trainer.fit(model, toy.loader(32), toy.loader(8, shuffle=False))
+    return model.losses, toy.weights(model), seen[-1]
+
+
+def trainings(rank: int, cases: list[tuple[Any, bool]]) -> list[tuple[list[float], dict[str, Tensor], list]]:
+    return [train(rank, *case) for case in cases]
+
+
+def test_sequences_and_bags_in_one_model() -> None:
+    cases = [(sharding, prioritize) for sharding in ("table_wise", "column_wise", None) for prioritize in (False, True)]
+    for results in run_ranks(trainings, args=(cases,), timeout=120):
+        for plain, prioritized in zip(results[::2], results[1::2], strict=True):
+            assert plain[0] == prioritized[0]
+            assert toy.same(plain[1], prioritized[1])
+        every = ["embeddings", "sums", "means"]  # by default tables are row-wise, and row-wise bags stay synchronous
+        assert [result[2] for result in results[1::2]] == [every, every, ["embeddings"]]
+
+
+def reasons(rank: int) -> list[str | None]:
+    found = []
+    for sharding, pooling, weighted in (
+        ("table_wise", PoolingType.SUM, True),
+        ("row_wise", PoolingType.SUM, False),
+        ("table_wise", PoolingType.MEAN, True),
+    ):
+        model = toy.Model(bags=True)
+        model.embeddings = bags("b", pooling, weighted)
+        trainer = toy.trainer(FreeScaleStrategy(sharding=sharding), 1, limit_val_batches=0)
+        trainer.validate(model, toy.loader(), verbose=False)
+        found.append(reason_against_prioritizing(model.embeddings))  # type: ignore[arg-type]
+    return found
+
+
+def test_which_bags_stay_synchronous() -> None:
+    assert run_ranks(reasons, 1)[0] == [
+        None,
+        "has a table 'b_item' with row_wise sharding",
+        "pools weighted bags by their mean, and FBGEMM does not divide the gradients of weighted means on a CPU",
+    ]
