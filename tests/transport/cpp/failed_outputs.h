@@ -16,7 +16,7 @@ void poisoned_output(int hosts) {
   Group group(2, hosts, small());
   on_ranks(2, [&](int rank) {
     Settings settings = group.settings;
-    if (rank == 1) settings.timeout = 0.3;  // the higher rank waits for no connection
+    if (rank == 1) settings.timeout = 1.5;  // the higher rank waits for no connection
     auto queue = group.open(rank, settings);
     Bytes old(200'000, 7), first(200'000, 0), second(60'000, 0);
     queue->exchange("all_to_all", to_peer(1 - rank, 2, old), to_peer(1 - rank, 2, first), 0)->wait(30);
