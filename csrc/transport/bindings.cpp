@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "queue.h"
+#include "sha256.h"
 
 namespace py = pybind11;
 
@@ -16,13 +17,36 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 // A forked child inherits the object but none of its threads, so the child must not destroy it.
 std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts,
                                   bool high_priority, std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
-                                  std::string bind_to, std::size_t network_threads, bool early_flag) {
-  Settings settings{high_priority, chunk_bytes, buffer_bytes, timeout, std::move(bind_to), network_threads, early_flag};
+                                  std::string bind_to, std::string secret, std::size_t network_threads,
+                                  bool early_flag) {
+  Settings settings;
+  settings.high_priority = high_priority;
+  settings.chunk_bytes = chunk_bytes;
+  settings.buffer_bytes = buffer_bytes;
+  settings.timeout = timeout;
+  settings.bind_to = std::move(bind_to);
+  settings.secret = std::move(secret);
+  settings.network_threads = network_threads;
+  settings.early_flag = early_flag;
+  py::gil_scoped_release release_gil;
   auto* queue = new Queue(std::move(device), rank, std::move(hosts), std::move(settings));
   return std::shared_ptr<Queue>(queue, [process = getpid()](Queue* pointer) {
     if (process != getpid()) return;
     py::gil_scoped_release release;
     delete pointer;
+  });
+}
+
+// The end of an exchange calls the driver, which may block. Python holds its lock when it drops an object.
+std::shared_ptr<Exchange> freed_without_gil(std::shared_ptr<Exchange> exchange) {
+  Exchange* pointer = exchange.get();
+  return std::shared_ptr<Exchange>(pointer, [exchange = std::move(exchange)](Exchange*) mutable {
+    if (!PyGILState_Check()) {
+      exchange.reset();
+      return;
+    }
+    py::gil_scoped_release release;
+    exchange.reset();
   });
 }
 
@@ -51,35 +75,60 @@ void bind_transport(py::module_& module) {
   module.def("cuda_device", &cuda_device, py::arg("ordinal"), ReleaseGil());
   module.def("host_device", &host_device);
   module.def("cuda_facts", [] {
-    const CudaFacts facts = cuda_facts();
+    CudaFacts facts;
+    {
+      py::gil_scoped_release release;  // the driver may take seconds to start
+      facts = cuda_facts();
+    }
     return py::make_tuple(facts.problem, facts.driver_version, facts.devices);
   });
   module.def("shared_memory_free", &Segment::free_bytes);
+  module.def("hmac_sha256", [](const std::string& key, const std::string& message) {
+    const Digest digest = hmac_sha256(key, message);
+    return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
+  });
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(module, "TransportExchange")
-      .def("done", &Exchange::done)
-      .def("block_stream", &Exchange::block_stream, py::arg("stream"))
+      .def("done", &Exchange::done, ReleaseGil())
+      .def("block_stream", &Exchange::block_stream, py::arg("stream"), ReleaseGil())
       .def("wait", &Exchange::wait, py::arg("seconds"), ReleaseGil())
       .def_property_readonly("name", &Exchange::name);
 
   py::class_<Queue, std::shared_ptr<Queue>>(module, "TransportQueue")
       .def(py::init(&make_queue), py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("hosts"),
            py::arg("high_priority"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"),
-           py::arg("bind_to"), py::arg("network_threads"), py::arg("early_flag") = false)
-      .def("address", &Queue::address)
-      .def("connect", &Queue::connect, py::arg("addresses"), ReleaseGil())
-      .def("unlink_segment", &Queue::unlink_segment)
+           py::arg("bind_to"), py::arg("secret"), py::arg("network_threads"), py::arg("early_flag") = false)
+      .def("address", &Queue::address, ReleaseGil())
+      .def(
+          "connect",
+          [](Queue& queue, const std::vector<std::string>& addresses, const py::function& check) {
+            py::gil_scoped_release release;
+            queue.connect(addresses, [&check] {
+              py::gil_scoped_acquire acquire;
+              check();
+            });
+          },
+          py::arg("addresses"), py::arg("check"))
+      .def("unlink_segment", &Queue::unlink_segment, ReleaseGil())
       .def(
           "exchange",
           [](Queue& queue, const std::string& kind, const std::vector<Address>& out,
              const std::vector<std::size_t>& out_bytes, const std::vector<Address>& in,
              const std::vector<std::size_t>& in_bytes, StreamHandle caller) {
-            return queue.exchange(kind, buffers(out, out_bytes), buffers(in, in_bytes), caller);
+            return freed_without_gil(queue.exchange(kind, buffers(out, out_bytes), buffers(in, in_bytes), caller));
           },
           py::arg("kind"), py::arg("send"), py::arg("send_bytes"), py::arg("receive"), py::arg("receive_bytes"),
           py::arg("stream"), ReleaseGil())
-      .def("failure", &Queue::failure)
-      .def("report", [](const Queue& queue) { return as_dict(queue.report()); })
+      .def("failure", &Queue::failure, ReleaseGil())
+      .def("report",
+           [](const Queue& queue) {
+             Report report;
+             {
+               py::gil_scoped_release release;  // the lock of the queue may be held by a thread that waits for Python's
+               report = queue.report();
+             }
+             return as_dict(report);
+           })
       .def("streams", &Queue::streams)
       .def("close", &Queue::close, py::arg("seconds"), ReleaseGil());
 }

@@ -229,18 +229,20 @@ class CudaDevice : public Device {
   // Streams are reused and never destroyed. Torch's allocator may refer to a stream as long as a tensor lives that was
   // sent through it.
   DriverStream take_stream() {
-    ScopedContext scope(context_);
-    std::lock_guard lock(mutex_);
-    if (idle_.empty()) {
-      int least = 0, greatest = 0;
-      FREESCALE_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
-      DriverStream stream;
-      FREESCALE_CUDA(cuStreamCreateWithPriority, &stream, stream_non_blocking, greatest);
-      idle_.push_back(stream);
+    {
+      std::lock_guard lock(mutex_);
+      if (!idle_.empty()) {
+        const DriverStream taken = idle_.back();
+        idle_.pop_back();
+        return taken;
+      }
     }
-    const DriverStream taken = idle_.back();
-    idle_.pop_back();
-    return taken;
+    ScopedContext scope(context_);
+    int least = 0, greatest = 0;
+    FREESCALE_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
+    DriverStream stream;
+    FREESCALE_CUDA(cuStreamCreateWithPriority, &stream, stream_non_blocking, greatest);
+    return stream;
   }
 
   void return_stream(DriverStream stream) {

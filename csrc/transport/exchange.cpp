@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "backoff.h"
 #include "queue.h"
 
 namespace freescale::transport {
@@ -54,12 +55,13 @@ void Exchange::block_stream(StreamHandle caller) {
 // Polls in growing intervals until `done()`. Returns false if `deadline` comes first.
 template <typename Done>
 static bool wait_until(Clock::time_point deadline, Done done) {
+  const Backoff backoff;
   for (int spins = 0; !done(); ++spins) {
     if (Clock::now() > deadline) return false;
     if (spins < 64)
       std::this_thread::yield();
     else
-      std::this_thread::sleep_for(std::chrono::microseconds(spins < 256 ? 20 : 200));
+      backoff.sleep();
   }
   return true;
 }
@@ -78,7 +80,7 @@ void Exchange::wait(double seconds) {
   if (!in_time) throw std::runtime_error(name_ + ": not finished within " + std::to_string(seconds) + " s");
 }
 
-// Commits and pins the memory of a ring's present area when it is used for the first time.
+// Pins the memory of a ring's present area when it is used for the first time.
 void Queue::prepare_ring(Channel& channel, int peer, bool out) {
   const Ring& ring = out ? channel.out : channel.in;
   std::optional<std::size_t>& level = out ? channel.out_level : channel.in_level;
@@ -86,11 +88,6 @@ void Queue::prepare_ring(Channel& channel, int peer, bool out) {
   level = ring.level();
   const Ring::Area area = ring.area();
   if (!out && peer == rank_) return;  // a rank receives from itself out of its outgoing ring
-  const bool mine = out || channel.remote;
-  const std::size_t start = out              ? layout_.outgoing_offset(peer)
-                            : channel.remote ? layout_.incoming_offset(peer)
-                                             : channel.view.outgoing_offset(rank_);
-  (mine ? own_segment_ : *channel.peer).commit(start + area.offset, area.bytes);
   pin((out ? channel.out_ring : channel.in_ring) + area.offset, area.bytes);
   if (out) report_.ring_bytes += area.bytes;
 }
@@ -133,7 +130,7 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
     finished.swap(finished_);
   }
   auto exchange = std::make_shared<Exchange>();
-  const Word number = static_cast<Word>(exchanges_);
+  const Word number = exchange->number_ = static_cast<Word>(exchanges_);
   exchange->name_ = kind + " #" + std::to_string(exchanges_++);
   exchange->failure_ = failure_;
   for (const auto& part : out) exchange->out_.bytes.push_back(part.bytes);
@@ -152,11 +149,19 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
       exchange->in_.last.push_back(after_last(receives[peer]));
       report_.sent_bytes += out[peer].bytes;
       report_.received_bytes += in[peer].bytes;
-      if (!channel.remote || sends[peer].empty()) continue;
+      if (!channel.remote) continue;
       std::lock_guard pending(pending_mutex_);
+      if (sends[peer].empty()) channel.notices.push_back({0, number, hash_of(kind), 0, 0, 0, 0});
       for (const auto& slot : sends[peer])
         channel.pending.push_back({slot.number, number, hash_of(kind), 0, out[peer].bytes, slot.offset, slot.bytes});
     }
+    {  // from here on the watchdog looks after it, also while the issue waits for room on the streams
+      std::lock_guard watchdog_lock(watchdog_mutex_);
+      if (outstanding_.empty()) oldest_since_ = Clock::now();
+      outstanding_.push_back(exchange);
+    }
+    watchdog_wakes_.notify_one();
+    wake_network_threads();
     const auto ready = device_->record(caller);
     out_->wait_event(ready);
     in_->wait_event(ready);
@@ -166,21 +171,19 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
   } catch (const std::exception& error) {
     // Half of the exchange may be issued, so no rank can continue.
     fail("rank " + std::to_string(rank_) + ": " + error.what());
+    publish_final_counters();
     exchange->out_.event = out_->record();
     exchange->in_.event = in_->record();
     exchange->drain();
     throw std::runtime_error(failure_->reason());
   }
   ++report_.exchanges;
-  {
-    std::lock_guard watchdog_lock(watchdog_mutex_);
-    if (outstanding_.empty()) oldest_since_ = Clock::now();
-    outstanding_.push_back(exchange);
-  }
-  watchdog_wakes_.notify_one();
-  wake_senders();
   return exchange;
 }
+
+// Operations that a device takes without blocking the host are limited, so few chunks are on a stream at a time. A
+// chunk needs up to five operations, and a stream of CUDA takes about a thousand.
+static constexpr std::size_t most_chunks_on_stream = 192, most_chunks_in_section = 48;
 
 void Queue::enqueue(const std::vector<Buffer>& out, const std::vector<Buffer>& in, const SlotsByRank& sends,
                     const SlotsByRank& receives) {
@@ -191,8 +194,47 @@ void Queue::enqueue(const std::vector<Buffer>& out, const std::vector<Buffer>& i
   }
   for (std::size_t first = 0; first < rounds; first += window) {
     const std::size_t last = std::min(rounds, first + window);
-    send_rounds(out, sends, first, last);
-    receive_rounds(in, receives, first, last);
+    const auto sent = in_order(sends, first, last, true);
+    for (std::size_t done = 0; done < sent.size(); done += most_chunks_in_section)
+      send(out, sends, &sent[done], std::min(most_chunks_in_section, sent.size() - done));
+    for (std::size_t round = first; round < last; ++round) {
+      const auto received = in_order(receives, round, round + 1, false);
+      for (std::size_t done = 0; done < received.size(); done += most_chunks_in_section)
+        receive(in, receives, &received[done], std::min(most_chunks_in_section, received.size() - done));
+    }
+  }
+}
+
+// The chunks of some rounds in the order in which they are issued: in each round, the nearest peer first, and after all
+// others those peers that would make the stream wait. So a late peer holds up the others as little as possible.
+std::vector<Queue::ChunkOfRound> Queue::in_order(const SlotsByRank& slots, std::size_t first, std::size_t last,
+                                                 bool out) const {
+  std::vector<ChunkOfRound> chunks;
+  const auto is_ready = [&](const ChunkOfRound& chunk) {
+    const Ring::Slot& slot = slots[chunk.peer][chunk.round];
+    if (out) return !slot.free_at || reached(load(channels_[chunk.peer].freed), *slot.free_at);
+    return reached(load(channels_[chunk.peer].arrived), slot.number + 1);
+  };
+  for (std::size_t round = first; round < last; ++round) {
+    const auto start = static_cast<std::ptrdiff_t>(chunks.size());
+    for (int distance = 0; distance < world(); ++distance) {
+      const int peer = (rank_ + (out ? distance : world() - distance)) % world();
+      if (round < slots[peer].size()) chunks.push_back({peer, round});
+    }
+    std::stable_partition(chunks.begin() + start, chunks.end(), is_ready);
+  }
+  return chunks;
+}
+
+// Waits until `more` chunks can be issued without blocking inside the device. Nothing that others need is held
+// meanwhile: neither the issue mutex, nor Python's lock.
+void Queue::wait_for_room(ChunksInFlight& chunks, std::size_t more) {
+  const Backoff backoff;
+  while (true) {
+    while (!chunks.empty() && reached(load(chunks.front().first), chunks.front().second)) chunks.pop_front();
+    if (chunks.size() + more <= most_chunks_on_stream) return;
+    failure_->throw_if_set();
+    backoff.sleep();
   }
 }
 
@@ -202,57 +244,61 @@ void Queue::wait_for_slot(const Channel& channel, const Ring::Slot& slot) {
   if (slot.free_at && !reached(load(channel.freed), *slot.free_at)) out_->wait_word(channel.freed, *slot.free_at);
 }
 
-// A high-priority queue first waits for all slots of these rounds, and closes its gate only while it copies. It must
+// A high-priority queue first waits for all slots of these chunks, and closes its gate only while it copies. It must
 // not block low-priority transfers while it waits, because the peer may need those first.
-void Queue::send_rounds(const std::vector<Buffer>& out, const SlotsByRank& sends, std::size_t first, std::size_t last) {
+void Queue::send(const std::vector<Buffer>& out, const SlotsByRank& sends, const ChunkOfRound* first,
+                 std::size_t count) {
+  wait_for_room(out_flight_, count);
   const auto gates = settings_.high_priority ? std::vector<Gate>() : device_->gates();
   std::lock_guard issue_lock(device_->issue_mutex);
   if (gate_) {
-    for (int peer = 0; peer < world(); ++peer) {
-      const std::size_t end = std::min(last, sends[peer].size());
-      if (end > first) wait_for_slot(channels_[peer], sends[peer][end - 1]);
-    }
+    for (const auto* chunk = first; chunk != first + count; ++chunk)
+      wait_for_slot(channels_[chunk->peer], sends[chunk->peer][chunk->round]);
     out_->write_word(gate_->out, 0);
   }
-  for (std::size_t round = first; round < last; ++round)
-    for (int distance = 0; distance < world(); ++distance) {
-      const int peer = (rank_ + distance) % world();
-      if (round >= sends[peer].size()) continue;
-      Channel& channel = channels_[peer];
-      const Ring::Slot& slot = sends[peer][round];
-      if (!gate_) wait_for_slot(channel, slot);
-      for (const Gate& gate : gates) out_->wait_word(gate.out, 1);
-      const Address source = out[peer].address + round * sends[peer][0].bytes;
-      if (settings_.early_flag) out_->write_word(channel.sent, slot.number + 1);
-      out_->copy_to_host(channel.out_ring + slot.offset, source, slot.bytes);
-      out_->write_word(channel.sent, slot.number + 1);
-    }
+  for (const auto* chunk = first; chunk != first + count; ++chunk) {
+    const auto [peer, round] = *chunk;
+    Channel& channel = channels_[peer];
+    const Ring::Slot& slot = sends[peer][round];
+    if (!gate_) wait_for_slot(channel, slot);
+    for (const Gate& gate : gates) out_->wait_word(gate.out, 1);
+    const Address source = out[peer].address + round * sends[peer][0].bytes;
+    if (settings_.early_flag) out_->write_word(channel.sent, slot.number + 1);
+    out_->copy_to_host(channel.out_ring + slot.offset, source, slot.bytes);
+    out_->write_word(channel.sent, slot.number + 1);
+    store(&channel.issued_out, slot.number + 1);
+    out_flight_.emplace_back(channel.sent, slot.number + 1);
+  }
   if (gate_) out_->write_word(gate_->out, 1);
 }
 
-void Queue::receive_rounds(const std::vector<Buffer>& in, const SlotsByRank& receives, std::size_t first,
-                           std::size_t last) {
+void Queue::receive(const std::vector<Buffer>& in, const SlotsByRank& receives, const ChunkOfRound* first,
+                    std::size_t count) {
+  wait_for_room(in_flight_, count);
   const auto gates = settings_.high_priority ? std::vector<Gate>() : device_->gates();
+  const auto wait_for_arrival = [&](const ChunkOfRound& chunk) {
+    const Word number = receives[chunk.peer][chunk.round].number;
+    const Word* arrived = channels_[chunk.peer].arrived;
+    if (!reached(load(arrived), number + 1)) in_->wait_word(arrived, number + 1);
+  };
   std::lock_guard issue_lock(device_->issue_mutex);
-  for (std::size_t round = first; round < last; ++round) {
-    if (gate_) {
-      for (int peer = 0; peer < world(); ++peer)
-        if (round < receives[peer].size()) in_->wait_word(channels_[peer].arrived, receives[peer][round].number + 1);
-      in_->write_word(gate_->in, 0);
-    }
-    for (int distance = 0; distance < world(); ++distance) {
-      const int peer = (rank_ - distance + world()) % world();
-      if (round >= receives[peer].size()) continue;
-      Channel& channel = channels_[peer];
-      const Ring::Slot& slot = receives[peer][round];
-      if (!gate_) in_->wait_word(channel.arrived, slot.number + 1);
-      for (const Gate& gate : gates) in_->wait_word(gate.in, 1);
-      const Address target = in[peer].address + round * receives[peer][0].bytes;
-      in_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
-      in_->write_word(channel.received, slot.number + 1);
-    }
-    if (gate_) in_->write_word(gate_->in, 1);
+  if (gate_) {
+    std::for_each(first, first + count, wait_for_arrival);
+    in_->write_word(gate_->in, 0);
   }
+  for (const auto* chunk = first; chunk != first + count; ++chunk) {
+    const auto [peer, round] = *chunk;
+    Channel& channel = channels_[peer];
+    const Ring::Slot& slot = receives[peer][round];
+    if (!gate_) wait_for_arrival(*chunk);
+    for (const Gate& gate : gates) in_->wait_word(gate.in, 1);
+    const Address target = in[peer].address + round * receives[peer][0].bytes;
+    in_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
+    in_->write_word(channel.received, slot.number + 1);
+    store(&channel.issued_in, slot.number + 1);
+    in_flight_.emplace_back(channel.received, slot.number + 1);
+  }
+  if (gate_) in_->write_word(gate_->in, 1);
 }
 
 }  // namespace freescale::transport

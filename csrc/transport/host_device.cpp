@@ -6,6 +6,7 @@
 #include <functional>
 #include <thread>
 
+#include "backoff.h"
 #include "device.h"
 
 namespace freescale::transport {
@@ -24,11 +25,12 @@ class HostEvent : public Event {
 // Polls until `done()` or `stop`, at first without sleeping.
 template <typename Done>
 void poll(const std::atomic<bool>& stop, Done done) {
+  const Backoff backoff;
   for (int spins = 0; !done() && !stop.load(std::memory_order_relaxed); ++spins) {
     if (spins < 64)
       std::this_thread::yield();
     else
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      backoff.sleep();
   }
 }
 

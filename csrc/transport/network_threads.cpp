@@ -1,6 +1,7 @@
 // The threads that carry chunks and counters between hosts. A sending thread hands the chunks that our streams have
 // written to the network. A receiving thread writes what arrives into the rings that our streams read. TCP copies the
 // bytes on the CPU, so the peers are divided among several pairs of threads, one thread for each direction.
+#include "backoff.h"
 #include "queue.h"
 
 #include <algorithm>
@@ -21,20 +22,20 @@ class Queue::Callbacks : public WireCallbacks {
     if (chunk.number != channel.next_arrival || chunk.offset > region || chunk.bytes > region - chunk.offset)
       throw std::runtime_error("rank " + std::to_string(peer) + " sent chunk " + std::to_string(chunk.number) +
                                ", but chunk " + std::to_string(channel.next_arrival) + " was expected");
-    if (chunk.offset + chunk.bytes > channel.committed) {  // the first use of this part of the ring
-      queue_.own_segment_.commit(queue_.layout_.incoming_offset(peer) + chunk.offset, chunk.bytes);
-      channel.committed = chunk.offset + chunk.bytes;
-    }
     return channel.in_ring + chunk.offset;
   }
 
+  void announced(int peer, const Chunk& chunk) override {
+    compare(peer, chunk);
+    store(&queue_.channels_[peer].last_heard, chunk.exchange + 1);
+  }
+
   void arrived(int peer, const Chunk& chunk) override {
+    compare(peer, chunk);
     Channel& channel = queue_.channels_[peer];
-    channel.theirs->announce(chunk.exchange, {chunk.kind, chunk.total, Announcement::unknown});
-    if (const auto problem = queue_.mismatch(peer, chunk.exchange))
-      throw std::runtime_error("exchange #" + std::to_string(chunk.exchange) + ": " + *problem);
-    ++channel.next_arrival;
-    store(channel.arrived, chunk.number + 1);
+    store(channel.arrived, ++channel.next_arrival);
+    store(&channel.last_heard, chunk.exchange + 1);
+    queue_.wake_sender_of(peer);  // it will report that our stream has copied the chunk out
   }
 
   void credited(int peer, Word received) override { store(queue_.channels_[peer].freed, received); }
@@ -46,6 +47,13 @@ class Queue::Callbacks : public WireCallbacks {
   }
 
  private:
+  // Compares what the peer says about an exchange with what this rank has announced, if it has.
+  void compare(int peer, const Chunk& chunk) {
+    queue_.channels_[peer].theirs->announce(chunk.exchange, {chunk.kind, chunk.total, Announcement::unknown});
+    if (const auto problem = queue_.mismatch(peer, chunk.exchange))
+      throw std::runtime_error("exchange #" + std::to_string(chunk.exchange) + ": " + *problem);
+  }
+
   Queue& queue_;
 };
 
@@ -63,7 +71,7 @@ void Queue::start_network_threads() {
   }
   for (auto& threads : network_) {
     threads->send_thread = std::thread([this, &threads = *threads] { send_chunks(threads); });
-    threads->receive_thread = std::thread([this, &threads = *threads] { receive_chunks(*threads.receiver); });
+    threads->receive_thread = std::thread([this, &threads = *threads] { receive_chunks(threads); });
   }
 }
 
@@ -71,7 +79,7 @@ void Queue::start_network_threads() {
 // that the system could not start is not joinable.
 void Queue::stop_network_threads() {
   stop_sending_ = true;
-  wake_senders();
+  wake_network_threads();
   for (auto& threads : network_)
     if (threads->send_thread.joinable()) threads->send_thread.join();
   stop_receiving_ = true;
@@ -80,59 +88,106 @@ void Queue::stop_network_threads() {
     if (threads->receive_thread.joinable()) threads->receive_thread.join();
 }
 
-void Queue::wake_senders() {
-  for (auto& threads : network_) threads->sender->wake();
+void Queue::wake_network_threads() {
+  for (auto& threads : network_) {
+    threads->sleeps = false;
+    threads->sender->wake();
+    if (failure_->is_set()) threads->receiver->wake();
+  }
 }
 
-// Hands the chunks that are ready to the network. Returns whether chunks or credits are still outstanding.
-bool Queue::send_ready(NetworkThreads& threads) {
-  bool busy = false, urgent = false;
+// Wakes the thread only if it sleeps, because a wake-up is a call of the system.
+void Queue::wake_sender_of(int peer) {
+  for (auto& threads : network_)
+    if (std::find(threads->peers.begin(), threads->peers.end(), peer) != threads->peers.end() &&
+        threads->sleeps.exchange(false))
+      threads->sender->wake();
+}
+
+// Hands the next chunk for this peer to the network, if our stream has written it. Returns whether it did.
+bool Queue::post_next_chunk(NetworkThreads& threads, int peer) {
+  Channel& channel = channels_[peer];
+  if (channel.posted == load(channel.sent) || !threads.sender->idle(peer)) return false;
+  if (!settings_.high_priority && device_->urgent_senders != 0) return false;
+  Chunk chunk;
+  {
+    std::lock_guard lock(pending_mutex_);
+    chunk = channel.pending.front();
+    channel.pending.pop_front();
+  }
+  threads.sender->put(peer, chunk, channel.out_ring + chunk.offset);
+  ++channel.posted;
+  return true;
+}
+
+// Announces exchanges without bytes for this peer. An announcement does not overtake the chunks of earlier exchanges, so
+// that the peer hears of all exchanges in order.
+bool Queue::send_notices(NetworkThreads& threads, int peer) {
+  std::vector<Chunk> ready;
+  {
+    Channel& channel = channels_[peer];
+    std::lock_guard lock(pending_mutex_);
+    while (!channel.notices.empty() &&
+           (channel.pending.empty() || reached(channel.pending.front().exchange, channel.notices.front().exchange))) {
+      ready.push_back(channel.notices.front());
+      channel.notices.pop_front();
+    }
+  }
+  for (const Chunk& notice : ready) threads.sender->announce(peer, notice);
+  return !ready.empty();
+}
+
+// Sends what is ready: announcements, chunks and credits. The peers take turns, one chunk each.
+Queue::SendState Queue::send_ready(NetworkThreads& threads) {
+  SendState state;
+  bool urgent = false;
+  threads.turn = (threads.turn + 1) % threads.peers.size();
+  const auto by_turn = [&](std::size_t i) { return threads.peers[(threads.turn + i) % threads.peers.size()]; };
+  for (bool posted = true; posted;) {
+    posted = false;
+    for (std::size_t i = 0; i < threads.peers.size(); ++i) posted |= post_next_chunk(threads, by_turn(i));
+    state.progress |= posted;
+  }
   for (const int peer : threads.peers) {
     Channel& channel = channels_[peer];
-    const Word ready = load(channel.sent);
-    while (channel.posted != ready && threads.sender->idle(peer) &&
-           (settings_.high_priority || device_->urgent_senders == 0)) {
-      Chunk chunk;
-      {
-        std::lock_guard lock(pending_mutex_);
-        chunk = channel.pending.front();
-        channel.pending.pop_front();
-      }
-      threads.sender->put(peer, chunk, channel.out_ring + chunk.offset);
-      ++channel.posted;
-    }
+    state.progress |= send_notices(threads, peer);
     const Word received = load(channel.received);
-    if (received != channel.credited) threads.sender->credit(peer, channel.credited = received);
-    urgent |= channel.posted != ready || !threads.sender->idle(peer);
+    if (received != channel.credited) {
+      threads.sender->credit(peer, channel.credited = received);
+      state.progress = true;
+    }
+    urgent |= channel.posted != load(channel.sent) || !threads.sender->idle(peer);
     std::lock_guard lock(pending_mutex_);
-    busy |= !channel.lost &&
-            (!channel.pending.empty() || !threads.sender->idle(peer) || load(channel.freed) != channel.posted);
+    // Words that a device will write: it copies a chunk into our ring, or one that has arrived out of it.
+    state.waits |= !channel.lost && (!channel.pending.empty() || channel.credited != load(channel.arrived));
   }
   if (settings_.high_priority && urgent != threads.urgent) {
     threads.urgent = urgent;
     device_->urgent_senders += urgent ? 1 : -1;
   }
-  return busy;
+  return state;
 }
 
 void Queue::send_chunks(NetworkThreads& threads) {
   Callbacks callbacks(*this);
+  Backoff backoff;
   bool abort_sent = false;
   while (!stop_sending_) {
     try {
       if (failure_->is_set()) {
-        if (!abort_sent) threads.sender->abort(failure_->reason());
-        abort_sent = true;
-        threads.sender->progress(callbacks, std::chrono::milliseconds(1));
+        if (!abort_sent) {
+          threads.sender->abort(failure_->reason());
+          abort_sent = true;
+          ++stopped_threads_;
+        }
+        threads.sender->progress(callbacks, std::chrono::milliseconds(20));
         continue;
       }
-      bool busy;
-      {
-        std::lock_guard lock(watchdog_mutex_);
-        busy = !outstanding_.empty();  // read first: if it is empty, the counters that send_ready() reads are final
-      }
-      busy |= send_ready(threads);
-      threads.sender->progress(callbacks, busy ? std::chrono::microseconds(20) : idle_wait);
+      threads.sleeps = true;  // before the look, so that whoever changes something after it wakes this thread
+      const SendState state = send_ready(threads);
+      if (state.progress) backoff.restart();
+      if (state.waits) threads.sleeps = false;
+      threads.sender->progress(callbacks, state.waits || state.progress ? backoff.interval() : idle_wait);
     } catch (const std::exception& error) {
       fail("rank " + std::to_string(rank_) + ": " + error.what());
     }
@@ -150,11 +205,17 @@ void Queue::send_chunks(NetworkThreads& threads) {
   if (threads.urgent) --device_->urgent_senders;
 }
 
-void Queue::receive_chunks(WireEndpoint& receiver) {
+void Queue::receive_chunks(NetworkThreads& threads) {
   Callbacks callbacks(*this);
+  bool discards = false;
   while (!stop_receiving_) {
     try {
-      receiver.progress(callbacks, idle_wait);
+      if (failure_->is_set() && !discards) {
+        threads.receiver->discard();
+        discards = true;
+        ++stopped_threads_;
+      }
+      threads.receiver->progress(callbacks, idle_wait);
     } catch (const std::exception& error) {
       fail("rank " + std::to_string(rank_) + ": " + error.what());
     }

@@ -35,8 +35,14 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
   out_ = device_->new_stream();
   in_ = device_->new_stream();
   if (settings_.high_priority) gate_ = device_->claim_gate();
-  if (std::any_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host != hosts_[rank_]; }))
-    wire_ = tcp_wire(rank_, settings_.bind_to);
+  if (std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host == hosts_[rank_]; })) return;
+  if (settings_.secret.empty() && !is_loopback(settings_.bind_to))
+    throw std::runtime_error(
+        "the ranks are on several hosts and no secret is set, so any process that reaches " + settings_.bind_to +
+        " could take the place of a rank; set the environment variable FREESCALE_SECRET to the same random text on "
+        "every host (openssl rand -hex 32), or choose transport='nccl'");
+  wire_ = tcp_wire(rank_, settings_.bind_to,
+                   settings_.secret.empty() ? Segment::key_of(own_segment_.name()) : settings_.secret);
 }
 
 std::string Queue::address() const {
@@ -78,16 +84,32 @@ void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
   if (ring_capacity_ < 2 * page)
     throw std::runtime_error("too little shared memory: there are " + std::to_string(budget) +
                              " bytes for the rings of " + std::to_string(world()) +
-                             " ranks; enlarge /dev/shm (e.g. docker run --shm-size) or raise FREESCALE_BUFFER_BYTES");
+                             " ranks; enlarge /dev/shm (docker run --shm-size=2g) or raise FREESCALE_BUFFER_BYTES");
 }
 
-void Queue::connect(const std::vector<std::string>& addresses) {
+// Takes all memory that this rank will ever write to, so that no exchange finds /dev/shm full. Each group takes at most
+// half of what the groups before it have left, so all groups of the process share one budget.
+void Queue::reserve_memory() {
+  own_segment_.reserve(0, layout_.control());
+  const std::size_t region = channels_[rank_].out.region();
+  own_segment_.reserve(layout_.outgoing_offset(0), world() * region);
+  for (int peer = 0; peer < world(); ++peer)
+    if (channels_[peer].remote) own_segment_.reserve(layout_.incoming_offset(peer), region);
+}
+
+void Queue::connect(const std::vector<std::string>& addresses, const std::function<void()>& check) {
   agree_on_ring_size(addresses);
   const Ring ring(ring_capacity_, settings_.chunk_bytes);
   const std::size_t region = ring.region();
   own_segment_.map(SegmentLayout(nullptr, world(), region).total());
   layout_ = SegmentLayout(own_segment_.data(), world(), region);
-  own_segment_.commit(0, layout_.control());
+  channels_.resize(world());
+  peer_segments_.resize(world());
+  for (int peer = 0; peer < world(); ++peer) {
+    channels_[peer].out = channels_[peer].in = Ring(ring_capacity_, settings_.chunk_bytes, settings_.first_chunk);
+    channels_[peer].remote = hosts_[peer] != hosts_[rank_];
+  }
+  reserve_memory();
   const Process self = this_process();
   Header& header = layout_.header();
   header.process = self.number;
@@ -96,16 +118,17 @@ void Queue::connect(const std::vector<std::string>& addresses) {
   __atomic_store_n(&header.heartbeat, now_ns(), __ATOMIC_RELEASE);
   pin(own_segment_.data(), layout_.control());
 
-  channels_.resize(world());
-  peer_segments_.resize(world());
-  std::map<int, std::string> others;
+  std::map<int, WirePeer> others;
   for (int peer = 0; peer < world(); ++peer) {
     const auto fields = parse(addresses[peer]);
     open_channel(peer, fields.at("segment"));
-    if (channels_[peer].remote) others[peer] = fields.at("wire");
+    if (!channels_[peer].remote) continue;
+    // Without a secret the peer must be a process of this user on this machine, which has a key in its segment.
+    const bool key_is_here = settings_.secret.empty() && peer < rank_;
+    others[peer] = {fields.at("wire"), key_is_here ? Segment::key_of(fields.at("segment")) : settings_.secret};
   }
   report_.ring_bound_bytes = world() * region;
-  if (wire_) wire_->connect(others, after_seconds(settings_.timeout));
+  if (wire_) wire_->connect(others, after_seconds(settings_.timeout), check);
   connected_ = true;
   start_network_threads();
   watchdog_ = std::make_unique<std::thread>([this] { run_watchdog(); });
@@ -113,8 +136,6 @@ void Queue::connect(const std::vector<std::string>& addresses) {
 
 void Queue::open_channel(int peer, const std::string& segment) {
   Channel& channel = channels_[peer];
-  channel.out = channel.in = Ring(ring_capacity_, settings_.chunk_bytes, settings_.first_chunk);
-  channel.remote = hosts_[peer] != hosts_[rank_];
   channel.sent = &layout_.counters(peer).sent;
   channel.received = &layout_.counters(peer).received;
   channel.ours = &layout_.announcements(peer);
@@ -123,6 +144,7 @@ void Queue::open_channel(int peer, const std::string& segment) {
   for (Word* word : {&counters.sent, &counters.received, &counters.arrived, &counters.credit})
     store(word, settings_.first_chunk);
   channel.posted = channel.credited = channel.next_arrival = settings_.first_chunk;
+  channel.issued_out = channel.issued_in = settings_.first_chunk;
   if (channel.remote) {
     channel.their_announcements = std::make_unique<Announcements>();
     channel.theirs = channel.their_announcements.get();
@@ -139,7 +161,8 @@ void Queue::open_channel(int peer, const std::string& segment) {
     channel.peer = peer_segments_[peer].get();
     channel.peer->map(layout_.total());
     channel.view = SegmentLayout(channel.peer->data(), world(), channel.out.region());
-    channel.peer->commit(0, channel.view.control());
+    channel.peer->reserve(0, channel.view.control());  // the peer may not have come to this point yet
+    channel.peer->close_file();
     pin(channel.peer->data(), channel.view.control());
   }
   channel.theirs = &channel.view.announcements(rank_);
@@ -221,7 +244,8 @@ bool Queue::streams_idle() {
     all.insert(all.end(), outstanding_.begin(), outstanding_.end());
   }
   return std::all_of(all.begin(), all.end(), [](const auto& exchange) {
-    return exchange->out_.event->done() && exchange->in_.event->done();
+    const bool issued = exchange->out_.event && exchange->in_.event;
+    return issued && exchange->out_.event->done() && exchange->in_.event->done();
   });
 }
 

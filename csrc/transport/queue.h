@@ -18,12 +18,18 @@
 //
 // Priority. A low-priority queue waits for the gates of the device before each of its chunks. A high-priority queue
 // closes its gate only around copies that have nothing left to wait for, so a closed gate always opens again.
+//
+// Failure. A rank that fails tells all others, and every rank stops to issue exchanges. What both ranks of a pair have
+// issued still completes, by the rules above and with the right bytes. Then each rank knows which chunks it waits for
+// will never come (watchdog.cpp). It fills the ring with bytes of ones, which are NaN as numbers, and ends those waits. So
+// work that was queued behind an exchange sees either the right bytes or NaN, and never old bytes of the ring.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -49,6 +55,7 @@ struct Settings {
   std::size_t buffer_bytes = 256 << 20;  // most bytes of the rings that a rank sends from
   double timeout = 1800;                 // seconds that an exchange may take
   std::string bind_to = "127.0.0.1";     // the address at which peers on other hosts connect to this rank
+  std::string secret = "";               // that ranks on several hosts share; without it they must be on one machine
   std::size_t network_threads = 2;       // most threads per direction; never more than there are peers on other hosts
   bool early_flag = false;               // a fault for tests: announce chunks before they are copied
   Word first_chunk = 0;                  // for tests: the first value of the counters, e.g. shortly before they wrap
@@ -99,6 +106,7 @@ class Exchange {
     std::shared_ptr<Event> event;           // at the end of the stream's part of the exchange
   };
   std::string name_;  // for example "all_to_all #17"
+  Word number_ = 0;
   Side out_, in_;
   std::vector<std::optional<Word>> slot_free_at_;  // per rank: when its counter reaches this, our last chunk has a slot
   std::shared_ptr<const Failure> failure_;
@@ -113,7 +121,8 @@ class Queue {
   // The set-up has three steps. All ranks must finish a step before any rank starts the next: each rank publishes its
   // address, connects to the addresses of all ranks, and unlinks its segment.
   std::string address() const;
-  void connect(const std::vector<std::string>& addresses);
+  // `check` is called several times a second while this rank waits for others; what it throws ends the set-up.
+  void connect(const std::vector<std::string>& addresses, const std::function<void()>& check = [] {});
   void unlink_segment();
 
   // Sends `out[i]` to rank i and receives `in[i]` from rank i. Returns at once. The exchange starts when the work that
@@ -141,29 +150,40 @@ class Queue {
     Word *sent = nullptr, *received = nullptr;       // our streams write these
     Word *freed = nullptr, *arrived = nullptr;       // our streams wait for these
     Announcements *ours = nullptr, *theirs = nullptr;
-    Word freed_release = 0, arrived_release = 0;  // values that end every wait, used after a failure
+    Word issued_out = 0, issued_in = 0;           // values of `sent` and `received` after the chunks on our streams
+    std::optional<Word> freed_release, arrived_release;  // after a failure: values that end every wait
     // Only for a peer on another host:
     std::unique_ptr<Announcements> their_announcements;  // built from the chunks that arrive
     std::deque<Chunk> pending;        // guarded by pending_mutex_
+    std::deque<Chunk> notices;        // exchanges without bytes for the peer; guarded by pending_mutex_
+    Word last_heard = 0;              // the number after the latest exchange that the peer has announced
     std::optional<std::string> lost;  // guarded by pending_mutex_
     Word posted = 0, credited = 0;    // only the thread that sends to the peer uses these
-    Word next_arrival = 0;            // only the thread that receives from the peer uses this and the next
-    std::size_t committed = 0;        // bytes from the start of its ring that have memory
+    Word next_arrival = 0;            // only the thread that receives from the peer uses this
   };
   // Two threads that serve some of the peers on other hosts.
   struct NetworkThreads {
     std::vector<int> peers;
     std::unique_ptr<WireSender> sender;
-    std::unique_ptr<WireEndpoint> receiver;
+    std::unique_ptr<WireReceiver> receiver;
+    std::atomic<bool> sleeps{false};  // the sending thread has nothing to look for, until it is woken
+    std::size_t turn = 0;             // the peer that the sending thread serves first
     bool urgent = false;  // whether the device's `urgent_senders` counts the sending thread, which alone uses this
     std::thread send_thread, receive_thread;
   };
   using SlotsByRank = std::vector<std::vector<Ring::Slot>>;
+  struct ChunkOfRound {
+    int peer;
+    std::size_t round;
+  };
+  // Chunks on a stream that may not be done, in order: the counter that shows it, and its value then.
+  using ChunksInFlight = std::deque<std::pair<const Word*, Word>>;
   class Callbacks;
 
   // queue.cpp: set-up and end
   int world() const { return static_cast<int>(hosts_.size()); }
   void agree_on_ring_size(const std::vector<std::string>& addresses);
+  void reserve_memory();
   void open_channel(int peer, const std::string& segment);
   void pin(std::byte* memory, std::size_t bytes);
   bool streams_idle();
@@ -175,26 +195,41 @@ class Queue {
   std::optional<std::string> mismatch(int peer, Word number) const;
   void enqueue(const std::vector<Buffer>& out, const std::vector<Buffer>& in, const SlotsByRank& sends,
                const SlotsByRank& receives);
+  void wait_for_room(ChunksInFlight& chunks, std::size_t more);
   void wait_for_slot(const Channel& channel, const Ring::Slot& slot);
-  void send_rounds(const std::vector<Buffer>& out, const SlotsByRank& sends, std::size_t first, std::size_t last);
-  void receive_rounds(const std::vector<Buffer>& in, const SlotsByRank& receives, std::size_t first,
-                      std::size_t last);
+  std::vector<ChunkOfRound> in_order(const SlotsByRank& slots, std::size_t first, std::size_t last, bool out) const;
+  void send(const std::vector<Buffer>& out, const SlotsByRank& sends, const ChunkOfRound* first, std::size_t count);
+  void receive(const std::vector<Buffer>& in, const SlotsByRank& receives, const ChunkOfRound* first,
+               std::size_t count);
 
   // watchdog.cpp: detect timeouts and dead peers
   void run_watchdog();
   bool has_completed(const Exchange& exchange) const;
+  void check_peers();
   void check_exchange(const Exchange& exchange, double seconds);
   std::optional<std::string> why_gone(int peer);
   void fail(const std::string& why);
+  // After a failure: end the waits of our streams.
+  void publish_final_counters();
+  bool nothing_more_arrives(int peer);
+  bool nothing_more_is_read(int peer);
+  bool network_threads_have_stopped() const { return stopped_threads_ == 2 * network_.size(); }
   void release_waits();
 
   // network_threads.cpp: move chunks and counters between hosts
   void start_network_threads();
   void stop_network_threads();
-  void wake_senders();
-  bool send_ready(NetworkThreads& threads);
+  void wake_network_threads();
+  void wake_sender_of(int peer);
+  struct SendState {
+    bool progress = false;  // something was sent
+    bool waits = false;     // the device has work that will have to be sent
+  };
+  SendState send_ready(NetworkThreads& threads);
+  bool post_next_chunk(NetworkThreads& threads, int peer);
+  bool send_notices(NetworkThreads& threads, int peer);
   void send_chunks(NetworkThreads& threads);
-  void receive_chunks(WireEndpoint& receiver);
+  void receive_chunks(NetworkThreads& threads);
 
   const int rank_;
   const std::vector<std::string> hosts_;
@@ -213,10 +248,12 @@ class Queue {
 
   mutable std::mutex mutex_;  // held while an exchange is issued
   std::uint64_t exchanges_ = 0;
+  ChunksInFlight out_flight_, in_flight_;
   Report report_;
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
 
   std::mutex fail_mutex_;
+  std::atomic<Clock::rep> failed_at_{0};
   std::mutex watchdog_mutex_;  // guards the four members below; never held during a call of the driver
   std::deque<std::shared_ptr<Exchange>> outstanding_;
   std::vector<std::shared_ptr<Exchange>> finished_;  // kept until the next exchange: freeing one calls the driver
@@ -225,6 +262,7 @@ class Queue {
   std::condition_variable watchdog_wakes_;
   mutable std::mutex pending_mutex_;
   std::atomic<bool> stop_sending_{false}, stop_receiving_{false};
+  std::atomic<std::size_t> stopped_threads_{0};  // network threads that no longer use the rings, after a failure
   std::vector<std::unique_ptr<NetworkThreads>> network_;
   std::unique_ptr<std::thread> watchdog_;
   bool connected_ = false, closed_ = false;

@@ -9,13 +9,15 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
 #include <map>
 #include <mutex>
-#include <random>
 #include <stdexcept>
+
+#include "sha256.h"
 
 namespace freescale::transport {
 namespace {
@@ -27,13 +29,7 @@ constexpr const char* prefix = "freescale-";
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(error));
 }
 
-std::string random_name() {
-  static constexpr char digits[] = "0123456789abcdef";
-  std::random_device entropy;
-  std::string name = prefix;
-  for (int i = 0; i < 32; ++i) name += digits[entropy() % 16];
-  return name;
-}
+std::atomic<std::size_t> reserved_by_process{0};
 
 // Removes segments of processes that were killed before their peers had mapped them. A living owner holds a lock on its
 // file. Files younger than a minute stay, because their owner may not have locked them yet.
@@ -62,6 +58,7 @@ std::mutex& local_mutex() {
 }  // namespace
 
 Segment::Memory::~Memory() {
+  reserved_by_process -= reserved;
   if (data) munmap(data, bytes);
   if (!linked_name.empty()) ::unlink((folder + linked_name).c_str());
   if (file >= 0) close(file);
@@ -77,11 +74,15 @@ static std::map<std::string, std::weak_ptr<void>>& local_segments() {
 Segment Segment::create() {
   remove_stale_segments();
   auto memory = std::make_shared<Memory>();
-  const std::string name = random_name();
+  const std::string name = prefix + random_text();
   memory->file = ::open((folder + name).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (memory->file < 0) shared_memory_error("cannot create " + (folder + name), errno);
   memory->linked_name = name;
   if (flock(memory->file, LOCK_EX | LOCK_NB) != 0) shared_memory_error("cannot lock " + name, errno);
+  const std::string key = random_text();
+  static_assert(key_bytes == std::tuple_size_v<Digest>);
+  if (pwrite(memory->file, key.data(), key_bytes, 0) != static_cast<ssize_t>(key_bytes))
+    shared_memory_error("cannot write " + name + "; /dev/shm may be full (docker run --shm-size)", errno);
   std::lock_guard lock(local_mutex());
   local_segments()[name] = memory;
   return Segment(name, memory);
@@ -106,6 +107,14 @@ Segment Segment::open(const std::string& name) {
   return Segment(name, memory);
 }
 
+std::string Segment::key_of(const std::string& name) {
+  const Segment segment = open(name);
+  std::string key(key_bytes, '\0');
+  if (pread(segment.memory_->file, key.data(), key_bytes, 0) != static_cast<ssize_t>(key_bytes))
+    shared_memory_error("cannot read " + name, errno);
+  return key;
+}
+
 void Segment::map(std::size_t bytes) {
   std::lock_guard lock(local_mutex());
   if (memory_->data) {
@@ -119,13 +128,23 @@ void Segment::map(std::size_t bytes) {
   memory_->bytes = bytes;
 }
 
-void Segment::commit(std::size_t offset, std::size_t bytes) {
+void Segment::reserve(std::size_t offset, std::size_t bytes) {
   const int error = posix_fallocate(memory_->file, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  if (error == 0) return;
-  shared_memory_error("cannot take " + std::to_string(bytes) + " more bytes (" + std::to_string(free_bytes()) +
-                          " are free in /dev/shm; enlarge it, e.g. docker run --shm-size, or lower "
-                          "FREESCALE_BUFFER_BYTES)",
-                      error);
+  if (error != 0)
+    shared_memory_error("cannot reserve " + std::to_string(bytes) + " bytes in /dev/shm, where " +
+                            std::to_string(free_bytes()) + " are free and this process holds " +
+                            std::to_string(reserved_bytes()) +
+                            "; enlarge it (docker run --shm-size=2g) or lower FREESCALE_BUFFER_BYTES",
+                        error);
+  memory_->reserved += bytes;
+  reserved_by_process += bytes;
+}
+
+void Segment::close_file() {
+  std::lock_guard lock(local_mutex());
+  if (memory_->file < 0 || !memory_->linked_name.empty()) return;
+  close(memory_->file);
+  memory_->file = -1;
 }
 
 void Segment::unlink() {
@@ -134,7 +153,11 @@ void Segment::unlink() {
   ::unlink((folder + memory_->linked_name).c_str());
   local_segments().erase(memory_->linked_name);
   memory_->linked_name.clear();
+  close(memory_->file);  // this also releases the lock, which has protected the name
+  memory_->file = -1;
 }
+
+std::size_t Segment::reserved_bytes() { return reserved_by_process; }
 
 std::size_t Segment::free_bytes() {
   struct statvfs status;

@@ -1,9 +1,10 @@
 // A segment of POSIX shared memory, which the ranks of one host use to exchange data. Its name is random, only this
 // user can open it, and the owner unlinks it as soon as every peer has mapped it. So a crash leaves nothing behind; if
-// a process crashes earlier than that, the next segment that is created on the host removes the leftover. The system
-// gives memory to a segment in pieces, when commit() asks for them.
+// a process crashes earlier than that, the next segment that is created on the host removes the leftover. The owner
+// reserves the memory of a segment at set-up, so a full /dev/shm is found out before the first exchange.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -23,6 +24,9 @@ class Segment {
   Segment& operator=(Segment&&) = default;
 
   const std::string& name() const { return name_; }
+  // A random text that is written into each new segment. Only processes of this user can read it.
+  static std::string key_of(const std::string& name);
+  static constexpr std::size_t key_bytes = 32;  // at the start of the segment
   std::byte* data() const { return memory_->data; }
   std::size_t size() const { return memory_->bytes; }
 
@@ -30,17 +34,21 @@ class Segment {
   void map(std::size_t bytes);
   // Takes memory for a range of the segment from the system, or throws if /dev/shm is full. Without this call, the
   // first access would end the process with SIGBUS.
-  void commit(std::size_t offset, std::size_t bytes);
-  // Removes the name; the mappings stay valid. A second call does nothing.
+  void reserve(std::size_t offset, std::size_t bytes);
+  // For a peer's segment: closes the file, which is needed until the segment is mapped.
+  void close_file();
+  // Removes the name and closes the file; the mappings stay valid. A second call does nothing.
   void unlink();
 
-  static std::size_t free_bytes();  // in /dev/shm
+  static std::size_t free_bytes();      // in /dev/shm
+  static std::size_t reserved_bytes();  // by all segments of this process that are open
 
  private:
   struct Memory {  // the mapping and the file; ranks in one process share it (this happens in tests)
     int file = -1;
     std::byte* data = nullptr;
     std::size_t bytes = 0;
+    std::atomic<std::size_t> reserved{0};
     std::string linked_name;  // the name to remove; empty after unlink()
     ~Memory();
   };

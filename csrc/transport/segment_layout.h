@@ -14,7 +14,9 @@ namespace freescale::transport {
 enum State : Word { running = 0, closed = 1, failed = 2 };
 
 struct Header {  // only the owner of the segment writes it
-  Word state;    // written last: when it is `failed`, `error` is complete
+  char key[Segment::key_bytes];
+  Word state;  // written last: when it is `failed`, `error` is complete
+  Word final;  // 1 after a failure, when nothing more will be issued and the final counters below are there
   std::int32_t process;
   std::uint64_t started;    // start time of the process, which tells it from a later process with the same number
   std::uint64_t namespace_; // the namespace of process numbers
@@ -27,6 +29,9 @@ struct Counters {             // of the owner, for one peer
   alignas(64) Word received;  // chunks of the peer that the owner has copied out
   alignas(64) Word arrived;   // peer on another host: its chunks that have arrived over the network
   alignas(64) Word credit;    // peer on another host: its `received`, as reported over the network
+  // After a failure: the last values that the owner's streams will write to `sent` and `received`.
+  alignas(64) Word final_sent;
+  Word final_received;
 };
 
 // What a rank announces to one peer about one exchange, before any byte moves.
@@ -67,8 +72,8 @@ class SegmentLayout {
   // The ring of chunks for `peer` and, if the peer is on another host, the ring of chunks that arrived from it.
   std::byte* outgoing(std::size_t peer) const { return base_ + outgoing_offset(peer); }
   std::byte* incoming(std::size_t peer) const { return base_ + incoming_offset(peer); }
-  std::size_t outgoing_offset(std::size_t peer) const { return control() + 2 * peer * ring_; }
-  std::size_t incoming_offset(std::size_t peer) const { return outgoing_offset(peer) + ring_; }
+  std::size_t outgoing_offset(std::size_t peer) const { return control() + peer * ring_; }
+  std::size_t incoming_offset(std::size_t peer) const { return outgoing_offset(world_ + peer); }
   // Bytes of header, counters and announcements, the part that is pinned from the start.
   std::size_t control() const { return page + counters_bytes() + to_pages(world_ * sizeof(Announcements)); }
   std::size_t total() const { return control() + 2 * world_ * ring_; }

@@ -14,7 +14,7 @@
 namespace freescale::transport {
 namespace {
 
-enum class FrameType : Word { chunk = 1, credit = 2, abort = 3 };
+enum class FrameType : Word { chunk = 1, credit = 2, abort = 3, announcement = 4 };
 
 struct Frame {
   Word magic;
@@ -65,6 +65,9 @@ class TcpSender : public WireSender {
   void put(int peer, const Chunk& chunk, const std::byte* data) override {
     send(peer, {{tcp_magic, FrameType::chunk, chunk}, data, {}});
   }
+  void announce(int peer, const Chunk& chunk) override {
+    send(peer, {{tcp_magic, FrameType::announcement, chunk}, nullptr, {}});
+  }
   void credit(int peer, Word received) override {
     Chunk count{};
     count.number = received;
@@ -75,9 +78,15 @@ class TcpSender : public WireSender {
       if (link.broken) continue;
       OutgoingFrame frame{{tcp_magic, FrameType::abort, {}}, nullptr, why};
       frame.frame.chunk.bytes = why.size();
-      // A frame that is half written must be completed. Nobody needs the frames behind it after a failure.
+      // A frame that is half written must be completed. The streams may soon overwrite its data, so it is copied.
+      // Nobody needs the frames behind it after a failure.
       const std::size_t keep = link.written > 0 ? 1 : 0;
       link.frames.erase(link.frames.begin() + keep, link.frames.end());
+      if (keep && link.frames[0].data) {
+        OutgoingFrame& half = link.frames[0];
+        half.text.assign(reinterpret_cast<const char*>(half.data), half.frame.chunk.bytes);
+        half.data = nullptr;
+      }
       link.frames.push_back(std::move(frame));
     }
   }
@@ -109,7 +118,7 @@ class TcpSender : public WireSender {
   struct OutgoingFrame {
     Frame frame;
     const std::byte* data;
-    std::string text;  // the text of an abort; `data` is null then
+    std::string text;  // the text of an abort, or a copy of a chunk; `data` is null then
   };
   struct Link {
     std::shared_ptr<const Socket> socket;
@@ -155,7 +164,7 @@ class TcpSender : public WireSender {
   std::map<int, Link> links_;
 };
 
-class TcpReceiver : public WireEndpoint {
+class TcpReceiver : public WireReceiver {
  public:
   explicit TcpReceiver(const Sockets& sockets) {
     for (const auto& [peer, socket] : sockets) links_[peer].socket = socket;
@@ -169,13 +178,14 @@ class TcpReceiver : public WireEndpoint {
     for (auto& [peer, link] : links_) {
       if (!poller_.ready(i++)) continue;
       link.broken = true;  // stays true if a callback throws, because the frame is then half read
-      const std::string why = read_some(peer, link, callbacks);
+      const std::string why = discards_ ? throw_away(link) : read_some(peer, link, callbacks);
       link.broken = !why.empty();
       if (link.broken) callbacks.lost(peer, why);
     }
   }
 
   void wake() override { poller_.wake(); }
+  void discard() override { discards_ = true; }
 
  private:
   struct Link {
@@ -186,6 +196,13 @@ class TcpReceiver : public WireEndpoint {
     std::string text;  // the text of an abort
     bool broken = false;
   };
+
+  // The peer must be able to send its last frames, so what comes is read.
+  std::string throw_away(Link& link) {
+    const ssize_t size = recv(link.socket->file(), rest_.data(), rest_.size(), 0);
+    if (size == 0) return "it closed the connection";
+    return size > 0 || errno == EAGAIN || errno == EINTR ? "" : std::strerror(errno);
+  }
 
   // Reads at most to the end of one frame, so that every peer gets its turn. Returns an error, or an empty text.
   static std::string read_some(int peer, Link& link, WireCallbacks& callbacks) {
@@ -203,6 +220,7 @@ class TcpReceiver : public WireEndpoint {
     link.got = 0;
     const Frame& frame = link.frame;
     if (frame.type == FrameType::chunk) callbacks.arrived(peer, frame.chunk);
+    if (frame.type == FrameType::announcement) callbacks.announced(peer, frame.chunk);
     if (frame.type == FrameType::credit) callbacks.credited(peer, frame.chunk.number);
     if (frame.type == FrameType::abort) callbacks.aborted(peer, link.text);
     return "";
@@ -211,9 +229,9 @@ class TcpReceiver : public WireEndpoint {
   // Called when the header of a frame is complete: finds the memory for its body.
   static void begin(int peer, Link& link, WireCallbacks& callbacks) {
     const Frame& frame = link.frame;
-    const bool known =
-        frame.type == FrameType::chunk || frame.type == FrameType::credit || frame.type == FrameType::abort;
-    if (frame.magic != tcp_magic || !known || (frame.type == FrameType::credit && frame.chunk.bytes != 0))
+    const bool bare = frame.type == FrameType::credit || frame.type == FrameType::announcement;
+    const bool known = bare || frame.type == FrameType::chunk || frame.type == FrameType::abort;
+    if (frame.magic != tcp_magic || !known || (bare && frame.chunk.bytes != 0))
       throw std::runtime_error("network: rank " + std::to_string(peer) + " uses another version of the protocol");
     if (frame.type == FrameType::chunk) link.destination = callbacks.destination(peer, frame.chunk);
     if (frame.type == FrameType::abort) {
@@ -225,11 +243,13 @@ class TcpReceiver : public WireEndpoint {
 
   Poller poller_;
   std::map<int, Link> links_;
+  bool discards_ = false;
+  std::vector<char> rest_ = std::vector<char>(64 << 10);
 };
 
 }  // namespace
 
 std::unique_ptr<WireSender> tcp_sender(const Sockets& sockets) { return std::make_unique<TcpSender>(sockets); }
-std::unique_ptr<WireEndpoint> tcp_receiver(const Sockets& sockets) { return std::make_unique<TcpReceiver>(sockets); }
+std::unique_ptr<WireReceiver> tcp_receiver(const Sockets& sockets) { return std::make_unique<TcpReceiver>(sockets); }
 
 }  // namespace freescale::transport

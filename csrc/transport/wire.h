@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -36,6 +37,7 @@ class WireCallbacks {
   virtual ~WireCallbacks() = default;
   virtual std::byte* destination(int peer, const Chunk& chunk) = 0;  // where its bytes go; throws on an invalid chunk
   virtual void arrived(int peer, const Chunk& chunk) = 0;            // all its bytes are there
+  virtual void announced(int peer, const Chunk& chunk) = 0;          // the peer sends nothing in this exchange
   virtual void credited(int peer, Word received) = 0;                // the peer has received this many chunks
   virtual void aborted(int peer, const std::string& why) = 0;        // the peer has failed for this reason
   virtual void lost(int peer, const std::string& why) = 0;           // the connection is lost; nothing more will come
@@ -50,24 +52,42 @@ class WireEndpoint {
   virtual void wake() = 0;  // ends the wait in progress(); any thread may call it
 };
 
+class WireReceiver : public WireEndpoint {
+ public:
+  // From now on what arrives is thrown away, also the rest of a chunk that has begun to arrive.
+  virtual void discard() = 0;
+};
+
 class WireSender : public WireEndpoint {
  public:
   virtual bool idle(int peer) const = 0;  // whether everything for this peer has been handed to the network
   virtual void put(int peer, const Chunk& chunk, const std::byte* data) = 0;  // data stays valid until it is credited
+  virtual void announce(int peer, const Chunk& chunk) = 0;  // an exchange without bytes for this peer
   virtual void credit(int peer, Word received) = 0;
-  virtual void abort(const std::string& why) = 0;  // tells every peer the reason of a failure
+  // Tells every peer the reason of a failure. Afterwards the data of put() are not read any more.
+  virtual void abort(const std::string& why) = 0;
+};
+
+// Where a peer listens, and the secret that it must prove to know.
+struct WirePeer {
+  std::string address, secret;
 };
 
 class Wire {
  public:
   virtual ~Wire() = default;
   virtual std::string address() const = 0;  // the address that peers connect to
-  virtual void connect(const std::map<int, std::string>& peers, Clock::time_point deadline) = 0;
+  // Connects to all peers at the same time. Calls `check` several times a second; what it throws ends the set-up.
+  virtual void connect(const std::map<int, WirePeer>& peers, Clock::time_point deadline,
+                       const std::function<void()>& check) = 0;
   // For peers that are connected. Each peer may have one sender and one receiver.
   virtual std::unique_ptr<WireSender> sender(const std::vector<int>& peers) = 0;
-  virtual std::unique_ptr<WireEndpoint> receiver(const std::vector<int>& peers) = 0;
+  virtual std::unique_ptr<WireReceiver> receiver(const std::vector<int>& peers) = 0;
 };
 
-std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to);
+// A rank that listens at `bind_to` and accepts only peers that prove to know `secret`.
+std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret);
+// Whether only processes of this machine can reach the address.
+bool is_loopback(const std::string& address);
 
 }  // namespace freescale::transport

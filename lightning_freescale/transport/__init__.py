@@ -10,7 +10,8 @@ Importing this package registers the torch.distributed backend ``"freescale"``. 
 - ``host_staged``: the mover of CUDA tensors. It wraps the C++ queue of ``csrc/transport``.
 - ``gloo``: the mover of CPU tensors.
 - ``rank_buffers``: the tensors of a collective as one byte buffer per rank, the form that both movers take.
-- ``rendezvous``: how ranks find each other before the first transfer, over the group's store.
+- ``rendezvous``: how ranks meet before the first transfer, over the group's store.
+- ``addresses``: which ranks share a host, at which address a rank is reached, and the secret of the group.
 - ``errors``: the error of a transfer that fails.
 
 Threads. The thread that calls a collective only issues it. On CUDA, two streams for each group and device copy the data, one
@@ -23,6 +24,7 @@ from lightning_freescale.transport.backend import BACKEND_NAME, FreeScaleGroup, 
 from lightning_freescale.transport.choice import Capabilities, TransportChoice, capabilities, choose
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.groups import new_group
+from lightning_freescale.transport.host_staged import failed_transfer
 from lightning_freescale.transport.options import Options
 
 register()
@@ -36,5 +38,6 @@ __all__ = [
     "TransportError",
     "capabilities",
     "choose",
+    "failed_transfer",
     "new_group",
 ]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.transport.addresses import host_id
 from lightning_freescale.transport.backend import BACKEND_NAME
 from lightning_freescale.transport.host_staged import check_cuda_connections
-from lightning_freescale.transport.rendezvous import host_id
 
 MIN_SHARED_MEMORY_BYTES = 64 << 20  # with less, the rings between ranks hold only a few small chunks
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_freescale import _C
-from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.transport.addresses import Place, address_of, shared_secret
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.options import Options
 from lightning_freescale.transport.rank_buffers import RankBuffers
-from lightning_freescale.transport.rendezvous import Rendezvous, host_id, local_address
+from lightning_freescale.transport.rendezvous import Rendezvous
 
 _open_movers: weakref.WeakSet[HostStagedMover] = weakref.WeakSet()
 
@@ -148,31 +149,12 @@ class HostStagedMover:
     ):
         self.device, self._timeout = device, timeout.total_seconds()
         rendezvous = Rendezvous(store, rank, world, timeout)
-        step = "hosts"
         try:
-            cpp_device = _device(device)
-            self.hosts = rendezvous.share(step, host_id())
-            step = "addresses"
-            self._queue = _C.TransportQueue(
-                device=cpp_device,
-                rank=rank,
-                hosts=self.hosts,
-                high_priority=options.priority == "high",
-                chunk_bytes=options.chunk_bytes,
-                buffer_bytes=options.buffer_bytes,
-                timeout=self._timeout,
-                bind_to=local_address() if len(set(self.hosts)) > 1 else "127.0.0.1",
-                network_threads=options.network_threads,
-                early_flag=early_flag,
-            )
-            addresses = rendezvous.share(step, self._queue.address())
-            step = "connected"
-            self._queue.connect(addresses)
-            rendezvous.share(step, "")
-        except TransportError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            rendezvous.report_failure(step, error)
+            self._queue = self._set_up(rendezvous, rank, options, early_flag)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            rendezvous.report_failure(error)
+            if isinstance(error, FreeScaleError):
+                raise
             raise TransportError(f"the transport cannot be set up: rank {rank}: {error}") from error
         self._queue.unlink_segment()  # every rank has mapped our memory, so nobody needs its name any more
         self._streams: list[Any] = []
@@ -180,6 +162,29 @@ class HostStagedMover:
             self._streams = [torch.cuda.ExternalStream(handle, device=device) for handle in self._queue.streams()]
         self._in_use: deque[tuple[_C.TransportExchange, list[Tensor]]] = deque()
         _open_movers.add(self)
+
+    def _set_up(self, rendezvous: Rendezvous, rank: int, options: Options, early_flag: bool) -> _C.TransportQueue:
+        """Make the queue of this rank and connect it to those of all ranks. A collective."""
+        cpp_device = _device(self.device)
+        places = [Place.from_text(text) for text in rendezvous.share("places", Place.of_this_rank().as_text())]
+        self.hosts = [place.host for place in places]
+        several = len(set(self.hosts)) > 1
+        queue = _C.TransportQueue(
+            device=cpp_device,
+            rank=rank,
+            hosts=self.hosts,
+            high_priority=options.priority == "high",
+            chunk_bytes=options.chunk_bytes,
+            buffer_bytes=options.buffer_bytes,
+            timeout=self._timeout,
+            bind_to=address_of(rank, places) if several else "127.0.0.1",
+            secret=shared_secret() if several else "",
+            network_threads=options.network_threads,
+            early_flag=early_flag,
+        )
+        queue.connect(rendezvous.share("addresses", queue.address()), rendezvous.raise_failure)
+        rendezvous.share("connected", "")
+        return queue
 
     def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> _HostStagedWork:
         """Send the bytes ``i`` of ``send`` to rank ``i``, and receive the bytes ``i`` of ``receive`` from rank ``i``.
@@ -231,9 +236,24 @@ class HostStagedMover:
         Raises a TransportError if a transfer could not be finished, unless the group had failed before.
         """
         known = self._queue.failure()
+        _open_movers.discard(self)
         self._queue.close(seconds)
         if known is None:
             self.check()
+
+
+def failed_transfer() -> TransportError | None:
+    """The failure of any host-staged transfer of this process, or None.
+
+    A failed transfer leaves NaN in its outputs, and work that was queued behind it may have used them. Ask after the values in
+    question have been copied to the host: what was computed from a failed transfer is then known to be so.
+    """
+    for mover in list(_open_movers):
+        try:
+            mover.check()
+        except TransportError as error:
+            return error
+    return None
 
 
 @atexit.register

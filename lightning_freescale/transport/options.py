@@ -28,8 +28,9 @@ class Options:
             remaining chunks of every ``"low"`` one.
         chunk_bytes: a transfer is split into chunks of at most this many bytes (environment: ``FREESCALE_CHUNK_BYTES``).
             4 to 16 MiB were fastest on an H200.
-        buffer_bytes: most bytes of pinned host memory that a rank sends from (``FREESCALE_BUFFER_BYTES``). The memory starts
-            small and grows with the transfers. If there are ranks on other hosts, a rank receives into as much again.
+        buffer_bytes: most bytes of host memory that a rank sends from (``FREESCALE_BUFFER_BYTES``). They are reserved in
+            /dev/shm at set-up, at most half of what is free there, and pinned when they are first used. If there are ranks on
+            other hosts, a rank receives into as much again.
         network_threads: most threads that send to other hosts, and most that receive from them
             (``FREESCALE_NETWORK_THREADS``). There are never more than ranks on other hosts.
         reductions: the backend of CUDA tensors for every collective that the transport does not implement. ``"auto"`` is

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 # Every block increments a counter and then spins until the host sets `release`, at most `limit` nanoseconds. Two blocks of
-# 1024 threads fill an SM.
+# 1024 threads fill an SM. The word `release` lies in device memory: blocks that poll host memory would fill the link to the
+# host with their reads and slow every copy to the host down.
 HOLD = b"""
 .version 7.8
 .target sm_80
@@ -66,7 +67,8 @@ class Holder:
         module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(HOLD))
         self._call("cuModuleGetFunction", ctypes.byref(self._kernel), module, ctypes.c_char_p(b"hold"))
-        self._release = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._release = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         self._resident = torch.zeros(1, dtype=torch.int32, device=device)
         self._seen = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._stream, self._side = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -94,8 +96,9 @@ class Holder:
         return int(self._seen)
 
     def stop(self) -> None:
-        """Make the kernel end."""
-        self._release.fill_(1)
+        """Make the kernel end. A copy engine writes the word, because no SM is free to do it."""
+        with torch.cuda.stream(self._side):
+            self._release.copy_(self._one, non_blocking=True)
 
     def running(self) -> bool:
         return not self._stream.query()

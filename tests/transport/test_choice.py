@@ -7,7 +7,7 @@ import torch
 
 from lightning_freescale import ConfigurationError
 from lightning_freescale.transport import Capabilities, capabilities, choose
-from lightning_freescale.transport.rendezvous import host_id
+from lightning_freescale.transport.addresses import host_id
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -50,9 +51,9 @@ def _queue_on_fake_gpu(rank: int, world: int, driver: str, host: str, **options:
     device = _C.cuda_device(0)
     assert device.name == "Fake GPU (cuda:0)"
     queue = _C.TransportQueue(
-        device=device, rank=rank, hosts=rendezvous.share("hosts", host), bind_to="127.0.0.1", **settings
+        device=device, rank=rank, hosts=rendezvous.share("hosts", host), bind_to="127.0.0.1", secret="", **settings
     )
-    queue.connect(rendezvous.share("addresses", queue.address()))
+    queue.connect(rendezvous.share("addresses", queue.address()), rendezvous.raise_failure)
     rendezvous.share("connected", "")
     queue.unlink_segment()
     return queue
@@ -136,3 +137,31 @@ def test_the_timeout_ends_a_wait_inside_the_driver(driver: Path, host: str) -> N
     message = run_ranks(_exchange_without_the_peer, 2, (str(driver), host), timeout=20)[1]
     assert re.match(r"rank 1, all_to_all #0: not finished after [\d.]+ s \(the timeout is 1 s\)", message), message
     assert re.search(r"still waiting for \d+ bytes from rank 0\.", message), message
+
+
+def _look_while_the_driver_blocks(rank: int, driver: str, call: str) -> None:
+    queue = _queue_on_fake_gpu(rank, 2, driver, "one")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["go"], timedelta(seconds=15))
+    exchange, _, output, right = _all_to_all(queue, rank, 2, 0)
+    exchange.block_stream(0)
+    if rank == 0:
+        # The copy holds the lock of the driver until rank 1 sends. Rank 1 waits for the word of a Python thread of rank 0,
+        # which can only run if the call below, which waits for the driver, does not hold the lock of the interpreter.
+        copy = threading.Thread(target=_copy_to_pageable_memory, args=(driver,))
+        copy.start()
+        time.sleep(0.2)
+        word = threading.Timer(0.2, lambda: store.set("go", "now"))
+        word.start()
+        exchange.done() if call == "done" else exchange.block_stream(0)
+        copy.join()
+    exchange.wait(20)
+    assert same_bits(output, right)
+    dist.barrier()
+    queue.close(10)
+
+
+@pytest.mark.parametrize("call", ["done", "block_stream"])
+def test_python_threads_run_while_a_call_waits_for_the_driver(driver: Path, call: str) -> None:
+    run_ranks(_look_while_the_driver_blocks, 2, (str(driver), call), timeout=20)

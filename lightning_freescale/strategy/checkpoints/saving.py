@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_freescale.embedding import table_optimizer
@@ -18,6 +19,7 @@ from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_
 from lightning_freescale.strategy.checkpoints.meeting import MEETING_SECONDS, all_ranks_came
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
 from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, table_names, with_values
+from lightning_freescale.transport import failed_transfer
 
 VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
 _LIGHTNINGS_HOOKS = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")
@@ -51,9 +53,14 @@ class CheckpointSaving(CheckpointState):
         return with_values(state, {name: full.get(name, value) for name, value in state.items()})
 
     def _flush_and_check(self) -> None:
+        """Apply what is pending. Raise on every rank if the weights are invalid: a checkpoint must never hold them."""
         assert self.control is not None
         self.flush()
-        self.control.check_losses()  # A checkpoint never holds weights that a NaN has reached.
+        if self.root_device.type == "cuda":  # After this, all work that was queued behind a failed transfer has run.
+            torch.cuda.synchronize(self.root_device)
+        failure = failed_transfer()
+        self.control.agree(failure, where="the weights may be invalid, because a transfer has failed")
+        self.control.check_losses()
 
     @property
     def _meeting_seconds(self) -> float:
@@ -92,7 +99,7 @@ class CheckpointSaving(CheckpointState):
         try:
             self._flush_and_check()
         except Exception as failure:
-            return f"the pending gradients of the tables cannot be applied: {failure}"
+            return f"the weights cannot be completed: {failure}"
         return None
 
     def _hooks_read_the_state(self) -> bool:

@@ -1,11 +1,15 @@
 // Scenarios of single components: the TCP receiver, the ring, the segment.
 #pragma once
 
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <cstring>
 #include <map>
 
+#include "../../../csrc/transport/tcp_greeting.h"
 #include "ranks.h"
 
 namespace {
@@ -21,17 +25,19 @@ void bad_chunk() {
       return memory;
     }
     void arrived(int, const Chunk&) override { ++came; }
+    void announced(int, const Chunk&) override { require(false, "an announcement"); }
     void credited(int, Word) override { require(false, "a credit"); }
     void aborted(int, const std::string& why) override { require(false, why); }
     void lost(int, const std::string& why) override { require(false, why); }
   } callbacks;
   std::vector<std::unique_ptr<Wire>> wires;
-  std::map<int, std::string> addresses;
-  for (int rank = 0; rank < 3; ++rank) addresses[rank] = wires.emplace_back(tcp_wire(rank, "127.0.0.1"))->address();
+  std::map<int, WirePeer> addresses;
+  for (int rank = 0; rank < 3; ++rank)
+    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
   on_ranks(3, [&](int rank) {
-    std::map<int, std::string> others = addresses;
+    std::map<int, WirePeer> others = addresses;
     others.erase(rank);
-    wires[rank]->connect(others, after_seconds(20));
+    wires[rank]->connect(others, after_seconds(20), [] {});
   });
   const auto receiver = wires[0]->receiver({1, 2});
   const auto receive = [&] { receiver->progress(callbacks, std::chrono::milliseconds(20)); };
@@ -47,6 +53,62 @@ void bad_chunk() {
   for (int i = 0; i < 500 && callbacks.came == 0; ++i) receive();
   require(callbacks.came == 1, "the chunk of the other peer must arrive");
   require(std::memcmp(callbacks.memory, data.data(), data.size()) == 0, "its bytes must be right");
+}
+
+// A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.
+void no_descriptors() {
+  const auto wire = tcp_wire(0, "127.0.0.1", "secret");
+  const std::string address = wire->address();
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  to.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.find(' ') + 1))));
+  const Socket stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  require(::connect(stranger.file(), reinterpret_cast<sockaddr*>(&to), sizeof to) == 0, "the stranger must connect");
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  rlimit none = before;
+  none.rlim_cur = 3;  // 0, 1 and 2 are open; descriptors that are open stay open
+  setrlimit(RLIMIT_NOFILE, &none);
+  const std::string error = error_of([&] { wire->connect({{1, {"", "secret"}}}, after_seconds(5), [] {}); });
+  setrlimit(RLIMIT_NOFILE, &before);
+  require(has(error, "ulimit -n"), error);
+}
+
+// Random bytes from a stranger never end the listener, and the rank that comes after them is accepted.
+void strangers() {
+  const auto wire = tcp_wire(0, "127.0.0.1", "secret");
+  const std::string address = wire->address();
+  std::atomic<bool> stop{false};
+  std::thread noise([&] {
+    std::mt19937 random(11);
+    std::vector<Socket> open;
+    for (int i = 0; i < 200 && !stop; ++i) {
+      ResolvedAddress to("127.0.0.1", address.substr(10, address.rfind(' ') - 10), 0);
+      Socket stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      if (::connect(stranger.file(), to.first->ai_addr, to.first->ai_addrlen) != 0) break;
+      Hello hello{random() % 2 ? tcp_magic : static_cast<Word>(random()), static_cast<std::int32_t>(random() % 4), {}};
+      std::string bytes(reinterpret_cast<const char*>(&hello), sizeof hello);
+      for (unsigned n = random() % 200; n > 0; --n) bytes += static_cast<char>(random());
+      bytes.resize(random() % bytes.size());
+      (void)!::send(stranger.file(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      if (random() % 2) open.push_back(std::move(stranger));
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::thread peer([&] { tcp_wire(1, "127.0.0.1", "secret")->connect({{0, {address, "secret"}}}, after_seconds(20), [] {}); });
+  const std::string error = error_of([&] { wire->connect({{1, {"", "secret"}}}, after_seconds(20), [] {}); });
+  stop = true;
+  peer.join();
+  noise.join();
+  require(error.empty(), error);
+  const auto impostor = tcp_wire(0, "127.0.0.1", "another secret");
+  const auto caller = tcp_wire(1, "127.0.0.1", "secret");
+  std::thread listens([&] { error_of([&] { impostor->connect({{1, {"", ""}}}, after_seconds(1), [] {}); }); });
+  const std::string refused =
+      error_of([&] { caller->connect({{0, {impostor->address(), "secret"}}}, after_seconds(20), [] {}); });
+  listens.join();
+  require(has(refused, "does not prove that it is rank 0"), refused);
 }
 
 // Sender and receiver agree on every slot of a ring, and no slot is used again before it is free.
@@ -83,7 +145,7 @@ void ring() {
 void segments() {
   Segment own = Segment::create();
   own.map(1 << 20);
-  own.commit(0, 1 << 20);
+  own.reserve(0, 1 << 20);
   require(Segment::create().name() != own.name(), "two segments must have different names");
   struct stat status {};
   require(stat(("/dev/shm/" + own.name()).c_str(), &status) == 0, "the file must exist");

@@ -97,6 +97,62 @@ class TracedDevice : public Device {
   GateWords gates_[max_gates] = {};
 };
 
+// A device whose streams take `most` operations. A further one blocks the caller, as CUDA does.
+class LimitedDevice : public Device {
+ public:
+  explicit LimitedDevice(int most) : most_(most) { set_gate_memory(gates_); }
+  std::string name() const override { return "host memory, limited streams"; }
+  std::unique_ptr<Stream> new_stream() override { return std::make_unique<Limited>(inner_->new_stream(), most_); }
+  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
+  void pin(std::byte*, std::size_t) override {}
+  void unpin(std::byte*) override {}
+
+ private:
+  class Limited : public Stream {
+   public:
+    Limited(std::unique_ptr<Stream> inner, int most) : most_(most), inner_(std::move(inner)) {}
+    void copy_to_host(std::byte* host, Address source, std::size_t bytes) override {
+      counted([&] { inner_->copy_to_host(host, source, bytes); });
+    }
+    void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
+      counted([&] { inner_->copy_from_host(target, host, bytes); });
+    }
+    void write_word(Word* word, Word value) override { counted([&] { inner_->write_word(word, value); }); }
+    void wait_word(const Word* word, Word value) override { counted([&] { inner_->wait_word(word, value); }); }
+    void wait_event(std::shared_ptr<Event> event) override { counted([&] { inner_->wait_event(event); }); }
+    std::shared_ptr<Event> record() override { return inner_->record(); }
+    StreamHandle handle() const override { return 0; }
+
+   private:
+    class Done : public Event {  // the stream's thread calls done() when it has run the operation before
+     public:
+      explicit Done(std::atomic<int>& count) : count_(count) {}
+      bool done() override {
+        --count_;
+        return true;
+      }
+      void block_stream(StreamHandle) override {}
+
+     private:
+      std::atomic<int>& count_;
+    };
+
+    template <typename Issue>
+    void counted(Issue issue) {
+      while (count_ >= most_) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      ++count_;
+      issue();
+      inner_->wait_event(std::make_shared<Done>(count_));
+    }
+    const int most_;
+    std::atomic<int> count_{0};
+    std::unique_ptr<Stream> inner_;
+  };
+  const int most_;
+  std::shared_ptr<Device> inner_ = host_device();
+  GateWords gates_[max_gates] = {};
+};
+
 // A device that runs all its streams as one queue, in the order of issue. CUDA may do so with streams that share a
 // hardware queue.
 class OneQueueDevice : public Device {

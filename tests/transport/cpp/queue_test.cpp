@@ -6,9 +6,11 @@
 #include <map>
 
 #include "components.h"
+#include "failed_outputs.h"
 #include "failures.h"
 #include "priorities.h"
 #include "random_exchanges.h"
+#include "stragglers.h"
 
 namespace {
 
@@ -31,6 +33,17 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"leaver_hosts", [] { leaver(2); }},
     {"disagreement", [] { mismatch(1); }},
     {"disagreement_hosts", [] { mismatch(2); }},
+    {"poisoned_output", [] { poisoned_output(1); }},
+    {"poisoned_output_hosts", [] { poisoned_output(2); }},
+    {"late_receiver", late_receiver},
+    {"idle_rank_fails", [] { idle_rank_fails(1); }},
+    {"idle_rank_fails_hosts", [] { idle_rank_fails(3); }},
+    {"zero_bytes_hosts", [] { expects_bytes_of_nobody(0); }},
+    {"zero_bytes_hosts_ahead", [] { expects_bytes_of_nobody(100); }},
+    {"late_reader", late_reader},
+    {"full_stream", full_stream},
+    {"no_descriptors", no_descriptors},
+    {"strangers", strangers},
     {"bad_chunk", bad_chunk},
     {"ring", ring},
     {"segments", segments},
