@@ -3,7 +3,8 @@
 - ``report``: command-line options, the header of a result, tables on the console.
 - ``results``: reads the stored results; ``labels``: readable names for the keys in them.
 - ``workload``: training batches with a known collision rate.
-- ``variant_names``: names of the training variants that are compared.
+- ``variant_names``: names of the variants that are compared.
+- ``attention_inputs``: histories and inputs of an attention; ``attention_kernels``: the kernels that are compared.
 - ``rank_setup``: what every rank does first; ``lightning_trainer``: a Trainer that only trains.
 - ``plots``: the style of the figures.
 - ``simulator_validation``: simulated steps next to measured ones.

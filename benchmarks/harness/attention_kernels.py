@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.attention_inputs import AttentionCase, long_tailed, make_inputs, milliseconds
+from benchmarks.harness.variant_names import FLASH, FLEX
 from lightning_freescale.models.attention import hopper, plan_attention
 from lightning_freescale.models.attention.buckets import log_bucket, relative_times
 
 HEADS = 4
-FLASH, FLEX = "softmax, flash", "softmax, flex"  # of PyTorch
 FLEX_BLOCK = 128  # rows and columns of a block of flex attention
 Timing = tuple[float, float, float]  # milliseconds of forward, backward, and both in one call
 Function = Callable[..., Tensor]
@@ -64,34 +64,41 @@ def flash_attention(case: AttentionCase, offsets: Tensor) -> Function | None:
 
 def flex_attention(case: AttentionCase) -> Function:
     """Flex attention of PyTorch, compiled; all histories are one sequence whose mask separates them."""
-    from torch.nn.attention.flex_attention import BlockMask
-    from torch.nn.attention.flex_attention import flex_attention as attention
+    from torch.nn.attention import flex_attention as flex
 
-    history = torch.arange(len(case.lengths), device="cuda").repeat_interleave(
-        torch.tensor(case.lengths, device="cuda")
-    )
+    mask = block_mask(case.lengths, "cuda")
+    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        return compiled(*rows, block_mask=mask)[0].transpose(0, 1)
+
+    return call
+
+
+def block_mask(lengths: list[int], device: str) -> Any:
+    """The mask of flex attention over histories of these lengths. PyTorch's own function would store all pairs of events."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    history = torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device))
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (history[query] == history[key])
 
-    first, last = history[::FLEX_BLOCK], history[FLEX_BLOCK - 1 :: FLEX_BLOCK]
-    block = torch.arange(len(first), device="cuda")
-    below = block[:, None] > block
-    whole = below & (first[:, None] == last) & (first == last[:, None])  # both blocks lie in one history
-    some = (below | (block[:, None] == block)) & (last >= first[:, None]) & ~whole
-    partial, full = (
-        (x.sum(1).int()[None, None], x.int().argsort(dim=1, descending=True, stable=True).int()[None, None])
-        for x in (some, whole)
-    )
-    mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed)
-    compiled = torch.compile(attention, dynamic=False)
+    first = history[::FLEX_BLOCK]
+    last = torch.cat([history[FLEX_BLOCK - 1 : -1 : FLEX_BLOCK], history[-1:]])
+    block = torch.arange(len(first), device=device)
+    whole = (block[:, None] > block) & (first == last[:, None])  # all keys and queries are of one history
+    some = (block[:, None] >= block) & (last >= first[:, None]) & ~whole
+    size = len(history), len(history)
+    lists = *_block_list(some), *_block_list(whole)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed, seq_lengths=size)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out: Any = compiled(queries, keys, values, block_mask=mask)
-        return out[0].transpose(0, 1)
 
-    return call
+def _block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of ``chosen [N, N]`` how many entries are true, and their columns first; as :class:`BlockMask` needs them."""
+    order = chosen.int().argsort(dim=1, descending=True, stable=True)
+    return chosen.sum(1).int()[None, None], order.int()[None, None]
 
 
 def time_kernel(name: str, function: Callable[..., Tensor], inputs: dict[str, Tensor], repeats: int) -> Timing:

@@ -1,4 +1,4 @@
-"""Names of the training variants that benchmarks compare. They are keys in stored results."""
+"""Names of the variants that benchmarks compare. They are keys in stored results."""
 
 from __future__ import annotations
 
@@ -37,3 +37,6 @@ TRAINING_VARIANTS = (
     ALL_OVER_TCP,
     ALL,
 )
+
+# Softmax attention of PyTorch, which the attention of HSTU is compared with.
+FLASH, FLEX = "softmax, flash", "softmax, flex"

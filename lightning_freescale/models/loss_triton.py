@@ -21,9 +21,9 @@ from lightning_freescale.models.tiles import cut_tiles
 MAX_NEGATIVES = 512  # of a set: the logits of a tile stay in registers
 SEGMENT = 16  # tiles over which a program sums the gradient of a set; a long history has many
 # Columns and rows that a kernel multiplies at a time, and its warps. Larger ones would take more registers than a thread has.
-LOGITS = {"DEPTH": 16, "num_warps": 4, "num_stages": 3}
-OUTPUTS = {"DEPTH": 32, "COLS": 64, "num_warps": 4, "num_stages": 3}
-NEGATIVES = {"COLS": 64, "num_warps": 8, "num_stages": 3}
+LOGITS_LAUNCH = {"DEPTH": 16, "num_warps": 4, "num_stages": 3}
+OUTPUTS_LAUNCH = {"DEPTH": 32, "COLS": 64, "num_warps": 4, "num_stages": 3}
+NEGATIVES_LAUNCH = {"COLS": 64, "num_warps": 8, "num_stages": 3}
 SUM_ELEMENTS = 1024
 
 
@@ -172,19 +172,19 @@ def loss_and_gradients(
     _logits[(len(set_of_tile),)](
         outputs, items, negatives, target_ids, negative_ids, target_q, negative_q,
         set_of_tile, first, counts, losses, dpositive, dlogits, scale, dim, size,
-        CORRECT=correction is not None, **LOGITS, **block, **shared,
+        CORRECT=correction is not None, **LOGITS_LAUNCH, **block, **shared,
     )  # fmt: skip
-    _outputs[(len(set_of_tile), triton.cdiv(dim, OUTPUTS["COLS"]))](
+    _outputs[(len(set_of_tile), triton.cdiv(dim, OUTPUTS_LAUNCH["COLS"]))](
         outputs, items, negatives, set_of_tile, first, counts, dpositive, dlogits, doutputs, ditems, dim, size,
-        **OUTPUTS, **shared,
+        **OUTPUTS_LAUNCH, **shared,
     )  # fmt: skip
     ordered, order = set_of_tile.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(len(negatives) + 1, device=outputs.device))
     segments = cut_tiles(starts, len(order), SEGMENT)
     sums = torch.empty(len(segments.sample), size, dim, device=outputs.device)
-    _negatives[(len(sums), triton.cdiv(dim, NEGATIVES["COLS"]))](
+    _negatives[(len(sums), triton.cdiv(dim, NEGATIVES_LAUNCH["COLS"]))](
         outputs, dlogits, order, starts, *segments, first, counts, sums, dim, size,
-        SEGMENT=SEGMENT, **NEGATIVES, **block, **shared,
+        SEGMENT=SEGMENT, **NEGATIVES_LAUNCH, **block, **shared,
     )  # fmt: skip
     firsts = torch.nn.functional.pad(((starts.diff() + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))
     dnegatives = torch.empty_like(negatives)

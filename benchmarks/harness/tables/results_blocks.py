@@ -21,6 +21,7 @@ from benchmarks.harness.variant_names import (
     ALL,
     ALL_OVER_NCCL,
     ALL_OVER_TCP,
+    FLASH,
     PRIORITIZED,
     SM_FREE,
     TORCHREC_BASE,
@@ -56,7 +57,7 @@ def blocks(results: Results) -> dict[str, str]:
         "quality": _with_commands(results, "quality", quality(results)),
         "simulator": _with_commands(results, "simulate", simulator(results)),
         "learning": _with_commands(results, "learning", learning(results)),
-        "attention": _with_commands(results, "attention_kernels", attention(results)),
+        "attention": _with_commands(results, "hstu_attention", attention(results)),
         "dense step": _with_commands(results, "dense_step", dense_step(results)),
         "mixture of experts": _with_commands(results, "moe", mixture_of_experts(results)),
         "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead", "plain_ddp")),
@@ -97,9 +98,9 @@ def _of(results: Results, benchmark: str) -> Iterator[StoredResult]:
 
 def attention(results: Results) -> Iterator[Row]:
     """Mean and spread of the attention kernels, forward and backward together."""
-    for found in _of(results, "attention_kernels"):
+    for found in _of(results, "hstu_attention"):
         softmax = {
-            (row["case"], row["width"]): row["both TFLOP/s"] for row in found["attention"] if row["kernel"] == "softmax"
+            (row["case"], row["width"]): row["both TFLOP/s"] for row in found["attention"] if row["kernel"] == FLASH
         }
         for row in found["attention"]:
             yield {
@@ -107,7 +108,7 @@ def attention(results: Results) -> Iterator[Row]:
                 "head width": row["width"],
                 "kernel": row["kernel"],
                 "TFLOP/s": f"{row['both TFLOP/s']:.0f} ({row['both spread']})",
-                "relative to softmax": f"{row['both TFLOP/s'] / softmax[row['case'], row['width']]:.2f}x",
+                "relative to flash": f"{row['both TFLOP/s'] / softmax[row['case'], row['width']]:.2f}x",
             }
 
 
@@ -132,12 +133,12 @@ def learning(results: Results) -> Iterator[Row]:
 def dense_step(results: Results) -> Iterator[Row]:
     """Time and MFU of the dense part of a step."""
     for found in _of(results, "dense_step"):
-        for row in found["dense_step"]:
+        for row in [*found["dense_step"], *found.get("ranks", [])]:
             yield {
                 "model": row["model"],
                 "histories": row["histories"],
                 "bias": f"`{row['bias']}`",
-                "variant": row["variant"],
+                "variant": row.get("variant") or f"fused layer, {row['ranks']} ranks of {row['SMs']} SMs",
                 "ms": f"{row['ms']:.1f}",
                 "TFLOP/s": f"{row['TFLOP/s']:.0f} ({row['spread']})",
                 "MFU": f"{row['MFU %']:.1f}%",
