@@ -8,7 +8,7 @@ exchanged: the marks of other ranks are random. "PyTorch operators" is ``embeddi
 ``embedding/fused_index.py``, which the exchange uses. The results of both are compared first.
 
 "host ms" is the time until the host has launched everything. "device ms" is the time from the first kernel to the end of the last
-one when the host is ahead. On a CPU both are the same.
+one when the host is ahead. On a CPU there is only "CPU ms", the processor time of the one thread that does the work.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 from benchmarks.harness import report
 from benchmarks.harness.gpu_cluster.launcher import has_gpu
 from lightning_freescale.embedding.collisions import CollisionDetector
+from lightning_freescale.embedding.cpp_index import CppIndex
+from lightning_freescale.embedding.fused_index import FusedIndex
 from lightning_freescale.embedding.index import (
     feature_and_requester,
     inverse_permutation,
@@ -47,7 +49,7 @@ from lightning_freescale.runtime.streams import Readback, int64_on_device
 FEATURES = ["history", "negatives"]
 SAMPLES = 256  # of each rank
 COLLISIONS = 0.12
-PYTORCH, FUSED = "PyTorch operators", "fused kernels"
+PYTORCH, FUSED = "PyTorch operators", "fused"
 HEAD_START = 40_000_000  # cycles that the device sleeps, so that the host is ahead of it
 
 
@@ -64,8 +66,9 @@ class RankInCluster:
         self.ranks, self.rows, self.device = ranks, rows, device
         generator = torch.Generator().manual_seed(ranks)
         self.features: list[KeyedJaggedTensor] = []
-        self.by_owner: list[list[int]] = []
         self.unbucketize: list[Tensor] = []
+        self.by_owner: list[list[int]] = []
+        self.detect = CollisionDetector(rows, device)
         for _ in range(2):
             lengths = torch.bincount(
                 torch.randint(len(FEATURES) * SAMPLES * ranks, (ids,), generator=generator),
@@ -75,8 +78,8 @@ class RankInCluster:
             kjt = KeyedJaggedTensor(FEATURES, values, lengths=lengths, stride=SAMPLES * ranks)
             self.features.append(kjt.to(device))
             self.features[-1].offsets()
-            owners = torch.randint(ranks, (ids,), generator=generator)
-            self.by_owner.append(torch.bincount(owners, minlength=ranks).tolist())
+            asked = torch.bincount(torch.randint(ranks, (ids,), generator=generator), minlength=ranks)
+            self.by_owner.append(asked.tolist())
             self.unbucketize.append(torch.randperm(ids, generator=generator).to(device))
         self.by_requester = [
             kjt.lengths().view(len(FEATURES), ranks, SAMPLES).sum(dim=(0, 2)).tolist() for kjt in self.features
@@ -92,7 +95,7 @@ class RankInCluster:
 
 def with_operators(rank: RankInCluster) -> list[Tensor]:
     """The step of ``index.py``. Returns what must be equal in both implementations."""
-    detect, device = CollisionDetector(rank.rows, rank.device), rank.device
+    device = rank.device
     requests = []
     for number, features in enumerate(rank.features):
         by_requester, by_owner = rank.by_requester[number], rank.by_owner[number]
@@ -112,7 +115,7 @@ def with_operators(rank: RankInCluster) -> list[Tensor]:
             )
         )
     found: list[Tensor] = []
-    for number, collides in enumerate(detect(requests[0].row_keys, requests[1].row_keys)):
+    for number, collides in enumerate(rank.detect(requests[0].row_keys, requests[1].row_keys)):
         found += _divide_with_operators(rank, requests[number], collides, number)
     return found
 
@@ -124,7 +127,12 @@ def _divide_with_operators(rank: RankInCluster, request: Requests, collides: Ten
     uploaded = int64_on_device([place for ends in bounds for place in ends], rank.device).split(rank.ranks)
     offsets = request.features.offsets().to(torch.int64)
     counts = split_counts(
-        collides, received, request.owner_wire_order, uploaded[:2], uploaded[2:], offsets[:: SAMPLES * rank.ranks]
+        collides,
+        received,
+        request.owner_wire_order,
+        (uploaded[0], uploaded[1]),
+        (uploaded[2], uploaded[3]),
+        offsets[:: SAMPLES * rank.ranks],
     )
     on_host = Readback(counts)
     orders = split_orders(collides, received, request.owner_wire_order, request.requester_wire_order, offsets)
@@ -156,23 +164,32 @@ def _received_by_batch(rank: RankInCluster) -> list[Tensor]:
     return [torch.cat(parts[0::2]), torch.cat(parts[1::2])]
 
 
-def with_kernels(rank: RankInCluster, index: Any) -> list[Tensor]:
+def with_fused(rank: RankInCluster, index: FusedIndex) -> list[Tensor]:
     """The step of ``fused_index.py``. Returns the same as :func:`with_operators`."""
     requests = []
     for number, features in enumerate(rank.features):
         by_owner, unbucketize = rank.by_owner[number], rank.unbucketize[number]
         placed = index.place(features, [SAMPLES] * rank.ranks, by_owner, unbucketize)
-        orders = placed.owner_wire_order, placed.requester_wire_order, rank.by_requester[number], by_owner
         requests.append(
-            Requests(features, placed.row_keys, *orders, unbucketize, placed.batch_position, placed.segments)
+            Requests(
+                features,
+                placed.row_keys,
+                placed.owner_wire_order,
+                placed.requester_wire_order,
+                rank.by_requester[number],
+                by_owner,
+                unbucketize,
+                placed.batch_position,
+                placed.segments,
+            )
         )
-    bounds = index.bounds(*requests)
-    marks, _ = index.mark(*requests, bounds)
+    bounds = index.bounds(requests[0], requests[1])
+    marks, _ = index.mark(requests[0], requests[1], bounds)
     marks[len(marks) - len(rank.received) :] = rank.received
-    pair = index.count(*requests, marks, bounds)
+    pair = index.count(requests[0], requests[1], marks, bounds)
     found = []
     for number, request in enumerate(requests):
-        rows = index.divide(request, FusedMarks(pair, second=number == 1))
+        rows = index.divide(request, FusedMarks(lambda: pair, second=number == 1))
         owned = sum(rows.by_requester)
         found += [rows.values, rows.wire_order, rows.wire_ids[:owned], rows.wire_ids[owned:], rows.request_order]
         found += [rows.batch_position, rows.batch_order, rows.lengths[1], pair.counts[number]]
@@ -180,20 +197,14 @@ def with_kernels(rank: RankInCluster, index: Any) -> list[Tensor]:
 
 
 def measure(step: Callable[[], Any], device: torch.device, repeats: int) -> dict[str, float]:
-    """Median host time and device time of a step in ms, and the number of its kernels (on CPU: of its operators)."""
-    cuda = device.type == "cuda"
+    """Median times of a step in ms; on CUDA also the number of its kernels."""
     step()
+    if device.type == "cpu":
+        return {"CPU ms": statistics.median(_seconds(step, time.thread_time) * 1e3 for _ in range(repeats))}
     host, on_device = [], []
     for _ in range(repeats):
-        if not cuda:
-            began = time.perf_counter()
-            step()
-            host.append(1e3 * (time.perf_counter() - began))
-            continue
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        host.append(1e3 * (time.perf_counter() - began))
+        host.append(_seconds(step, time.perf_counter) * 1e3)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START)
         start.record()
@@ -201,18 +212,30 @@ def measure(step: Callable[[], Any], device: torch.device, repeats: int) -> dict
         end.record()
         end.synchronize()
         on_device.append(start.elapsed_time(end))
-    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
-        if cuda:
-            torch.cuda.synchronize()
-    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    launches = sum(event.device_type == kind and event.cpu_parent is None for event in profile.events())
+        torch.cuda.synchronize()
+    kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
     return {
         "host ms": statistics.median(host),
-        "device ms": statistics.median(on_device or host),
-        "kernels": float(launches),
+        "device ms": statistics.median(on_device),
+        "kernels": float(kernels),
     }
+
+
+def _seconds(step: Callable[[], Any], clock: Callable[[], float]) -> float:
+    began = clock()
+    step()
+    return clock() - began
+
+
+def fused_index(device: torch.device) -> type[FusedIndex]:
+    """The fused index work that the exchange uses on this device."""
+    if device.type == "cpu":
+        return CppIndex
+    from lightning_freescale.embedding.triton_index import TritonIndex  # needs Triton
+
+    return TritonIndex
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -226,20 +249,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     device = torch.device(arguments.device or ("cuda" if has_gpu() else "cpu"))
+    torch.set_num_threads(1)
     ids, repeats = arguments.ids or (2_000 if arguments.quick else 84_000), 3 if arguments.quick else 15
     rows = []
     for ranks in arguments.ranks:
         rank = RankInCluster(ranks, ids, 2_000_000 // ranks, device)
-        rows.append({"ranks": ranks, "index work": PYTORCH} | measure(partial(with_operators, rank), device, repeats))
-        if device.type == "cuda":
-            from lightning_freescale.embedding.fused_index import FusedIndex
-
-            index = FusedIndex(rank.rows, rank.first_key, 0, ranks)
-            for ours, theirs in zip(with_kernels(rank, index), with_operators(rank), strict=True):
-                if not torch.equal(ours, theirs.to(ours.dtype)):
-                    raise RuntimeError(f"{ranks} ranks: the fused kernels and the PyTorch operators differ")
-            step = partial(with_kernels, rank, index)
-            rows.append({"ranks": ranks, "index work": FUSED} | measure(step, device, repeats))
+        index = fused_index(device)(rank.rows, rank.first_key, 0, ranks)
+        for ours, theirs in zip(with_fused(rank, index), with_operators(rank), strict=True):
+            if not torch.equal(ours, theirs.to(ours.dtype)):
+                raise RuntimeError(f"{ranks} ranks: the fused index work and the PyTorch operators differ")
+        for name, step in ((PYTORCH, partial(with_operators, rank)), (FUSED, partial(with_fused, rank, index))):
+            rows.append({"ranks": ranks, "index work": name} | measure(step, device, repeats))
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     head = report.head("exchange_index", machine) | {"ids": ids, "samples": SAMPLES, "collisions": COLLISIONS}
     report.publish(arguments, head | {"rows": rows}, {f"Index work of one step, {ids:,} ids": rows})

@@ -16,6 +16,7 @@ namespace py = pybind11;
 using namespace freescale;
 
 namespace freescale {
+void bind_exchange_index(py::module_& module);  // exchange_index/bindings.cpp
 void bind_transport(py::module_& module);       // transport/bindings.cpp
 void bind_zero_collision(py::module_& module);  // zero_collision/bindings.cpp
 }
@@ -157,6 +158,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("costs").noconvert(), py::arg("ranks"));
   module.def("variable", &py_variable, py::arg("costs").noconvert(), py::arg("ranks"), py::arg("tokens").noconvert(),
              py::arg("max_tokens"), py::arg("shares").noconvert());
+  bind_exchange_index(module);
   bind_transport(module);
   bind_zero_collision(module);
 }

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
+Marks = NDArray[np.uint8]
 
 # lightning_freescale/runtime/jagged.py
 def lengths_to_offsets(lengths: Ints) -> Ints: ...
@@ -19,6 +20,57 @@ def dispatch(values: NDArray, lengths: Ints, ranks: Ints, world: int) -> tuple[N
 def zigzag(costs: Reals, ranks: int) -> Ints: ...
 def fixed(costs: Reals, ranks: int) -> Ints: ...
 def variable(costs: Reals, ranks: int, tokens: Ints | None, max_tokens: int, shares: Reals | None) -> Ints: ...
+
+# lightning_freescale/embedding/cpp_index.py
+def exchange_place(
+    values: Ints,
+    offsets: Ints,
+    sample_bounds: Ints,
+    first_key: Ints,
+    by_owner: Ints,
+    unbucketize: Ints | None,
+    rank: int,
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]: ...
+def exchange_note(keys: Ints, stamp: int, stamps: Marks) -> None: ...
+def exchange_look(
+    keys: Ints,
+    lookup: Ints,
+    wire: Ints,
+    shifts: Ints,
+    stamps: Marks,
+    stamp: int,
+    rank: int,
+    marks: Marks,
+    first: int,
+    sent: Marks,
+    kept_from: int,
+) -> None: ...
+def exchange_count(
+    marks: Marks,
+    first: int,
+    received_from: int,
+    lookup: Ints,
+    receive_start: Ints,
+    receive_end: Ints,
+    receive_shift: Ints,
+    features: int,
+    rank: int,
+) -> Ints: ...
+def exchange_divide(
+    marks: Marks,
+    first: int,
+    received_from: int,
+    values: Ints,
+    offsets: Ints,
+    lookup: Ints,
+    counts: Ints,
+    unbucketize: Ints | None,
+    receive_start: Ints,
+    receive_end: Ints,
+    receive_shift: Ints,
+    features: int,
+    rank: int,
+) -> tuple[Ints, ...]: ...
 
 # lightning_freescale/embedding/zero_collision/remap.py
 def zero_collision_insert(

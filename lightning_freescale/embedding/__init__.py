@@ -31,8 +31,9 @@ Files:
     fixed_buckets.py    the data parallelism of the dense parameters on a CPU, equal to the bit after a resume
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
     index.py            index arithmetic as pure functions, and the names of the row orders
-    index_triton.py     the same arithmetic on CUDA, in a few kernels
-    fused_index.py      calls those kernels
+    fused_index.py      the same arithmetic in a few calls
+    triton_index.py     these calls on CUDA, and index_triton.py their kernels
+    cpp_index.py        these calls on a CPU
     index_results.py    what they return
     stages.py           the stages of a batch as types; the operations take one stage and return the next
     all_to_all.py       the transfer itself

@@ -9,10 +9,10 @@ first prioritized step: the counts that the host needs are copied to it one step
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,14 @@ from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
+from lightning_freescale.embedding.cpp_index import CppIndex
+from lightning_freescale.embedding.fused_index import FusedIndex
 from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
-from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces
+from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, PairOfBatches
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.stages import CollisionMarks, CountedMarks, Requests, RoutedBatch, RowSet
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
-
-if TYPE_CHECKING:
-    from lightning_freescale.embedding.fused_index import FusedIndex
 
 
 class CollisionDetector:
@@ -115,22 +114,34 @@ class CollisionFinder:
         pairs = []
         with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             for index, a, b in zip(indices, first.requests, second.requests, strict=True):
-                bounds = index.bounds(a, b)
-                marks, sent = index.mark(a, b, bounds)
-                all_to_all.start_packed(
-                    sent,
-                    marks[len(a.row_keys) + len(b.row_keys) :],
-                    _plus(a.by_requester, b.by_requester),
-                    _plus(a.by_owner, b.by_owner),
-                    self._group,
-                    self._timeline,
-                    Kind.ID_EXCHANGE,
-                ).wait()
-                pairs.append(index.count(a, b, marks, bounds))
+                pairs.append(self._pair(index, a, b))
+                if (
+                    self._device.type == "cuda"
+                ):  # elsewhere the wait would block the host: it waits when it needs the counts
+                    mark_used_on(self._table_stream, pairs[-1]().tensors())
         first.with_next = [FusedMarks(pair, second=False) for pair in pairs]
         second.with_previous = [FusedMarks(pair, second=True) for pair in pairs]
-        for pair in pairs:
-            mark_used_on(self._table_stream, pair.tensors())
+
+    def _pair(self, index: FusedIndex, a: Requests, b: Requests) -> Callable[[], PairOfBatches]:
+        """Send the marks of two batches to the requesters. The result waits for those of other ranks, and counts all."""
+        bounds = index.bounds(a, b)
+        marks, sent = index.mark(a, b, bounds)
+        transfer = all_to_all.start_packed(
+            sent,
+            marks[len(a.row_keys) + len(b.row_keys) :],
+            _plus(a.by_requester, b.by_requester),
+            _plus(a.by_owner, b.by_owner),
+            self._group,
+            self._timeline,
+            Kind.ID_EXCHANGE,
+        )
+
+        @functools.cache
+        def pair() -> PairOfBatches:
+            transfer.wait()
+            return index.count(a, b, marks, bounds)
+
+        return pair
 
     def _tell_requesters(self, requests: Requests, collides: Tensor) -> CollisionMarks:
         transfer = all_to_all.start(
@@ -275,22 +286,21 @@ def _all_rows(requests: Requests) -> RowSet:
 
 
 def _fused_indices(tables: LocalTables, group: dist.ProcessGroup) -> list[FusedIndex]:
-    """The kernels for CUDA, by sharding group; empty if they cannot run."""
+    """The index work in a few calls, by sharding group; empty if it cannot run here."""
     if tables.device.type != "cuda":
-        return []
+        return make_fused_indices(CppIndex, tables, group)
     if importlib.util.find_spec("triton") is None:
         log_once("prioritize: Triton is not installed, so the index work of the exchange takes many small kernels")
         return []
-    return make_fused_indices(tables, group)
+    from lightning_freescale.embedding.triton_index import TritonIndex
+
+    return make_fused_indices(TritonIndex, tables, group)
 
 
-def make_fused_indices(tables: LocalTables, group: dist.ProcessGroup) -> list[FusedIndex]:
-    """The kernels for CUDA, by sharding group. They need Triton."""
-    from lightning_freescale.embedding.fused_index import FusedIndex
-
+def make_fused_indices(kind: type[FusedIndex], tables: LocalTables, group: dist.ProcessGroup) -> list[FusedIndex]:
+    """One of these for each sharding group."""
     return [
-        FusedIndex(rows, tables.first_key(number), group.rank(), group.size())
-        for number, rows in enumerate(tables.num_rows)
+        kind(rows, tables.first_key(number), group.rank(), group.size()) for number, rows in enumerate(tables.num_rows)
     ]
 
 

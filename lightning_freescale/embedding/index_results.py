@@ -1,7 +1,8 @@
-"""What the index work of ``fused_index.py`` returns. These types need no Triton."""
+"""What the index work of ``fused_index.py`` returns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,30 +29,29 @@ class PlacedIds(NamedTuple):
 
 
 class PairOfBatches(NamedTuple):
-    """The marks of two consecutive batches, and what follows from them. Shapes are in ``index_triton.py``."""
+    """The marks of two consecutive batches, and what follows from them."""
 
     marks: Tensor  # [n_a + n_b + m_a + m_b] uint8: those of both batches in lookup order, and those received
-    prefix: Tensor  # int32, their running sum
-    bounds: Tensor
-    starts: Tensor
-    counts: Tensor
+    bounds: Tensor  # [len(BOUNDS), W] int64, see fused_index.py
+    counts: Tensor  # [2, 2 W + 2 T] int64: for each batch, see index.split_counts
     on_host: Readback  # of ``counts``
     owned: tuple[int, int]  # n_a, n_b
+    details: tuple[Tensor, ...]  # what the implementation keeps for itself
 
     def tensors(self) -> list[Tensor]:
-        return [self.marks, self.prefix, self.bounds, self.starts, self.counts]
+        return [self.marks, self.bounds, self.counts, *self.details]
 
 
 class FusedMarks(NamedTuple):
     """Which rows of one of the two batches collide with the other batch."""
 
-    pair: PairOfBatches
+    pair: Callable[[], PairOfBatches]  # on a CPU, the first call waits for the marks of other ranks
     second: bool  # whether this is the later batch
 
 
 @dataclass(frozen=True)
 class DividedIds:
-    """The rows of a batch, the collision rows first. See ``divide_batch`` in ``index_triton.py``."""
+    """The rows of a batch, the collision rows first. ``divide_batch`` in ``index_triton.py`` explains each array."""
 
     values: Tensor
     wire_order: Tensor

@@ -5,7 +5,7 @@ The ids of one feature and one requester are a *segment*: they are contiguous in
 order in both. So the place of an id follows from the starts of its segment, and nothing has to be sorted.
 
 Two consecutive batches, A and B, are treated together. Their marks travel in one transfer: for each rank those of A, then those
-of B. The array ``bounds`` has one row of ``[W]`` int64 for each of the places below, in the order of :data:`BOUNDS`.
+of B. ``BOUNDS`` in ``fused_index.py`` names the rows of the array ``bounds``.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -14,11 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BOUNDS = (  # wire order of A, of B, at the owner; the same at the requester; request order of A and of B
-    "send_start_a", "send_end_a", "send_start_b", "send_end_b",
-    "receive_start_a", "receive_end_a", "receive_start_b", "receive_end_b",
-    "request_start_a", "request_start_b",
-)  # fmt: skip
 BLOCK_IDS = 512  # ids of one program
 
 # Sizes of batches: a kernel must not be compiled again because a number happens to be 1 or a multiple of 16.

@@ -339,7 +339,7 @@ def ignore_collisions(schedule: ExchangeSchedule) -> None:
         return torch.zeros_like(first, dtype=torch.bool), torch.zeros_like(second, dtype=torch.bool)
 
     finder = schedule.modules[0].exchange.finder
-    finder.detectors = [detect for _ in finder.detectors]  # type: ignore[misc]
+    finder.fused, finder.detectors = [], [detect for _ in finder.fused]  # type: ignore[misc]
 
 
 def check(world: int = 2) -> None:

@@ -1,88 +1,108 @@
-"""The Triton kernels of the index work give what ``index.py`` gives, and a training with them is equal bit for bit.
+"""The fused index work gives what ``index.py`` gives: in C++, and in Triton. A training with the Triton kernels is equal, too.
 
-Without a GPU the kernels run in Triton's interpreter, in a process of their own.
+``test_prioritized.py`` trains with the C++ functions. Without a GPU, the Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lightning_freescale import _C
+from lightning_freescale.embedding import fused_index
+from lightning_freescale.embedding.collisions import make_fused_indices
+from lightning_freescale.embedding.cpp_index import CppIndex
+from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
+from tests.embedding.index_cases import check, check_that_swapped_marks_are_noticed
 from tests.embedding.test_prioritized import _compare, case
 from tests.models.interpreter import run_interpreted
 
-CASES = ((1, 1, 2, True), (3, 2, 3, True), (4, 1, 3, False), (2, 2, 0, True))  # ranks, features, longest, permuted
+CASES = (
+    (1, 1, 2, True),
+    (3, 2, 3, True),
+    (2, 2, 0, True),
+)  # ranks, features, longest, whether batch and request order differ
 
 KERNELS = f"""
-from tests.embedding.index_cases import check
-for seed, case in enumerate({CASES!r}):
-    check(*case[:3], seed, case[3])
-"""
-
-STAMPS = """
-from tests.embedding import index_cases
 from lightning_freescale.embedding import fused_index
+from lightning_freescale.embedding.triton_index import TritonIndex
+from tests.embedding.index_cases import check, check_that_swapped_marks_are_noticed
+check_that_swapped_marks_are_noticed(TritonIndex)
+for seed, case in enumerate({CASES!r}):
+    check(TritonIndex, *case[:3], seed, case[3])
 fused_index.LAST_STAMP = 4  # stamps start again after a few batches
-index_cases.check(2, 1, 3, 7, True, steps=7)
+check(TritonIndex, 2, 1, 3, 7, False, steps=5)
 """
 
 TRAINING = """
-from tests.embedding.test_fused_index import train_with_kernels
+from tests.embedding.test_fused_index import train_with_triton
 from tests.ranks import run_ranks
-for result in run_ranks(train_with_kernels, 2, args=(2,), timeout=240):
-    assert result == [True, True, True, False], result
+for result in run_ranks(train_with_triton, 2, args=(2,), timeout=240):
+    assert result == [True, True, False], result
 """
 
 
-def train_with_kernels(rank: int, world: int) -> list[bool]:
-    """Whether prioritized and synchronous training agree in every bit: in three cases, and with stamps that are never written."""
-    from lightning_freescale.embedding.collisions import make_fused_indices
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 5), st.integers(0, 1000), st.booleans())
+def test_cpp(world: int, features: int, longest: int, seed: int, permuted: bool) -> None:
+    check(CppIndex, world, features, longest, seed, permuted)
+
+
+def test_cpp_with_swapped_marks() -> None:
+    check_that_swapped_marks_are_noticed(CppIndex)
+
+
+def test_stamps_that_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_index, "LAST_STAMP", 4)
+    check(CppIndex, 2, 1, 3, 7, True, steps=9)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    one = torch.tensor([0]).numpy()
+    with pytest.raises(ValueError, match="offsets must fit the features and samples"):
+        _C.exchange_place(one, one, torch.tensor([0, 2]).numpy(), one, one, None, 0)
+
+
+def train_with_triton(rank: int, world: int) -> list[bool]:
+    """Whether prioritized and synchronous training agree in every bit: in two cases, and with stamps that are never written."""
+    from lightning_freescale.embedding.triton_index import TritonIndex
 
     dist.init_process_group("gloo")
-
-    def use_kernels(schedule, write: bool = True) -> None:  # type: ignore[no-untyped-def]
-        for module in schedule.modules:
-            finder = module.exchange.finder
-            finder.fused = make_fused_indices(module.exchange.tables, dist.group.WORLD)
-            for index in finder.fused if not write else []:
-                index._stamp_of = lambda keys: 77  # type: ignore[method-assign]
-                index._write = lambda keys: None  # type: ignore[method-assign]
-
-    cases = [
-        case(world, steps=4, kind=kind, optimizer="rowwise_adagrad", seed=seed, sabotage=use_kernels)
-        for seed, kind in enumerate(("row_wise", "mixed"))
-    ]
-    dedup = {"sabotage": use_kernels, "options": {"use_index_dedup": True}}
-    from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
-
     add_cpu_kernel()
-    cases.append(case(world, steps=4, kind="row_wise", optimizer="sgd", samples=lambda r, s: 1 + 2 * r, **dedup))
+
+    def use_kernels(schedule: Any, write: bool = True) -> None:
+        exchange = schedule.modules[0].exchange
+        assert dist.group.WORLD is not None
+        exchange.finder.fused = make_fused_indices(TritonIndex, exchange.tables, dist.group.WORLD)
+        for index in exchange.finder.fused if not write else []:
+            index._stamp_of = lambda keys: 77
+            index._write = lambda keys: None
+
+    mixed = case(world, steps=4, kind="mixed", optimizer="rowwise_adagrad", seed=1, sabotage=use_kernels)
+    dedup = case(world, steps=4, kind="row_wise", optimizer="sgd", samples=lambda r, s: 1 + 2 * r, sabotage=use_kernels)
     stale = case(world, steps=4, kind="row_wise", optimizer="sgd", seed=2)
-    cases.append(stale | {"sabotage": lambda schedule: use_kernels(schedule, write=False)})
+    stale["sabotage"] = lambda schedule: use_kernels(schedule, write=False)
+    cases = [mixed, dedup | {"options": {"use_index_dedup": True}}, stale]
     return [_compare(rank, world, **one) for one in cases]
 
 
-def test_kernels_in_the_interpreter() -> None:
+def test_triton_in_the_interpreter() -> None:
     run_interpreted(KERNELS)
 
 
-def test_stamps_that_start_again() -> None:
-    run_interpreted(STAMPS)
-
-
-def test_training_with_the_kernels_in_the_interpreter() -> None:
+def test_training_with_triton_in_the_interpreter() -> None:
     run_interpreted(TRAINING)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, (64, 2, 2, True), (16, 3, 40, False)])
-def test_kernels_on_a_gpu(case: tuple[int, int, int, bool]) -> None:
-    if os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("the kernels are interpreted")
-    from tests.embedding.index_cases import check
+def test_triton_on_a_gpu(case: tuple[int, int, int, bool]) -> None:
+    from lightning_freescale.embedding.triton_index import TritonIndex
 
     world, features, longest, permuted = case
-    check(world, features, longest, 3, permuted, device=str(torch.device("cuda")))
+    check(TritonIndex, world, features, longest, 3, permuted, device="cuda")

@@ -16,6 +16,7 @@ from benchmarks.harness.tables.claims import (
     exposed_results,
     sm_free_rows,
 )
+from benchmarks.harness.tables.exchange_blocks import bound_by_host, index_work
 from benchmarks.harness.training.bubble import PARTS
 from benchmarks.harness.variant_names import (
     ALL,
@@ -50,6 +51,8 @@ def blocks(results: Results) -> dict[str, str]:
         "end to end": _with_commands(results, "end_to_end", end_to_end(results)),
         "same link": markdown.table(list(same_link(results))),
         "remaining bubble": markdown.table(list(remaining_bubble(results))),
+        "bound by the host": markdown.table(list(bound_by_host(results))),
+        "index work": _with_commands(results, "exchange_index", index_work(results)),
         "exposed exchange": _with_commands(results, "exposed", exposed(results)),
         "stragglers": _with_commands(results, "straggler", straggler(results)),
         "compute beside communication": _with_commands(results, "sm_free", sm_free(results)),

@@ -1,0 +1,44 @@
+"""Tables of ``docs/results.md`` about the host's part of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.harness.results import StoredResult, short_machine
+from benchmarks.harness.simulator_validation import host_was_ahead
+from benchmarks.harness.variant_names import ALL, DENSE_ONLY
+
+Row = dict[str, Any]
+
+
+def bound_by_host(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """End-to-end results in which the device waited for the host."""
+    for name, found in results.items():
+        if found["benchmark"] != "end_to_end" or ALL not in found["sides"] or host_was_ahead(found):
+            continue
+        for side, variant in found["sides"].items():
+            if side == DENSE_ONLY:
+                continue
+            steps = sorted(variant["step_ms"]["steps"])
+            yield {
+                "result": f"`{name}`",
+                "dense compute ms": f"{found['dense_ms']:.1f}",
+                "variant": side,
+                "step ms": f"{variant['step_ms']['mean']:.1f} ({steps[0]:.1f} to {steps[-1]:.1f})",
+                "steps that waited for the host": f"{variant['host_late']:.0%}",
+                "MB sent": f"{variant['sent_bytes'] / 1e6:.1f}",
+                "exposed embedding ms": f"{variant['parts_ms']['exposed embedding']:.1f}",
+                "exposed dense ms": f"{variant['parts_ms']['exposed dense']:.1f}",
+                "slower compute ms": f"{variant['parts_ms']['slower compute']:.1f}",
+            }
+
+
+def index_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """The index work of one step, by number of ranks."""
+    for found in results.values():
+        if found["benchmark"] != "exchange_index":
+            continue
+        for row in found["rows"]:
+            times = {name: f"{value:.1f}" for name, value in row.items() if name.endswith("ms")}
+            yield {"machine": short_machine(found), "ranks": row["ranks"], "index work": row["index work"]} | times

@@ -1,0 +1,108 @@
+"""The index work on a CPU, in C++ (``csrc/exchange_index``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale import _C
+from lightning_freescale.embedding.fused_index import BOUNDS, FusedIndex, places_of
+from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds, Segments
+from lightning_freescale.runtime.streams import Readback
+
+if TYPE_CHECKING:
+    from lightning_freescale.embedding.stages import Requests
+
+
+class CppIndex(FusedIndex):
+    """One pass over the ids for each call."""
+
+    def place(
+        self, features: KeyedJaggedTensor, samples: list[int], by_owner: list[int], unbucketize: Tensor | None
+    ) -> PlacedIds:
+        lookup, wire, keys, owner_order, requester_order, batch_position = map(
+            torch.from_numpy,
+            _C.exchange_place(
+                _ints(features.values()),
+                _offsets(features),
+                _ints(self._bounds_of(samples)),
+                _ints(self._first_key),
+                np.array(by_owner, dtype=np.int64),
+                None if unbucketize is None else _ints(unbucketize),
+                self._rank,
+            ),
+        )
+        position = None if unbucketize is None else batch_position
+        return PlacedIds(keys, owner_order, requester_order, position, Segments(lookup, wire))
+
+    def _note(self, keys: Tensor, stamp: int) -> None:
+        _C.exchange_note(keys.numpy(), stamp, self._stamps.numpy())
+
+    def _look(
+        self, batch: Requests, marks: Tensor, sent: Tensor, shifts: Tensor, first: int, stamp: int, kept_from: int
+    ) -> None:
+        assert batch.segments is not None
+        lookup, wire = (part.numpy() for part in batch.segments)
+        _C.exchange_look(
+            batch.row_keys.numpy(),
+            lookup,
+            wire,
+            shifts.numpy(),
+            self._stamps.numpy(),
+            stamp,
+            self._rank,
+            marks.numpy(),
+            first,
+            sent.numpy(),
+            kept_from,
+        )
+
+    def count(self, a: Requests, b: Requests, marks: Tensor, bounds: Tensor) -> PairOfBatches:
+        owned = len(a.row_keys), len(b.row_keys)
+        counts = []
+        for batch, second in ((a, False), (b, True)):
+            assert batch.segments is not None
+            _, start, end, shift = (bounds[BOUNDS.index(name)].numpy() for name in places_of(second))
+            first, lookup = owned[0] if second else 0, batch.segments.lookup.numpy()
+            features = len(self._first_key)
+            counts.append(
+                _C.exchange_count(marks.numpy(), first, sum(owned), lookup, start, end, shift, features, self._rank)
+            )
+        found = torch.from_numpy(np.stack(counts))
+        return PairOfBatches(marks, bounds, found, Readback(found), owned, ())
+
+    def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
+        assert requests.segments is not None
+        pair, which, unbucketize = marks.pair(), int(marks.second), requests.request_position
+        _, start, end, shift = (pair.bounds[BOUNDS.index(name)].numpy() for name in places_of(marks.second))
+        counts = pair.counts[which]
+        arrays = _C.exchange_divide(
+            pair.marks.numpy(),
+            which * pair.owned[0],
+            sum(pair.owned),
+            _ints(requests.features.values()),
+            _offsets(requests.features),
+            requests.segments.lookup.numpy(),
+            counts.numpy(),
+            None if unbucketize is None else _ints(unbucketize),
+            start,
+            end,
+            shift,
+            len(self._first_key),
+            self._rank,
+        )
+        return self._divided([torch.from_numpy(array) for array in arrays], counts.tolist())
+
+
+def _ints(tensor: Tensor) -> Any:
+    return tensor.to(torch.int64).contiguous().numpy()
+
+
+def _offsets(features: KeyedJaggedTensor) -> Any:
+    """Offsets of all features and samples; ``[0]`` if this rank has no feature of the group."""
+    offsets = features.offsets()
+    return _ints(offsets) if offsets.numel() else np.zeros(1, dtype=np.int64)
