@@ -14,7 +14,7 @@ from lightning_freescale.models import HSTU, FeedForward, PersonalTokens
 from lightning_freescale.models.recommendation import Recommendations
 
 USERS, ITEMS, MAX_HISTORY = 12, 40, 16
-CUT = PersonalTokens(tokens=2, recent=4, refresh=3)
+CUT = PersonalTokens(tokens=2, recent=4, refresh=3, segments=2)
 
 
 class Trained(NamedTuple):

@@ -46,7 +46,7 @@ def follow_the_page(rank: int, folder: str, code: str, commands: list[list[str]]
 def test_from_a_file_of_events_to_served_recommendations(tmp_path: Path) -> None:
     """The code with fewer epochs, on one process; then the commands, in the order of the page."""
     pytest.importorskip("fastapi")
-    (code,) = blocks("recommendations.md", "python")
+    code = "\n".join(blocks("recommendations.md", "python"))
     (own_program,) = blocks("serving.md", "python")
     code = code.replace("max_epochs=20", "max_epochs=1, accelerator='cpu', logger=False, enable_progress_bar=False")
     lines = [shlex.split(line) for block in blocks("recommendations.md", "bash") for line in block.splitlines()]
