@@ -294,7 +294,7 @@ class PrioritizedEmbedding:
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here; on CPU it waited above
             self.table_stream.join()
         outputs = []
-        mark_used_on(current_stream(self.device), routed.context.reverse_indices)  # of dedup
+        mark_used_on(current_stream(self.device), getattr(routed.context, "reverse_indices", ()))  # of dedup
         for group, (rows, order) in enumerate(zip(batch.buffers, orders, strict=True)):
             mark_used_on(current_stream(self.device), (rows, order))
             anchor = torch.empty(0, device=self.device, requires_grad=True)

@@ -61,7 +61,7 @@ class BagMarks(CollisionMarks):
     ids: Tensor  # [n] bool, owner, lookup order of the ids
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BagSet(RowSet):
     """The pieces of one kind of bags. Its ``features`` are the ids of all bags."""
 
