@@ -75,7 +75,7 @@ class BagCollisionFinder(CollisionFinder):
     def __init__(self, tables: BagTables, *args: Any, **kwargs: Any):
         super().__init__(tables, *args, **kwargs)
         self._tables = tables
-        self.fused = []  # the kernels for CUDA are for rows
+        self.fused = []  # it is for rows only
         self.detectors = [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
     def find(self, first: RoutedBatch, second: RoutedBatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_freescale.embedding.collisions import CollisionDetector
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
 
@@ -47,6 +48,9 @@ def collide_by_id(schedule: ExchangeSchedule) -> None:
     exchange = schedule.modules[0].exchange
     remaps, tables = _remaps(schedule), exchange.tables
     remap, row_keys = remaps.remap, tables.row_keys
+    # The PyTorch operators call ``row_keys``, which is replaced below.
+    exchange.finder.fused = []
+    exchange.finder.detectors = [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
     received_ids: list[torch.Tensor] = []
 
     def remember(received: Any) -> Any:
