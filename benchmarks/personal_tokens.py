@@ -202,8 +202,6 @@ def quality_rows(rows: Rows) -> Rows:
     table = []
     for data in dict.fromkeys(row["data"] for row in rows):
         own = [row for row in rows if row["data"] == data]
-        mean = {name: _mean(own, name, "HR@10") for name in VARIANTS}
-        gap = mean[FULL] - mean[RECENT_ONLY]
         full_flops = _mean(own, FULL, "serving MFLOP")
         for variant in dict.fromkeys(row["variant"] for row in own):
             values = [row["HR@10"] for row in own if row["variant"] == variant]
@@ -211,16 +209,24 @@ def quality_rows(rows: Rows) -> Rows:
                 {
                     "data": data,
                     "variant": variant,
-                    "HR@10": mean[variant],
-                    "noise": statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan"),
+                    "HR@10": _mean(own, variant, "HR@10"),
+                    "noise": statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None,
                     "NDCG@10": _mean(own, variant, "NDCG@10"),
-                    "recovered %": 100 * (mean[variant] - mean[RECENT_ONLY]) / gap if gap > 0 else float("nan"),
+                    "recovered %": _recovered(own, variant),
                     "serving FLOPs, % of full": 100 * _mean(own, variant, "serving MFLOP") / full_flops,
                     "seeds": len(values),
                     "cases": own[0]["cases"],
                 }
             )
     return table
+
+
+def _recovered(rows: Rows, variant: str) -> float | None:
+    """The share of the difference between recent events only and the full history, from the seeds that all three have."""
+    seeds = [{row["seed"] for row in rows if row["variant"] == name} for name in (variant, RECENT_ONLY, FULL)]
+    common = [row for row in rows if row["seed"] in set.intersection(*seeds)]
+    own, recent, full = (_mean(common, name, "HR@10") for name in (variant, RECENT_ONLY, FULL))
+    return 100 * (own - recent) / (full - recent) if full > recent else None
 
 
 def _mean(rows: Rows, variant: str, name: str) -> float:

@@ -45,7 +45,6 @@ def pages() -> dict[Path, str]:
     models_text = models.read_text()
     for name, make in (
         ("personal tokens, quality", personal_tokens_block.quality),
-        ("personal tokens, training", personal_tokens_block.training),
         ("personal tokens, serving", personal_tokens_block.serving),
     ):
         models_text = fill_block(models.name, models_text, name, make(stored))

@@ -34,28 +34,15 @@ def _quality(name: str, found: StoredResult) -> Iterator[str]:
 
 
 def _quality_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    noise = "" if row["noise"] != row["noise"] else f" ± {row['noise']:.3f}"  # not a number with one seed
+    noise = "" if row["noise"] is None else f" ± {row['noise']:.3f}"  # one seed has none
     return {
         "variant": row["variant"],
         "HR@10": f"{row['HR@10']:.3f}{noise}",
         "NDCG@10": f"{row['NDCG@10']:.3f}",
-        "recovered": f"{row['recovered %']:.0f}%",
+        "recovered": "-" if row["recovered %"] is None else f"{row['recovered %']:.0f}%",
         "FLOPs to serve, of full history": f"{row['serving FLOPs, % of full']:.0f}%",
         "seeds": row["seeds"],
     }
-
-
-def training(results: Results) -> str:
-    """The time of a training step."""
-    parts = []
-    for name, found in _of("personal_tokens", results):
-        if found["training"]:
-            parts += [
-                f"{found['training'][0]['model']}, 1,024 + 256 events, {short_machine(found)}:",
-                markdown.table([{k: v for k, v in row.items() if k != "model"} for row in found["training"]]),
-                _source(name, found),
-            ]
-    return "\n\n".join(parts)
 
 
 def serving(results: Results) -> str:
