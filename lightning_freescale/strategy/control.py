@@ -13,6 +13,7 @@ import time
 from collections import deque
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.runtime import errors
+from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.process_groups import are_complete, describe_missing_ranks, leave
 from lightning_freescale.runtime.streams import Readback
@@ -246,20 +248,26 @@ class Control:
         The reports go through the rendezvous store, which answers when collectives do not. A rank without a report
         after a few seconds is stuck or dead.
         """
+        text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"freescale/ended/{self.rank}", f"{type(error).__name__}: {error}".split("\n")[0][:300])
+            within(REPORT_SECONDS, lambda: store.set(f"freescale/ended/{self.rank}", text))
         except Exception:
             return "rank 0, which hosts the rendezvous store, has ended or cannot be reached"
-        reports = []
+
         deadline = time.monotonic() + REPORT_SECONDS
+
+        def report_of(rank: int) -> str:
+            key = f"freescale/ended/{rank}"
+            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), LEAST_REPORT_SECONDS)))
+            return store.get(key).decode()
+
+        reports = []
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
-            key = f"freescale/ended/{rank}"
             try:
-                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), LEAST_REPORT_SECONDS)))
-                reports.append(f"rank {rank} ended with {store.get(key).decode()}")
+                reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
             except Exception:  # There is no report: this rank is the missing one.
                 reports.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")
         return "; ".join(reports)

@@ -46,7 +46,7 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _enter(name: str) -> None:
+def enter(name: str) -> None:
     with open(f"/run/netns/{name}") as namespace:
         import ctypes
 
@@ -54,7 +54,7 @@ def _enter(name: str) -> None:
 
 
 def _on_two_hosts(rank: int, hosts: list[str], cut: bool) -> str:
-    _enter(hosts[rank])
+    enter(hosts[rank])
     os.environ["FREESCALE_HOST_ID"] = f"host{rank}"
     os.environ["FREESCALE_SECRET"] = "0123456789abcdef"
     # As torchrun on the first host may: the master's own name leads to its loopback interface.

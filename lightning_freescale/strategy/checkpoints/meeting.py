@@ -10,7 +10,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_freescale.runtime.bounded import within
+
 MEETING_SECONDS = 10.0  # How long a rank waits for the others.
+STORE_SECONDS = 2.0  # How long the store may take to answer beyond that.
 _COUNTER = {"meetings": 0}
 
 
@@ -21,19 +24,23 @@ def all_ranks_came(rank: int, world_size: int, seconds: float = MEETING_SECONDS)
     decision counts.
     """
     _COUNTER["meetings"] += 1
-    prefix = f"freescale/save_after_exception/{_COUNTER['meetings']}"
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{prefix}/{rank}", "here")
-        decision = "no"
-        try:
-            if rank == 0:
-                store.wait([f"{prefix}/{other}" for other in range(1, world_size)], timedelta(seconds=seconds))
-                decision = "yes"
-            else:
-                store.wait([f"{prefix}/decision"], timedelta(seconds=seconds))
-        except Exception:  # A rank did not come in time.
-            decision = "no"
-        return store.compare_set(f"{prefix}/decision", "", decision) == b"yes"
-    except Exception:  # The store ended with the process that hosts it.
+        return within(seconds + STORE_SECONDS, lambda: _decision(_COUNTER["meetings"], rank, world_size, seconds))
+    except Exception:  # The store ended with the process that hosts it, or its host cannot be reached.
         return False
+
+
+def _decision(meeting: int, rank: int, world_size: int, seconds: float) -> bool:
+    prefix = f"freescale/save_after_exception/{meeting}"
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{prefix}/{rank}", "here")
+    decision = "no"
+    try:
+        if rank == 0:
+            store.wait([f"{prefix}/{other}" for other in range(1, world_size)], timedelta(seconds=seconds))
+            decision = "yes"
+        else:
+            store.wait([f"{prefix}/decision"], timedelta(seconds=seconds))
+    except Exception:  # A rank did not come in time.
+        decision = "no"
+    return store.compare_set(f"{prefix}/decision", "", decision) == b"yes"
