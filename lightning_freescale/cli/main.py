@@ -36,6 +36,9 @@ COMMANDS = {
         "lightning_freescale.cli.recommend:main", "write the best items of every user of a file, by a trained model"
     ),
     "evaluate": Command("lightning_freescale.cli.evaluate:main", "rank the last event of every user of a file"),
+    "doctor": Command(
+        "lightning_freescale.cli.doctor:main", "show what is installed, which transport fits this machine, what to fix"
+    ),
     "export": Command("lightning_freescale.cli.export:main", "write a checkpoint as one unsharded state dict"),
 }
 
