@@ -10,5 +10,6 @@ balance_outcomes  loads of the ranks under each mode of balancing, for ``plan``
 forecast          simulated step times for ``plan``
 report            ``freescale report``: where the time of a run went
 report.html       template of the report's page
+doctor            ``freescale doctor``: what is installed, which transport fits, what to fix
 export            ``freescale export``: writes a checkpoint as one state dict
 """

@@ -38,6 +38,9 @@ COMMANDS = {
     "serve": Command("lightning_freescale.cli.serve:main", "answer requests for recommendations over HTTP"),
     "evaluate": Command("lightning_freescale.cli.evaluate:main", "rank the last event of every user of a file"),
     "verify": Command("lightning_freescale.cli.verify:main", "check that checkpoints are complete and undamaged"),
+    "doctor": Command(
+        "lightning_freescale.cli.doctor:main", "show what is installed, which transport fits this machine, what to fix"
+    ),
     "export": Command("lightning_freescale.cli.export:main", "write a checkpoint as one unsharded state dict"),
 }
 

@@ -4,6 +4,7 @@ Importing this package registers the torch.distributed backend ``"freescale"``. 
 :func:`new_group` makes a process group of it.
 
 - ``choice``: what this machine can do (:func:`capabilities`), and which backend to use (:func:`choose`).
+- ``choice_table``: what ``"auto"`` chooses in every situation, for the documentation and ``freescale doctor``.
 - ``groups``: makes a process group of high or low priority.
 - ``options``: the settings of one ``freescale`` group.
 - ``backend``: the process group. It sends each collective to one of the two movers below, or to NCCL or gloo.

@@ -96,13 +96,20 @@ def choose(
             faster networks, so ``"auto"`` is NCCL there.
         found: what the machine can do; inspected if it is needed and not given.
     """
-    if transport not in ("auto", "nccl", "gloo", "host"):
-        raise ConfigurationError(f"transport={transport!r}: use 'auto', 'nccl', 'gloo' or 'host'")
-    choice = (
-        _choose_on_cpu(transport) if device.type == "cpu" else _choose_on_cuda(transport, overlapped, one_host, found)
-    )
+    choice = decide(transport, device, overlapped, one_host, found)
     log_once(f"transport={transport!r}: the exchanges use {choice.backend}; {choice.reason}")
     return choice
+
+
+def decide(
+    transport: str, device: torch.device, overlapped: bool, one_host: bool, found: Capabilities | None
+) -> TransportChoice:
+    """As :func:`choose`, without a log."""
+    if transport not in ("auto", "nccl", "gloo", "host"):
+        raise ConfigurationError(f"transport={transport!r}: use 'auto', 'nccl', 'gloo' or 'host'")
+    if device.type == "cpu":
+        return _choose_on_cpu(transport)
+    return _choose_on_cuda(transport, overlapped, one_host, found)
 
 
 def _choose_on_cpu(transport: str) -> TransportChoice:
