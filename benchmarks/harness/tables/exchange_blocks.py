@@ -1,4 +1,4 @@
-"""Tables of ``docs/results.md`` about the host's part of the exchange."""
+"""Tables of ``docs/results.md`` about the limits of the exchange: the host, the index work, and many ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from benchmarks.harness.simulator_validation import host_was_ahead
 from benchmarks.harness.variant_names import ALL, DENSE_ONLY
 
 Row = dict[str, Any]
+
+SIDES = "TorchRec SparseDist", "FreeScale"  # variants of the simulator
 
 
 def bound_by_host(results: Mapping[str, StoredResult]) -> Iterator[Row]:
@@ -42,3 +44,21 @@ def index_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
         for row in found["rows"]:
             times = {name: f"{value:.1f}" for name, value in row.items() if name.endswith("ms")}
             yield {"machine": short_machine(found), "ranks": row["ranks"], "index work": row["index work"]} | times
+
+
+def forecast(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """Simulated steps of TorchRec and FreeScale on many ranks, with the measured and with faster compute."""
+    found = results["simulate"]
+    for setting, rows in (("setting", "scaling"), ("fast_setting", "fast_scaling")):
+        for ranks in sorted({row["ranks"] for row in found[rows]}):
+            before, after = ({row["side"]: row for row in found[rows] if row["ranks"] == ranks}[name] for name in SIDES)
+            gaps = [row["step ms"] - row["compute ms"] for row in (before, after)]
+            yield {
+                "compute faster by": f"{found[setting]['compute faster by']:.2f}x",
+                "ranks": ranks,
+                "compute ms": f"{after['compute ms']:.1f}",
+                "TorchRec SparseDist ms": f"{before['step ms']:.1f}",
+                "FreeScale ms": f"{after['step ms']:.1f}",
+                "its bubble": f"{after['bubble %']:.1f}%",
+                "bubble removed": f"{1 - gaps[1] / gaps[0]:.1%}",
+            }

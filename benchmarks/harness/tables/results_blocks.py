@@ -16,7 +16,7 @@ from benchmarks.harness.tables.claims import (
     exposed_results,
     sm_free_rows,
 )
-from benchmarks.harness.tables.exchange_blocks import bound_by_host, index_work
+from benchmarks.harness.tables.exchange_blocks import bound_by_host, forecast, index_work
 from benchmarks.harness.training.bubble import PARTS
 from benchmarks.harness.variant_names import (
     ALL,
@@ -58,6 +58,7 @@ def blocks(results: Results) -> dict[str, str]:
         "compute beside communication": _with_commands(results, "sm_free", sm_free(results)),
         "no speed-up expected": _with_commands(results, "cannot_help", cannot_help(results)),
         "quality": _with_commands(results, "quality", quality(results)),
+        "forecast": markdown.table(list(forecast(results))),
         "simulator": _with_commands(results, "simulate", simulator(results)),
         "learning": _with_commands(results, "learning", learning(results)),
         "attention": _with_commands(results, "hstu_attention", attention(results)),
