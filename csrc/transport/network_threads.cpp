@@ -171,7 +171,7 @@ Queue::SendState Queue::send_ready(NetworkThreads& threads) {
 void Queue::send_chunks(NetworkThreads& threads) {
   Callbacks callbacks(*this);
   Backoff backoff;
-  bool abort_sent = false;
+  bool abort_sent = false, waited = false;
   while (!stop_sending_) {
     try {
       if (failure_->is_set()) {
@@ -185,7 +185,8 @@ void Queue::send_chunks(NetworkThreads& threads) {
       }
       threads.sleeps = true;  // before the look, so that whoever changes something after it wakes this thread
       const SendState state = send_ready(threads);
-      if (state.progress) backoff.restart();
+      if (state.progress || !waited) backoff.restart();
+      waited = state.waits;
       if (state.waits) threads.sleeps = false;
       threads.sender->progress(callbacks, state.waits || state.progress ? backoff.interval() : idle_wait);
     } catch (const std::exception& error) {
