@@ -60,6 +60,10 @@ PINNED = {
     "_sharding_tables": ShardedManagedCollisionCollection,
     "_output_dists": ShardedEmbeddingCollection,
     "_set_params_and_buffers_to_ignore_for_model": DistributedDataParallel,
+    "_build_params_for_reducer": DistributedDataParallel,
+    "_push_all_rebuilt_params": dist.Reducer,
+    "_rebuild_buckets": dist.Reducer,
+    "_dedup_indices": ShardedManagedCollisionCollection,
     "_optimizer_classes": nn.Parameter,
     "_callbacks": TwPooledEmbeddingDist,
     "_emb_dim_per_rank_per_feature": TwPooledEmbeddingSharding,
@@ -268,6 +272,13 @@ def small_model() -> nn.Module:
     return model
 
 
+def check_fixed_buckets(model: DistributedDataParallel) -> None:
+    """The buckets begin with the last parameter, and DDP does not lay them out again."""
+    first = model.reducer._get_zeros_like_grad_buckets()[0].parameters()[0]
+    assert first is list(model.module.parameters())[-1]
+    assert not model.reducer._rebuild_buckets()
+
+
 def check_model_parallel(world: int) -> None:
     """The names of DistributedModelParallel, and of optimizers inside backward, that the strategy uses."""
     arguments = list(inspect.signature(DefaultDataParallelWrapper._ddp_wrap).parameters)
@@ -275,6 +286,8 @@ def check_model_parallel(world: int) -> None:
     wrapped = shard(small_model(), dist.group.WORLD, torch.device("cpu"), ddp_kwargs={"bucket_cap_mb": 3})
     assert isinstance(wrapped._dmp_wrapped_module, DistributedDataParallel)
     assert wrapped._dmp_wrapped_module.bucket_bytes_cap == 3 * 1024 * 1024
+    check_fixed_buckets(wrapped._dmp_wrapped_module)
+    assert hasattr(ShardedManagedCollisionCollection, "_dedup_indices")
     model = small_model()
     collection = model.embeddings
     device, group = torch.device("cpu"), dist.group.WORLD
