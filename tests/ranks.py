@@ -52,6 +52,7 @@ def run_rank(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         NODE_RANK="0",
+        OMP_NUM_THREADS="1",  # Lightning sets the threads of torch otherwise; more than one hang after a fork
     )
     try:
         result = ("ok", fn(rank, *args))
