@@ -126,8 +126,13 @@ def real() -> list[dict[tuple[str, bool], Any]]:
     return run_ranks(train_both, WORLD)
 
 
-def equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
-    return all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+def same(a: Tensor, b: Tensor, optimizer: str) -> bool:
+    """Bitwise equality. FBGEMM adds the squares of a row in an order that depends on the CPU: there, up to rounding."""
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-7) if optimizer == "rowwise_adagrad" else torch.equal(a, b)
+
+
+def equal(first: list[list[Tensor]], second: list[list[Tensor]], optimizer: str) -> bool:
+    return all(same(a, b, optimizer) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", UPDATES)
@@ -136,8 +141,8 @@ def test_reference_equals_the_real_exchange(real: list[Any], optimizer: str, pri
     for train in (train_synchronously, train_prioritized):
         seen, weight = simulate(train, optimizer)
         real_seen = [list(step) for step in zip(*(rank[optimizer, prioritize][0] for rank in real), strict=True)]
-        assert equal(seen, real_seen)
-        assert torch.equal(weight, torch.cat([rank[optimizer, prioritize][1] for rank in real]))
+        assert equal(seen, real_seen, optimizer)
+        assert same(weight, torch.cat([rank[optimizer, prioritize][1] for rank in real]), optimizer)
         assert not torch.equal(weight, table())  # there was training
 
 
@@ -145,9 +150,9 @@ def test_reference_equals_the_real_exchange(real: list[Any], optimizer: str, pri
 def test_prefetching_every_row_early_differs(optimizer: str) -> None:
     expected, expected_weight = simulate(train_synchronously, optimizer)
     seen, weight = simulate(train_prioritized, optimizer, find=no_collisions)
-    assert equal(expected[:1], seen[:1])  # nothing precedes the first batch
-    assert not equal(expected, seen)
-    assert not torch.equal(expected_weight, weight)
+    assert equal(expected[:1], seen[:1], optimizer)  # nothing precedes the first batch
+    assert not equal(expected, seen, optimizer)
+    assert not same(expected_weight, weight, optimizer)
 
 
 def test_the_reference_reads_some_rows_early(monkeypatch: pytest.MonkeyPatch) -> None:
