@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ class Settings:
     asynchronous: bool = False
     transport: str = "auto"
     timeout: float = 10.0  # seconds
-    pause: float = 0.0  # seconds after every step
-    pause_alone: float = 0.0  # seconds after every step if there is one rank
 
 
 def histories() -> Histories:
@@ -54,8 +51,8 @@ def histories() -> Histories:
 class SampleRecord(pl.Callback):
     """Writes the users of every trained batch to ``folder/samples``, and notes the begin of every save."""
 
-    def __init__(self, folder: Path, attempt: int | None, settings: Settings):
-        self.folder, self.attempt, self.settings = folder, attempt, settings
+    def __init__(self, folder: Path, attempt: int):
+        self.folder, self.attempt = folder, attempt
 
     def _append(self, rank: int, kind: str, entry: dict[str, Any]) -> None:
         path = self.folder / kind / f"{self.attempt}.{rank}.jsonl"
@@ -64,10 +61,7 @@ class SampleRecord(pl.Callback):
             stream.write(json.dumps(entry) + "\n")
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self.attempt is None:
-            self.attempt = trainer.strategy.broadcast(time.time_ns())
-        begin = {"begin": trainer.global_step, "world": trainer.world_size}
-        self._append(trainer.global_rank, "samples", begin)
+        self._append(trainer.global_rank, "samples", {"begin": trainer.global_step})
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, i: int) -> None:
         history = batch.history
@@ -78,21 +72,13 @@ class SampleRecord(pl.Callback):
             "users": (first - SHARED_ITEMS).tolist(),
         }
         self._append(trainer.global_rank, "samples", entry)
-        time.sleep(self.settings.pause_alone if trainer.world_size == 1 else self.settings.pause)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._append(trainer.global_rank, "saves", {"step": trainer.global_step})
 
 
-def train(
-    rank: int, world: int, folder: str, attempt: int | None, settings: Settings, nodes: int = 1
-) -> dict[str, Tensor]:
-    """Train to the end and return the unsharded weights.
-
-    Args:
-        attempt: the number of the start in the record of the samples; ``None``: the time of the start, in nanoseconds.
-        nodes: number of hosts. The ranks are divided evenly.
-    """
+def train(rank: int, world: int, folder: str, attempt: int, settings: Settings) -> dict[str, Tensor]:
+    """Train to the end and return the unsharded weights. ``attempt`` is the number of the start in the record of the samples."""
     pl.seed_everything(1, verbose=False)
     data = fs.SeqRecDataModule(histories(), batch_size=GLOBAL_BATCH // world, max_history=32, num_negatives=4)
     model = HSTU(
@@ -116,11 +102,10 @@ def train(
     options: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]} if settings.asynchronous else {}
     trainer = toy.trainer(
         strategy,
-        world // nodes,
-        num_nodes=nodes,
+        world,
         max_epochs=EPOCHS,
         enable_checkpointing=True,
-        callbacks=[saves, SampleRecord(Path(folder), attempt, settings)],
+        callbacks=[saves, SampleRecord(Path(folder), attempt)],
         **options,
     )
     trainer.fit(model, data, ckpt_path="last")
