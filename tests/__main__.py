@@ -14,6 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SECOND_PROCESS = [
     "tests/test_packaging.py",
+    "tests/test_site.py",
+    "tests/inference",
+    "tests/serving",
     "tests/examples",
     "tests/cli",
     "tests/transport",

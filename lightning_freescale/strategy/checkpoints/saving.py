@@ -64,8 +64,9 @@ class CheckpointSaving(CheckpointState):
 
     @property
     def _meeting_seconds(self) -> float:
+        """How long the ranks wait for each other. With the wait before it, a rank ends within twice its timeout."""
         assert self.control is not None
-        return min(MEETING_SECONDS, self.control.timeout.total_seconds())
+        return min(MEETING_SECONDS, self.control.timeout.total_seconds() / 2)
 
     def _all_ranks_came_to_save(self) -> bool:
         """Whether all ranks handle an exception and come to save. They meet once per run of the Trainer."""
