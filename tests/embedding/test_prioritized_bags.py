@@ -92,7 +92,7 @@ def test_uneven_batches_an_empty_rank_and_steps_without_ids() -> None:
         assert result == [True] * len(cases)
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_data(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 3))
