@@ -43,7 +43,7 @@ from lightning_freescale.embedding.index import (
     wire_bounds,
 )
 from lightning_freescale.embedding.index_results import FusedMarks
-from lightning_freescale.embedding.stages import Requests
+from lightning_freescale.embedding.stages import Requests, with_places
 from lightning_freescale.runtime.streams import Readback, int64_on_device
 
 FEATURES = ["history", "negatives"]
@@ -170,19 +170,7 @@ def with_fused(rank: RankInCluster, index: FusedIndex) -> list[Tensor]:
     for number, features in enumerate(rank.features):
         by_owner, unbucketize = rank.by_owner[number], rank.unbucketize[number]
         placed = index.place(features, [SAMPLES] * rank.ranks, by_owner, unbucketize)
-        requests.append(
-            Requests(
-                features,
-                placed.row_keys,
-                placed.owner_wire_order,
-                placed.requester_wire_order,
-                rank.by_requester[number],
-                by_owner,
-                unbucketize,
-                placed.batch_position,
-                placed.segments,
-            )
-        )
+        requests.append(with_places(features, placed, rank.by_requester[number], by_owner, unbucketize))
     bounds = index.bounds(requests[0], requests[1])
     marks, _ = index.mark(requests[0], requests[1], bounds)
     marks[len(marks) - len(rank.received) :] = rank.received

@@ -17,6 +17,7 @@ from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.planner import CROSSOVER_LENGTH
 from lightning_freescale.cli import forecast, id_plan
 from lightning_freescale.cli.balance_outcomes import RANDOM, BalanceOutcome, draw_outcomes, evaluate, global_batches
+from lightning_freescale.cli.event_file_options import add_file_options, columns_of
 from lightning_freescale.cli.history_lengths import read_lengths
 from lightning_freescale.data.histories import Histories
 from lightning_freescale.data.samples import MIN_EVENTS
@@ -76,14 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of global batches to try (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the shuffling (default: %(default)s)")
-    parser.add_argument("--format", choices=["parquet", "csv", "text"], help="format of DATA (default: by its suffix)")
-    parser.add_argument(
-        "--column",
-        action="append",
-        default=[],
-        metavar="ROLE=NAME",
-        help="name of a column; ROLE is user, item or time (can be repeated)",
-    )
+    add_file_options(parser, default_columns="by their usual names")
     parser.add_argument(
         "--synthetic",
         action="append",
@@ -152,7 +146,7 @@ def _generate(args: argparse.Namespace) -> Histories:
 
 
 def _open(args: argparse.Namespace) -> Source:
-    columns = dict(map(_pair, args.column))
+    columns = columns_of(args)
     return open_source(args.data, args.format, **({"columns": columns} if columns else {}))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from lightning_freescale.cli.event_file_options import add_file_options, columns_of
 from lightning_freescale.inference import Recommender, model_file
-from lightning_freescale.runtime.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_freescale.runtime.errors import CheckpointError, CheckpointNotFoundError
 from lightning_freescale.runtime.requirements import TORCHREC_PROBLEM
 
 MODEL_HELP = "checkpoint of an HSTU (a file or a folder), or the file of freescale export --inference"
@@ -17,26 +18,13 @@ MODEL_HELP = "checkpoint of an HSTU (a file or a folder), or the file of freesca
 
 def add_event_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a file of events is read."""
-    parser.add_argument("--format", choices=["parquet", "csv", "text"], help="format of DATA (default: by its suffix)")
-    parser.add_argument(
-        "--column",
-        action="append",
-        default=[],
-        metavar="ROLE=NAME",
-        help="name of a column; ROLE is user, item or time (can be repeated; default: as in the training)",
-    )
+    add_file_options(parser, default_columns="as in the training")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for preprocessed data")
 
 
 def event_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of :func:`add_event_arguments` as arguments of ``Recommender.read_events``."""
-    columns = {}
-    for pair in options.column:
-        role, found, name = pair.partition("=")
-        if not found or role not in ("user", "item", "time"):
-            raise ConfigurationError(f"--column: {pair!r} is not ROLE=NAME with the role user, item or time")
-        columns[role] = name
-    return {"format": options.format, "columns": columns, "cache_dir": options.cache_dir}
+    return {"format": options.format, "columns": columns_of(options), "cache_dir": options.cache_dir}
 
 
 def load_recommender(path: str) -> Recommender:

@@ -37,6 +37,7 @@ from lightning_freescale.embedding.stages import (
     RoutedBatch,
     RowSet,
     contents_version,
+    with_places,
 )
 from lightning_freescale.embedding.wire import wire_types_of
 from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
@@ -170,17 +171,7 @@ class PrioritizedEmbedding:
         by_requester, by_owner = list(context.output_splits) or [num_ids], list(context.input_splits) or [num_ids]
         if self.finder.fused:
             placed = self.finder.fused[group].place(features, list(samples), by_owner, unbucketize)
-            return Requests(
-                features,
-                placed.row_keys,
-                placed.owner_wire_order,
-                placed.requester_wire_order,
-                by_requester,
-                by_owner,
-                unbucketize,
-                placed.batch_position,
-                placed.segments,
-            )
+            return with_places(features, placed, by_requester, by_owner, unbucketize)
         feature, requester = feature_and_requester(
             features.lengths().to(torch.int64), int64_on_device(samples, self.device), sum(samples), num_ids
         )

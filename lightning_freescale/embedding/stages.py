@@ -23,7 +23,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
-from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, Segments
+from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, PlacedIds, Segments
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
 from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
 from lightning_freescale.runtime.streams import Readback
@@ -43,9 +43,7 @@ class Requests:
     # Both are None if request order and batch order are the same.
     request_position: Tensor | None  # [m] requester: position in request order of each id of the batch
     batch_position: Tensor | None  # [m] requester: position in the batch of each id in request order
-    segments: Segments | None = (
-        None  # where the ids of each feature and requester start, if the kernels for CUDA are used
-    )
+    segments: Segments | None = None  # where the ids of each feature and requester start, if the index work is fused
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
@@ -60,6 +58,23 @@ class Requests:
             self.batch_position,
             *(self.segments or ()),
         ]
+
+
+def with_places(
+    features: KeyedJaggedTensor,
+    placed: PlacedIds,
+    by_requester: list[int],
+    by_owner: list[int],
+    request_position: Tensor | None,
+) -> Requests:
+    """The requests of a batch whose places the fused index work has computed."""
+    return Requests(
+        features=features,
+        by_requester=by_requester,
+        by_owner=by_owner,
+        request_position=request_position,
+        **placed._asdict(),
+    )
 
 
 class CountedMarks(NamedTuple):
@@ -87,7 +102,7 @@ class RowSet:
     by_requester: list[int]  # [W] owner: rows for each requester
     requester_wire_order: Tensor  # [m] requester: position in request order of each row in wire order
     by_owner: list[int]  # [W] requester: rows from each owner
-    known: KnownPlaces | None = None  # further places, if the kernels for CUDA have computed them
+    known: KnownPlaces | None = None  # further places, if the index work is fused
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lightning_freescale.embedding.index import (
     wire_bounds,
 )
 from lightning_freescale.embedding.index_results import DividedIds, FusedMarks
-from lightning_freescale.embedding.stages import Requests
+from lightning_freescale.embedding.stages import Requests, with_places
 
 ROWS = 7  # of each feature's table on each rank
 
@@ -93,17 +93,7 @@ def fused_requests(fused: FusedIndex, batch: IdsOfBatch, rank: int, device: str 
     features, permutation = features.to(torch.device(device)), batch.permutations[rank]
     permutation = None if permutation is None else permutation.to(device)
     placed = fused.place(features, batch.samples, by_owner, permutation)
-    return Requests(
-        features,
-        placed.row_keys,
-        placed.owner_wire_order,
-        placed.requester_wire_order,
-        by_requester,
-        by_owner,
-        permutation,
-        placed.batch_position,
-        placed.segments,
-    )
+    return with_places(features, placed, by_requester, by_owner, permutation)
 
 
 def reference_marks(first: list[Requests], second: list[Requests], features: int) -> list[list[tuple[Tensor, Tensor]]]:

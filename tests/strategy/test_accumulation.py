@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchrec import EmbeddingCollection
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
@@ -231,3 +233,48 @@ def test_the_examples_of_the_factors() -> None:
     assert doctest.testmod(accumulation).failed == 0
     assert accumulation.window_factors([0, 3], 2, last=True) == (2.0, 2.0)
     assert accumulation.window_factors([0, 0], 2, last=True) == (0.0, 1.0)
+
+
+# ---- loaders without length, a second fit, a rank that ends early, a resume ------------------------------------------
+class Stream(IterableDataset):
+    """The samples of one rank, without a length. Rank 1 ends ``missing`` samples before the others."""
+
+    def __init__(self, rank: int, missing: int = 0):
+        self.indices = range(rank, 44 - (missing if rank == 1 else 0), 2)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(toy.Samples(44).__getitem__, self.indices)
+
+
+def fit_stream(
+    rank: int, data: Any, fits: int = 1, ckpt_path: str | None = None, folder: str | None = None, **strategy: Any
+) -> dict[str, Tensor]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    loader = DataLoader(data, batch_size=2, collate_fn=toy.collate)
+    tables = {"optimizer": "rowwise_adagrad", "lr": 0.1}
+    for _ in range(fits):
+        saves = [pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)] if folder else []
+        options = {"accumulate_grad_batches": 4, "use_distributed_sampler": False, "callbacks": saves}
+        own = FreeScaleStrategy(embedding_optimizer=tables, balance="off", **strategy)
+        trainer = toy.trainer(own, 2, enable_checkpointing=bool(saves), **options)
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return toy.weights(model)
+
+
+def fit_streams(rank: int, folder: str) -> list[bool]:
+    """Each pair of trainings: whether the weights are equal."""
+    sized = Subset(toy.Samples(44), range(rank, 44, 2))
+    whole = fit_stream(rank, Stream(rank), folder=folder)
+    short = [fit_stream(rank, Stream(rank, 12), uneven="continue", prioritize=mode) for mode in ("auto", False)]
+    return [
+        toy.same(whole, fit_stream(rank, sized)),
+        toy.same(fit_stream(rank, sized, fits=2), fit_stream(rank, Stream(rank), fits=2)),
+        toy.same(*short),
+        toy.same(whole, fit_stream(rank, Stream(rank), ckpt_path=f"{folder}/epoch=0-step=2.ckpt")),
+        not toy.same(whole, short[0]),  # the comparison can fail
+    ]
+
+
+def test_streams_second_fits_early_ends_and_resumes(tmp_path: Path) -> None:
+    assert run_ranks(fit_streams, args=(str(tmp_path),)) == [[True] * 5] * 2

@@ -149,6 +149,12 @@ def dense_step(results: Results) -> Iterator[Row]:
             }
 
 
+def _spread(text: str) -> str:
+    """The lowest and the highest value, as a benchmark has stored them. One run has no spread."""
+    lowest, _, highest = text.partition(" to ")
+    return "one run" if lowest == highest else text
+
+
 def mixture_of_experts(results: Results) -> Iterator[Row]:
     """Time and memory of a mixture of experts."""
     for found in _of(results, "moe"):
@@ -156,7 +162,7 @@ def mixture_of_experts(results: Results) -> Iterator[Row]:
             yield {
                 "width, experts, top_k": f"{row['dim']:,}, {row['experts']}, {row['top_k']}",
                 "variant": row["variant"],
-                "ms": f"{row['ms']:.2f} ({row['spread']})",
+                "ms": f"{row['ms']:.2f} ({_spread(row['spread'])})",
                 "speed": f"{row['speed']:.2f}x",
                 "MFU": f"{row['MFU %']:.1f}%",
                 "kept": f"{row['kept MB']:,.0f} MB",
