@@ -27,6 +27,9 @@ class PlainJagged:
     def lengths(self) -> Tensor:
         return self._lengths
 
+    def offsets(self) -> Tensor:
+        return F.pad(self._lengths.cumsum(0), (1, 0))
+
 
 class PlainKeyedJagged:
     """Ids by key for ``B`` samples.
@@ -59,6 +62,9 @@ class PlainKeyedJagged:
 
     def __getitem__(self, key: str) -> PlainJagged:
         return self._parts[key]
+
+    def to_dict(self) -> dict[str, PlainJagged]:
+        return self._parts
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PlainKeyedJagged:
         values, lengths = (part.to(device, non_blocking=non_blocking) for part in (self._values, self._lengths))

@@ -58,6 +58,11 @@ class SeqBatch(Pipelineable):
         return self.features[HISTORY].lengths()
 
     @property
+    def by_key(self) -> dict[str, JaggedTensor]:
+        """The ids of each key, with offsets. TorchRec keeps the result: its ``features[key]`` does the same work every time."""
+        return self.features.to_dict()
+
+    @property
     def candidates(self) -> Tensor:
         """``[B]`` int64, how many negatives are scored for each sample, over all of its positions."""
         positions = (self.lengths.long() - 1).clamp(min=0)

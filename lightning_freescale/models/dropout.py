@@ -27,13 +27,13 @@ def row_keys(batch: SeqBatch, step: int) -> Tensor:
         batch: a sample is identified by the ids of its history and of its negatives.
         step: number of the training step.
     """
-    lengths = batch.lengths.long()
-    if lengths.is_cuda:
+    if batch.timestamps.is_cuda:
         from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
 
-        parts = [batch.features[name] for name in (HISTORY, NEGATIVES) if name in batch.features.keys()]  # noqa: SIM118
-        history, *negatives = [(part.values(), part.lengths()) for part in parts]
+        parts = [batch.by_key[name] for name in (HISTORY, NEGATIVES) if name in batch.by_key]
+        history, *negatives = [(part.values(), part.offsets()) for part in parts]
         return dropout_triton.row_keys(history, negatives[0] if negatives else None, step)
+    lengths = batch.lengths.long()
     sample_keys = torch.full_like(lengths, step)
     for name in (HISTORY, NEGATIVES):
         if name in batch.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping

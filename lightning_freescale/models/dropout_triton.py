@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_freescale.models.dropout import threshold
-from lightning_freescale.models.tiles import unit_stride
+from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
 
 TILE_ELEMENTS = 4096
 KEY_BLOCK = 1024  # ids of a sample that are read at a time
@@ -41,17 +41,17 @@ def _sum_of_ids(ids_ptr, start, end, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step"])
 def _row_keys(
-    history_ptr, history_ends_ptr, negatives_ptr, negative_ends_ptr, out_ptr, step, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr
+    history_ptr, history_offsets_ptr, negatives_ptr, negative_offsets_ptr, out_ptr, step,
+    NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The keys of the events of one sample."""
     sample = tl.program_id(0)
-    end = tl.load(history_ends_ptr + sample)
-    start = tl.load(history_ends_ptr + sample - 1, mask=sample > 0, other=0)
+    start, end = tl.load(history_offsets_ptr + sample), tl.load(history_offsets_ptr + sample + 1)
     key = step.to(tl.int64).to(tl.uint64, bitcast=True)
     key = _mixed_64(key * 0x9E3779B97F4A7C15 + _sum_of_ids(history_ptr, start, end, BLOCK))
     if NEGATIVES:
-        negative_end = tl.load(negative_ends_ptr + sample)
-        negative_start = tl.load(negative_ends_ptr + sample - 1, mask=sample > 0, other=0)
+        negative_start = tl.load(negative_offsets_ptr + sample)
+        negative_end = tl.load(negative_offsets_ptr + sample + 1)
         key = _mixed_64(key * 0x9E3779B97F4A7C15 + _sum_of_ids(negatives_ptr, negative_start, negative_end, BLOCK))
     for first in range(start, end, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -60,13 +60,13 @@ def _row_keys(
 
 
 def row_keys(history: tuple[Tensor, Tensor], negatives: tuple[Tensor, Tensor] | None, step: int) -> Tensor:
-    """:func:`.dropout.row_keys`, from the ids and the lengths of the histories, and of the negatives if there are any."""
-    ids, lengths = history
-    out = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
-    if len(lengths):
-        drawn, counts = history if negatives is None else negatives
-        ends, drawn_ends = (x.cumsum(0) for x in (lengths, counts))
-        _row_keys[(len(lengths),)](ids, ends, drawn, drawn_ends, out, step, negatives is not None, KEY_BLOCK)
+    """:func:`.dropout.row_keys`, from the ids and the offsets of the histories, and of the negatives if there are any."""
+    ids, offsets = history
+    out = torch.empty(ids.shape[0], dtype=torch.int32, device=ids.device)
+    samples = offsets.shape[0] - 1
+    if samples:
+        drawn, drawn_offsets = history if negatives is None else negatives
+        _row_keys[(samples,)](ids, offsets, drawn, drawn_offsets, out, step, negatives is not None, KEY_BLOCK)
     return out
 
 
@@ -117,11 +117,11 @@ class _Dropout(torch.autograd.Function):
 
 def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float) -> Tensor:
     x, out = unit_stride(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if len(x):
-        cols = triton.next_power_of_2(x.shape[1])
+    if x.shape[0]:
+        cols = power_of_2(x.shape[1])
         rows = max(1, TILE_ELEMENTS // cols)
-        _drop[(triton.cdiv(len(x), rows),)](
-            x, keys, out, x.stride(0), len(x), number, threshold(rate), scale / (1 - rate), x.shape[1], rows, cols
+        _drop[(cdiv(x.shape[0], rows),)](
+            x, keys, out, x.stride(0), x.shape[0], number, threshold(rate), scale / (1 - rate), x.shape[1], rows, cols
         )
     return out
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_freescale.models.tiles import cdiv
+
 COLUMNS = 512  # of a tile
 TILE_ROWS = 4
 SUM_PROGRAMS = 512  # it does not follow the number of SMs, so sums have the same order on every GPU
@@ -68,16 +70,16 @@ def _summed(
 def silu(x: Tensor) -> Tensor:
     """SiLU of ``x [N, D]``, whose rows may lie apart. The result is contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(len(x), TILE_ROWS), triton.cdiv(x.shape[1], COLUMNS))
-    _silu[grid](x, out, x.stride(0), out.stride(0), len(x), x.shape[1], TILE_ROWS, COLUMNS)
+    grid = (cdiv(x.shape[0], TILE_ROWS), cdiv(x.shape[1], COLUMNS))
+    _silu[grid](x, out, x.stride(0), out.stride(0), x.shape[0], x.shape[1], TILE_ROWS, COLUMNS)
     return out
 
 
 def add(x: Tensor, y: Tensor, shift: Tensor) -> Tensor:
     """``x + y + shift`` of contiguous arrays ``[N, D]`` and ``shift [D]``; of the type of ``x``."""
     out = torch.empty_like(x)
-    grid = (triton.cdiv(len(x), TILE_ROWS), triton.cdiv(x.shape[1], COLUMNS))
-    _add[grid](x, y, shift, out, len(x), x.shape[1], TILE_ROWS, COLUMNS)
+    grid = (cdiv(x.shape[0], TILE_ROWS), cdiv(x.shape[1], COLUMNS))
+    _add[grid](x, y, shift, out, x.shape[0], x.shape[1], TILE_ROWS, COLUMNS)
     return out
 
 
@@ -99,5 +101,5 @@ def round_and_sum(grad: Tensor, dtype: torch.dtype, shares: Tensor) -> Tensor:
 def _launch_summed(x: Tensor | None, grad: Tensor, out: Tensor, shares: Tensor) -> None:
     some_x = grad if x is None else x  # the kernel needs some pointer
     strides = some_x.stride(0), grad.stride(0), out.stride(0), shares.stride(0)
-    grid = (min(SUM_PROGRAMS, triton.cdiv(len(grad), TILE_ROWS)), triton.cdiv(grad.shape[1], COLUMNS))
-    _summed[grid](some_x, grad, out, shares, *strides, len(grad), grad.shape[1], x is not None, TILE_ROWS, COLUMNS)
+    grid = (min(SUM_PROGRAMS, cdiv(grad.shape[0], TILE_ROWS)), cdiv(grad.shape[1], COLUMNS))
+    _summed[grid](some_x, grad, out, shares, *strides, grad.shape[0], grad.shape[1], x is not None, TILE_ROWS, COLUMNS)

@@ -35,7 +35,12 @@ class LayerShape(NamedTuple):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, ``[N, H, D]`` each, as views of the columns of ``x`` behind those of the gate."""
-        v, q, k = (part.unflatten(1, (self.heads, -1)) for part in x.split(self.split[1:], 1))
+        parts, column = [], x.storage_offset()
+        for columns in self.split[1:]:  # one operation for each part; to split and to unflatten are two
+            width = columns // self.heads
+            parts.append(x.as_strided((x.shape[0], self.heads, width), (x.stride(0), width, 1), column))
+            column += columns
+        v, q, k = parts
         return q, k, v
 
 
@@ -101,7 +106,8 @@ class _FusedLayer(torch.autograd.Function):
         normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype, join)
         x = x if join is None else join.total
         projected = F.linear(normed, w1, b1)
-        active = elementwise_triton.silu(projected[:, gates:])
+        gate, rest = projected[:, :gates], projected[:, gates:]
+        active = elementwise_triton.silu(rest)
         biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
         qkv = shape.qkv(active)
         if arranged is not None:
@@ -110,7 +116,7 @@ class _FusedLayer(torch.autograd.Function):
         if arranged is not None:
             attended = arranged.collect(attended)
         gated_norm = Norm(attention_weight, attention_bias, shape.attention_eps, True, drop)
-        gated = gated_norm.forward(attended, projected[:, :gates], dtype)
+        gated = gated_norm.forward(attended, gate, dtype)
         norms = norm_weight, norm_bias, attention_weight, attention_bias
         ctx.save_for_backward(x, normed, projected, active, attended, gated, w1, w2, *norms, position_bias, time_bias)
         ctx.shape, ctx.plan, ctx.drop, ctx.arranged, ctx.joined = shape, plan, drop, arranged, join is not None
@@ -128,6 +134,7 @@ class _FusedLayer(torch.autograd.Function):
         gate_shares, rest_shares, norm_shares = shares.split(columns, 1)
 
         dprojected = torch.empty_like(projected)
+        drest = dprojected[:, gates:]
         biases = None if position_bias is None else (position_bias, time_bias)
         qkv, arranged = shape.qkv(active), ctx.arranged
         if arranged is not None:  # the copies of rows are made again, so that they need no memory between the passes
@@ -145,7 +152,7 @@ class _FusedLayer(torch.autograd.Function):
             )
             .unflatten(1, (shape.heads, -1))
         )
-        dqkv = shape.qkv(dprojected[:, gates:])
+        dqkv = shape.qkv(drest)
         if arranged is None:
             dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv)
         else:
@@ -153,16 +160,15 @@ class _FusedLayer(torch.autograd.Function):
             dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, arranged.collect_backward(dattended), dcopies)
             for part, copied in zip(dqkv, dcopies, strict=True):
                 part.copy_(arranged.arrange_backward(copied))
-        elementwise_triton.silu_backward_(projected[:, gates:], dprojected[:, gates:], rest_shares)
+        elementwise_triton.silu_backward_(projected[:, gates:], drest, rest_shares)
         norm, dbefore = Norm(norm_weight, norm_bias, shape.norm_eps), None
         if ctx.joined and shape.dtype != x.dtype:
             dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
         dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dtotal, rounded=dbefore)
         dw1, dw2 = dprojected.T @ normed, dbranch.T @ gated
-        gate_sums, db1_rest, norm_sums = shares.sum(0).split(columns)
-        dattention_weight, dattention_bias, db1_gates = gate_sums.chunk(3)
-        db1 = torch.cat([db1_gates, db1_rest])
-        *dnorm, dshift = norm_sums.chunk(3)
+        # The last third of the gate's shares and those of the rest are the bias of the whole projection.
+        sizes = [gates, gates, projected.shape[1], *(x.shape[1] for _ in range(3))]
+        dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
         dparameters = *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2
         return dx, *before, *dparameters, None, None, None, None

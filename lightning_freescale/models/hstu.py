@@ -227,7 +227,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         keys = self.dropout_keys(batch)
         x = self.layer_input(embedded, batch, keys=keys)
         if self.personalization is None:
-            return self.apply_layers(x, Attention(_offsets(batch.lengths), batch.timestamps, self.has_bias), keys)
+            return self.apply_layers(x, Attention(_offsets(batch), batch.timestamps, self.has_bias), keys)
         rows, attention, keys = self.personalization.insert(
             x, batch.lengths.long(), batch.timestamps, keys, self.has_bias
         )
@@ -249,7 +249,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             x = x + embedded[name].values()
         if self.event_encoding is not None:
             before = None if states is None else (states.lengths, states.last_times)
-            x, scale = self.event_encoding(x * scale, _offsets(batch.lengths), batch.timestamps, before), 1.0
+            x, scale = self.event_encoding(x * scale, _offsets(batch), batch.timestamps, before), 1.0
         return x * scale if keys is None else self.input_dropout(x, keys, scale)
 
     def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
@@ -282,7 +282,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """The loss of :meth:`training_step` after the lookup: all of its dense compute. ``embedded`` as in :meth:`encode`."""
         outputs = self.encode(embedded, batch)
-        history, drawn = batch.features[HISTORY].values(), batch.features[NEGATIVES].values()
+        negatives = batch.by_key[NEGATIVES]
+        history, drawn = batch.by_key[HISTORY].values(), negatives.values()
         if self.log_q is not None:  # it has an entry for each item of the catalogue
             history, drawn = self.item_numbers(history), self.item_numbers(drawn)
         with torch.autocast(outputs.device.type, enabled=False):
@@ -292,9 +293,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
                 history,
                 unit_rows(embedded[NEGATIVES].values()),
                 drawn,
-                _offsets(batch.lengths),
+                _offsets(batch),
                 self.log_q,
-                batch.features[NEGATIVES].lengths(),
+                negatives.lengths(),
                 batch.negatives_per_position or None,
                 self.hparams["temperature"],
             )
@@ -385,6 +386,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name}: {options[name]!r} is unknown; choose one of {', '.join(known)}")
 
 
-def _offsets(lengths: Tensor) -> Tensor:
-    """Offsets ``[B + 1]`` int64 of histories with ``lengths [B]``."""
-    return F.pad(lengths.long().cumsum(0), (1, 0))
+def _offsets(batch: SeqBatch) -> Tensor:
+    """Offsets ``[B + 1]`` int64 of the histories."""
+    return batch.by_key[HISTORY].offsets().long()

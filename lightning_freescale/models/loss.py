@@ -16,13 +16,19 @@ LOSS_TILE = 32  # consecutive positions of one history whose logits are one matr
 CHUNK_TILES = 4096  # tiles computed at a time: the logits of at most 131,072 positions exist at once
 
 
+class SampledHistories(NamedTuple):
+    """Which positions belong to a history, and which sets of negatives."""
+
+    offsets: Tensor  # [B + 1] int64
+    sets: Tensor | None  # [B] int64, how many sets of negatives each history has; one if there is nothing here
+
+
 class PositionTiles(NamedTuple):
     """All positions, in tiles of one history."""
 
     chosen: Tensor  # [N], the set of negatives that the tile is scored against
     rows: Tensor  # [N, LOSS_TILE], flat rows; some other row past the end of the history
     predicted: Tensor  # [N, LOSS_TILE] bool, whether the position predicts an item
-    offsets: Tensor  # [B + 1], of the histories
 
 
 def sampled_softmax(
@@ -68,23 +74,20 @@ def sampled_softmax(
     samples = len(offsets) - 1
     if len(outputs) == 0:
         return (outputs.sum() + items.sum() + negatives.sum()) * 0.0
-    sample, rows, predicted = _position_tiles(offsets, len(outputs))
     if set_size is None:
         if len(negatives) % samples:
             raise InputError(
                 f"negatives: {len(negatives)} for {samples} samples; every sample must have the same number of negatives"
             )
-        num_sets, set_of_tile = samples, sample
+        num_sets, sets = samples, None
     else:
         assert counts is not None
-        num_sets = len(negatives) // set_size
-        set_of_tile = _set_of_tile(sample, rows[:, 0] - offsets[sample], counts.long() // set_size)
+        num_sets, sets = len(negatives) // set_size, counts.long() // set_size
     negatives, negative_ids = negatives.view(num_sets, -1, negatives.shape[-1]), negative_ids.view(num_sets, -1)
-    target_ids = item_ids.roll(-1)  # wrong for the last event of each history, which predicts nothing
-    correction = None if log_q is None else (log_q[target_ids], log_q[negative_ids])
-    tiles = PositionTiles(set_of_tile, rows, predicted, offsets)
-    scale = 1.0 / temperature
-    return _SampledSoftmax.apply(outputs, items, negatives, target_ids, negative_ids, correction, tiles, scale)
+    # The last event of each history has a wrong target here. It predicts nothing.
+    correction = None if log_q is None else (log_q[item_ids.roll(-1)], log_q[negative_ids])
+    histories, scale = SampledHistories(offsets, sets), 1.0 / temperature
+    return _SampledSoftmax.apply(outputs, items, negatives, item_ids, negative_ids, correction, histories, scale)
 
 
 class _SampledSoftmax(torch.autograd.Function):
@@ -96,13 +99,13 @@ class _SampledSoftmax(torch.autograd.Function):
         outputs: Tensor,
         items: Tensor,
         negatives: Tensor,
-        target_ids: Tensor,
+        item_ids: Tensor,
         negative_ids: Tensor,
         correction: tuple[Tensor, Tensor] | None,
-        tiles: PositionTiles,
+        histories: SampledHistories,
         scale: float,
     ) -> Tensor:
-        inputs = outputs, items, negatives, target_ids, negative_ids, correction, tiles, scale
+        inputs = outputs, items, negatives, item_ids, negative_ids, correction, histories, scale
         compute = _loss_and_gradients
         if outputs.is_cuda:
             from lightning_freescale.models import loss_triton  # Triton is installed on CUDA machines only
@@ -123,13 +126,14 @@ def _loss_and_gradients(
     outputs: Tensor,
     items: Tensor,
     negatives: Tensor,
-    target_ids: Tensor,
+    item_ids: Tensor,
     negative_ids: Tensor,
     correction: tuple[Tensor, Tensor] | None,
-    tiles: PositionTiles,
+    histories: SampledHistories,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and the gradients of outputs, items and negatives, in PyTorch operations."""
+    tiles, target_ids = _position_tiles(histories, len(outputs)), item_ids.roll(-1)
     outputs = outputs * scale
     loss = outputs.new_zeros(())
     dpositive, doutputs = outputs.new_zeros(len(outputs)), torch.zeros_like(outputs)
@@ -140,7 +144,7 @@ def _loss_and_gradients(
     negatives_t = negatives.mT.contiguous()
     if correction is not None:
         positive -= correction[0]
-    for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles[:3]), strict=True):
+    for chosen, row, predicted in zip(*(part.split(CHUNK_TILES) for part in tiles), strict=True):
         logits = outputs[row] @ negatives_t[chosen]  # [tiles, LOSS_TILE, K]
         if correction is not None:
             logits -= correction[1][chosen][:, None]
@@ -173,14 +177,11 @@ def _set_of_tile(sample: Tensor, row: Tensor, sets: Tensor) -> Tensor:
     return first[sample] + (row // LOSS_TILE) % sets[sample].clamp(min=1)
 
 
-def _position_tiles(offsets: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """All positions, in tiles of one history.
-
-    Returns:
-        ``[N]``: the sample of each tile. ``[N, LOSS_TILE]``: its flat rows, and some other row past the end of the history.
-        ``[N, LOSS_TILE]`` bool: whether the position predicts an item.
-    """
+def _position_tiles(histories: SampledHistories, total: int) -> PositionTiles:
+    """All ``total`` positions, in tiles of one history."""
+    offsets, sets = histories
     sample, row, used = cut_tiles(offsets, total, LOSS_TILE)
     rows = (offsets[sample] + row)[:, None] + torch.arange(LOSS_TILE, device=offsets.device)
     predicted = (rows < offsets[sample + 1][:, None] - 1) & used[:, None]
-    return sample, rows.clamp_(max=total - 1), predicted
+    chosen = sample if sets is None else _set_of_tile(sample, row, sets)
+    return PositionTiles(chosen, rows.clamp_(max=total - 1), predicted)

@@ -9,14 +9,14 @@ logits only their gradients are stored, ``[positions, K]``.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_freescale.models.tiles import cut_tiles
+from lightning_freescale.models.loss import LOSS_TILE, SampledHistories
+from lightning_freescale.models.loss_tiles_triton import position_tiles, set_segments
+from lightning_freescale.models.tiles import cdiv, power_of_2
 
 MAX_NEGATIVES = 512  # of a set: the logits of a tile stay in registers
 SEGMENT = 16  # tiles over which a program sums the gradient of a set; a long history has many
@@ -28,14 +28,21 @@ SUM_ELEMENTS = 1024
 
 
 @triton.jit
+def _fields(tiles_ptr, tile):
+    """The fields of a tile: see :func:`.loss_tiles_triton.position_tiles`."""
+    field = tiles_ptr + tile * 5
+    return tl.load(field), tl.load(field + 1), tl.load(field + 2), tl.load(field + 3), tl.load(field + 4)
+
+
+@triton.jit
 def _logits(
-    outputs_ptr, items_ptr, negatives_ptr, target_ids_ptr, negative_ids_ptr, target_q_ptr, negative_q_ptr,
-    set_ptr, row_ptr, count_ptr, loss_ptr, dpositive_ptr, dlogits_ptr, scale, D, K,
+    outputs_ptr, items_ptr, negatives_ptr, item_ids_ptr, negative_ids_ptr, target_q_ptr, negative_q_ptr,
+    tiles_ptr, loss_ptr, dpositive_ptr, dlogits_ptr, scale, D, K,
     CORRECT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile: positions ``row`` to ``row + count``, scored against set ``set``. Position ``i`` predicts item ``i + 1``."""
+    """One tile. Position ``i`` predicts item ``i + 1``."""
     tile = tl.program_id(0).to(tl.int64)
-    number, first, count = tl.load(set_ptr + tile), tl.load(row_ptr + tile), tl.load(count_ptr + tile)
+    number, first, count, _, _ = _fields(tiles_ptr, tile)
     within, k, cols = tl.arange(0, TILE), tl.arange(0, K_BLOCK), tl.arange(0, DEPTH)
     rows, used = first + within, within < count
     logits, products = tl.zeros([TILE, K_BLOCK], tl.float32), tl.zeros([TILE, DEPTH], tl.float32)
@@ -49,7 +56,7 @@ def _logits(
         logits = tl.dot(output, negative, logits, input_precision=PRECISION)
         products += output * target
     positive, logits = tl.sum(products, 1) * scale, logits * scale
-    target_id = tl.load(target_ids_ptr + rows, mask=used, other=-1)
+    target_id = tl.load(item_ids_ptr + rows + 1, mask=used, other=-1)
     negative_id = tl.load(negative_ids_ptr + number * K + k, mask=k < K, other=-1)
     if CORRECT:
         positive -= tl.load(target_q_ptr + rows, mask=used, other=0.0)
@@ -71,12 +78,12 @@ def _logits(
 
 @triton.jit
 def _outputs(
-    outputs_ptr, items_ptr, negatives_ptr, set_ptr, row_ptr, count_ptr, dpositive_ptr, dlogits_ptr, doutputs_ptr, ditems_ptr,
+    outputs_ptr, items_ptr, negatives_ptr, tiles_ptr, dpositive_ptr, dlogits_ptr, doutputs_ptr, ditems_ptr,
     D, K, TILE: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ``COLS`` columns of the outputs of one tile, and of the items that it predicts."""
+    """Gradients of ``COLS`` columns of the outputs and the items of one tile."""
     tile = tl.program_id(0).to(tl.int64)
-    number, first, count = tl.load(set_ptr + tile), tl.load(row_ptr + tile), tl.load(count_ptr + tile)
+    number, first, count, events, begins = _fields(tiles_ptr, tile)
     within, col = tl.arange(0, TILE), tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros([TILE, COLS], tl.float32)
     for start in range(0, K, DEPTH):
@@ -86,52 +93,51 @@ def _outputs(
         place = (number * K + k)[:, None] * D + col[None, :]
         negative = tl.load(negatives_ptr + place, mask=(k[:, None] < K) & (col[None, :] < D), other=0.0)
         total = tl.dot(dlogits, negative, total, input_precision=PRECISION)
-    mask = (within < count)[:, None] & (col[None, :] < D)
-    output_place = (first + within)[:, None] * D + col[None, :]
+    place = (first + within)[:, None] * D + col[None, :]
+    own, inside = (within < events)[:, None] & (col[None, :] < D), col[None, :] < D
     dpositive = tl.load(dpositive_ptr + tile * TILE + within)[:, None]
-    target = tl.load(items_ptr + output_place + D, mask=mask, other=0.0)
-    tl.store(doutputs_ptr + output_place, total + dpositive * target, mask=mask)
-    output = tl.load(outputs_ptr + output_place, mask=mask, other=0.0)
-    tl.store(ditems_ptr + output_place + D, dpositive * output, mask=mask)
+    target = tl.load(items_ptr + place + D, mask=(within < count)[:, None] & inside, other=0.0)
+    tl.store(doutputs_ptr + place, total + dpositive * target, mask=own)
+    # The position before predicts an item. It may be in the tile before. Nothing predicts the first item of a history.
+    predicted = within >= begins
+    before = tl.load(dpositive_ptr + tile * TILE + within - 1, mask=predicted, other=0.0)
+    output = tl.load(outputs_ptr + place - D, mask=own & predicted[:, None], other=0.0)
+    tl.store(ditems_ptr + place, before[:, None] * output, mask=own)
 
 
 @triton.jit
 def _negatives(
-    outputs_ptr, dlogits_ptr, order_ptr, start_ptr, set_ptr, first_ptr, used_ptr, row_ptr, count_ptr, sums_ptr, D, K,
-    TILE: tl.constexpr, K_BLOCK: tl.constexpr, COLS: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    outputs_ptr, dlogits_ptr, tiles_ptr, segments_ptr, sums_ptr, D, K,
+    TILE: tl.constexpr, K_BLOCK: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sum of ``COLS`` columns of the gradient of one set over one segment.
-
-    The tiles of a set are ``order[start[set]:start[set + 1]]``; those of the segment begin at ``first``, counted from there.
-    """
+    """The sum of ``COLS`` columns of the gradient of one set over one segment."""
     segment = tl.program_id(0).to(tl.int64)
-    number, begin = tl.load(set_ptr + segment), tl.load(first_ptr + segment)
+    field = segments_ptr + segment * 3
+    tile, stride, tiles = tl.load(field).to(tl.int64), tl.load(field + 1), tl.load(field + 2)
     within, k = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    begin += tl.load(start_ptr + number)
-    end = tl.minimum(begin + SEGMENT, tl.load(start_ptr + number + 1))
-    end = tl.where(tl.load(used_ptr + segment), end, begin)
     total = tl.zeros([K_BLOCK, COLS], tl.float32)
-    for i in range(begin, end):
-        tile = tl.load(order_ptr + i)
-        first, count = tl.load(row_ptr + tile), tl.load(count_ptr + tile)
+    for _ in range(tiles):
+        _, first, count, _, _ = _fields(tiles_ptr, tile)
         dlogits = tl.load(
             dlogits_ptr + (tile * TILE + within)[None, :] * K + k[:, None], mask=k[:, None] < K, other=0.0
         )
         mask = (within < count)[:, None] & (col[None, :] < D)
         output = tl.load(outputs_ptr + (first + within)[:, None] * D + col[None, :], mask=mask, other=0.0)
         total = tl.dot(dlogits, output, total, input_precision=PRECISION)
+        tile += stride
     place = (segment * K + k)[:, None] * D + col[None, :]
     tl.store(sums_ptr + place, total, mask=(k[:, None] < K) & (col[None, :] < D))
 
 
 @triton.jit
-def _add_segments(sums_ptr, first_ptr, out_ptr, elements, SIZE: tl.constexpr):
-    """The gradient of one set: the sum over its segments, which are ``first[set]`` to ``first[set + 1]``."""
+def _add_segments(sums_ptr, ranges_ptr, out_ptr, elements, SIZE: tl.constexpr):
+    """The gradient of one set: the sum over its segments, in their order."""
     number = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
-    for segment in range(tl.load(first_ptr + number), tl.load(first_ptr + number + 1)):
+    first, end = tl.load(ranges_ptr + number * 2), tl.load(ranges_ptr + number * 2 + 1)
+    for segment in range(first.to(tl.int64), end.to(tl.int64)):
         total += tl.load(sums_ptr + segment * elements + place, mask=place < elements, other=0.0)
     tl.store(out_ptr + number * elements + place, total, mask=place < elements)
 
@@ -145,50 +151,41 @@ def loss_and_gradients(
     outputs: Tensor,
     items: Tensor,
     negatives: Tensor,
-    target_ids: Tensor,
+    item_ids: Tensor,
     negative_ids: Tensor,
     correction: tuple[Tensor, Tensor] | None,
-    tiles: Any,
+    histories: SampledHistories,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and the gradients of outputs, items and negatives. Arguments as prepared by :func:`.loss.sampled_softmax`."""
-    size, dim, (set_of_tile, rows, predicted, offsets) = *negatives.shape[1:], tiles
-    first, counts, tile = rows[:, 0].contiguous(), predicted.sum(1), rows.shape[1]
-    outputs, items, negatives, negative_ids = (x.contiguous() for x in (outputs, items, negatives, negative_ids))
-    losses = torch.empty(len(set_of_tile), device=outputs.device)
-    dlogits = torch.empty(len(set_of_tile) * tile, size, device=outputs.device)
-    dpositive = torch.empty(len(dlogits), device=outputs.device)
-    doutputs, ditems = torch.empty_like(outputs), torch.empty_like(items)
-    # The kernels do not write the last output and the first item of a history, whose gradients are 0. Without events, a history
-    # stands for its neighbour here, or the first one for the last.
-    doutputs.index_fill_(0, (offsets[1:] - 1) % len(outputs), 0.0)
-    ditems.index_fill_(0, offsets[:-1] % len(items), 0.0)
-    block = {"K_BLOCK": max(16, triton.next_power_of_2(size))}
+    (num_sets, size, dim), device = negatives.shape, outputs.device
+    tiles = position_tiles(histories, outputs.shape[0])
+    num_tiles = tiles.shape[0]
+    outputs, items, negatives, item_ids, negative_ids = (
+        x.contiguous() for x in (outputs, items, negatives, item_ids, negative_ids)
+    )
+    losses = torch.empty(num_tiles, device=device)
+    dlogits = torch.empty(num_tiles * LOSS_TILE, size, device=device)
+    dpositive = torch.empty(num_tiles * LOSS_TILE, device=device)
+    doutputs, ditems, dnegatives = (torch.empty_like(x) for x in (outputs, items, negatives))
+    block = {"K_BLOCK": max(16, power_of_2(size))}
     shared = {
-        "TILE": tile,
+        "TILE": LOSS_TILE,
         "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     }
     target_q, negative_q = (losses, losses) if correction is None else (x.contiguous() for x in correction)
-    _logits[(len(set_of_tile),)](
-        outputs, items, negatives, target_ids, negative_ids, target_q, negative_q,
-        set_of_tile, first, counts, losses, dpositive, dlogits, scale, dim, size,
+    _logits[(num_tiles,)](
+        outputs, items, negatives, item_ids, negative_ids, target_q, negative_q,
+        tiles, losses, dpositive, dlogits, scale, dim, size,
         CORRECT=correction is not None, **LOGITS_LAUNCH, **block, **shared,
     )  # fmt: skip
-    _outputs[(len(set_of_tile), triton.cdiv(dim, OUTPUTS_LAUNCH["COLS"]))](
-        outputs, items, negatives, set_of_tile, first, counts, dpositive, dlogits, doutputs, ditems, dim, size,
-        **OUTPUTS_LAUNCH, **shared,
+    _outputs[(num_tiles, cdiv(dim, OUTPUTS_LAUNCH["COLS"]))](
+        outputs, items, negatives, tiles, dpositive, dlogits, doutputs, ditems, dim, size, **OUTPUTS_LAUNCH, **shared
     )  # fmt: skip
-    ordered, order = set_of_tile.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(len(negatives) + 1, device=outputs.device))
-    segments = cut_tiles(starts, len(order), SEGMENT)
-    sums = torch.empty(len(segments.sample), size, dim, device=outputs.device)
-    _negatives[(len(sums), triton.cdiv(dim, NEGATIVES_LAUNCH["COLS"]))](
-        outputs, dlogits, order, starts, *segments, first, counts, sums, dim, size,
-        SEGMENT=SEGMENT, **NEGATIVES_LAUNCH, **block, **shared,
+    ranges, segments = set_segments(histories, num_sets, num_tiles, SEGMENT)
+    sums = torch.empty(segments.shape[0], size, dim, device=device)
+    _negatives[(segments.shape[0], cdiv(dim, NEGATIVES_LAUNCH["COLS"]))](
+        outputs, dlogits, tiles, segments, sums, dim, size, **NEGATIVES_LAUNCH, **block, **shared
     )  # fmt: skip
-    firsts = torch.nn.functional.pad(((starts.diff() + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))
-    dnegatives = torch.empty_like(negatives)
-    _add_segments[(len(negatives), triton.cdiv(size * dim, SUM_ELEMENTS))](
-        sums, firsts, dnegatives, size * dim, SUM_ELEMENTS
-    )
+    _add_segments[(num_sets, cdiv(size * dim, SUM_ELEMENTS))](sums, ranges, dnegatives, size * dim, SUM_ELEMENTS)
     return losses.sum(), doutputs, ditems, dnegatives

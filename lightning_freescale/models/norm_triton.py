@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_freescale.models.dropout import threshold
 from lightning_freescale.models.dropout_triton import is_kept
-from lightning_freescale.models.tiles import unit_stride
+from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
 
 ELEMENTS = 4096  # elements of a tile
 WARPS = 4
@@ -183,19 +183,19 @@ class _UnitRows(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.eps = eps
         out = torch.empty(x.shape, device=x.device)
-        if len(x):
+        if x.shape[0]:
             tile = _tile(x, ELEMENTS, WARPS)
-            _unit_forward[(triton.cdiv(len(x), tile["ROWS"]),)](x, out, x.stride(0), len(x), eps, **tile)
+            _unit_forward[(cdiv(x.shape[0], tile["ROWS"]),)](x, out, x.stride(0), x.shape[0], eps, **tile)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dout, dx = unit_stride(grads[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if len(x):
+        if x.shape[0]:
             tile = _tile(x, ELEMENTS, WARPS)
-            grid = (triton.cdiv(len(x), tile["ROWS"]),)
-            _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), len(x), ctx.eps, **tile)
+            grid = (cdiv(x.shape[0], tile["ROWS"]),)
+            _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), x.shape[0], ctx.eps, **tile)
         return dx, None
 
 
@@ -250,7 +250,7 @@ class Norm(NamedTuple):
         With ``join`` it is the norm of a sum, see there.
         """
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if len(x):
+        if x.shape[0]:
             # The kernel needs some pointers.
             some_gate, drop, some_join = (
                 x if gate is None else gate,
@@ -258,9 +258,9 @@ class Norm(NamedTuple):
                 join or Join(x, x, x),
             )
             constants = self._constants(x, gate, ELEMENTS, WARPS)
-            _forward[(triton.cdiv(len(x), constants["ROWS"]),)](
+            _forward[(cdiv(x.shape[0], constants["ROWS"]),)](
                 x, some_join.branch, some_join.shift, some_gate, self.weight, self.bias, drop.keys, some_join.total, out,
-                x.stride(0), some_gate.stride(0), len(x), self.eps, *drop.constants(), JOIN=join is not None, **constants,
+                x.stride(0), some_gate.stride(0), x.shape[0], self.eps, *drop.constants(), JOIN=join is not None, **constants,
             )  # fmt: skip
         return out
 
@@ -298,11 +298,11 @@ class Norm(NamedTuple):
             dx if y is None else y for y in (gate, dgate, added, rounded)
         )
         drop = self.drop or Drop(x, 0, 0.0)
-        _backward[(min(PROGRAMS, triton.cdiv(len(x), constants["ROWS"])),)](
+        _backward[(min(PROGRAMS, cdiv(x.shape[0], constants["ROWS"])),)](
             x, some_gate, self.weight, self.bias, drop.keys, some_added, shares if factor is None else factor,
             dout, dx, some_rounded, some_dgate, shares,
             x.stride(0), some_gate.stride(0), some_added.stride(0), dout.stride(0), some_dgate.stride(0), shares.stride(0),
-            len(x), self.eps, *drop.constants(), ADD=added is not None, SCALE=factor is not None, ROUND=rounded is not None,
+            x.shape[0], self.eps, *drop.constants(), ADD=added is not None, SCALE=factor is not None, ROUND=rounded is not None,
             **constants,
         )  # fmt: skip
         return dx
@@ -323,7 +323,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, bias = ctx.saved_tensors
         dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
-        if not len(x):
+        if not x.shape[0]:
             return torch.empty_like(x), dgate, torch.zeros_like(weight), torch.zeros_like(bias), None, None
         shares = torch.zeros(PROGRAMS, 3 * x.shape[1], device=x.device)
         dx = Norm(weight, bias, ctx.eps).backward(x, gate, unit_stride(grads[0]), shares, dgate=dgate)
@@ -333,7 +333,7 @@ class _LayerNorm(torch.autograd.Function):
 
 def _tile(x: Tensor, elements: int, warps: int) -> dict[str, Any]:
     """Constants of a kernel for ``x [N, D]``: the shape of a tile and the number of warps."""
-    cols = triton.next_power_of_2(x.shape[1])
+    cols = power_of_2(x.shape[1])
     return {"D": x.shape[1], "ROWS": max(1, elements // cols), "COLS": cols, "num_warps": warps}
 
 

@@ -93,7 +93,7 @@ dropout_triton.KEY_BLOCK = 16
 for drawn in (NEGATIVES, None):
     for step in (0, 7):
         batch = make_batch(HISTORIES, drawn)
-        parts = [(part.values(), part.lengths()) for part in batch.features.to_dict().values()]
+        parts = [(part.values(), part.offsets()) for part in batch.by_key.values()]
         keys = dropout_triton.row_keys(parts[0], parts[1] if len(parts) > 1 else None, step)
         assert torch.equal(keys, row_keys(batch, step))
         assert not torch.equal(keys, row_keys(batch, step + 1))

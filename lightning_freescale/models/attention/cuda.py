@@ -38,6 +38,7 @@ class CudaPlan:
 
     def __init__(self, offsets: Tensor, timestamps: Tensor, bias: bool) -> None:
         self.offsets, self.timestamps, self.bias = offsets, timestamps, bias
+        self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property
     def times(self) -> Tensor:
@@ -48,16 +49,23 @@ class CudaPlan:
 
     @cached_property
     def hopper(self) -> hopper.Plan:
-        total = len(self.timestamps)
-        if not self.bias:
-            return hopper.plan(self.offsets, total)
-        return hopper.plan(self.offsets, total, self.times, _edges(self.offsets.device))
+        from lightning_freescale.models.attention.hopper_plan import HopperPlan  # Triton is on CUDA machines only
+
+        timed = (self.timestamps, _edges(self.offsets.device)) if self.bias else (None, None)
+        return HopperPlan(self.offsets.long(), self.timestamps.shape[0], *timed)
 
     @cached_property
     def triton(self) -> TritonPlan:
         from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
 
         return triton_attention.plan(self.offsets, self.times)
+
+    def runs_hopper(self, q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:
+        """:func:`select_hopper`, which all layers of a batch need to ask only once."""
+        key = q.dtype, q.shape[-1], v.shape[-1]
+        if key not in self._selected:
+            self._selected[key] = select_hopper(q, k, v, biases)
+        return self._selected[key]
 
 
 def attention(
@@ -71,7 +79,7 @@ def attention(
 ) -> Tensor:
     """:func:`~lightning_freescale.models.attention.hstu_attention` on CUDA tensors."""
     biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
-    if select_hopper(q, k, v, biases):
+    if plan.runs_hopper(q, k, v, biases):
         return hopper.attention(q, k, v, plan.offsets, alpha, plan.hopper, biases)
     from lightning_freescale.models.attention import triton_attention
 
@@ -80,7 +88,7 @@ def attention(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: CudaPlan) -> Tensor:
     """:func:`attention` without a gradient, for a function that computes its own. There must be events."""
-    if select_hopper(q, k, v, biases):
+    if plan.runs_hopper(q, k, v, biases):
         return hopper.forward(q, k, v, biases, alpha, plan.hopper)
     from lightning_freescale.models.attention import triton_attention
 
@@ -109,7 +117,7 @@ def backward(
         The gradients of both biases, float32, if there are biases.
     """
     found: Biases | None
-    if select_hopper(q, k, v, biases):
+    if plan.runs_hopper(q, k, v, biases):
         found = hopper.backward(q, k, v, biases, alpha, plan.hopper, dout, grads)
     else:
         from lightning_freescale.models.attention import triton_attention
@@ -120,7 +128,7 @@ def backward(
 
 def gradient_factor(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, plan: CudaPlan) -> Tensor | None:
     """What :func:`backward` needs the rows of the output's gradient to be multiplied by: ``[sum(L)]`` float32, or nothing."""
-    return plan.hopper.scale() if select_hopper(q, k, v, biases) else None
+    return plan.hopper.scale() if plan.runs_hopper(q, k, v, biases) else None
 
 
 def select_hopper(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:

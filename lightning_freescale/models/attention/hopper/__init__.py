@@ -4,8 +4,8 @@
 :mod:`lightning_freescale`.
 """
 
-from .config import BIAS_SLOTS
+from .config import BIAS_SLOTS, RECORD_EVENTS
 from .function import attention, available, backward, forward, supports
 from .plan import Plan, plan
 
-__all__ = ["BIAS_SLOTS", "Plan", "attention", "available", "backward", "forward", "plan", "supports"]
+__all__ = ["BIAS_SLOTS", "RECORD_EVENTS", "Plan", "attention", "available", "backward", "forward", "plan", "supports"]

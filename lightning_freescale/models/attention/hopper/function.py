@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class _Inputs(NamedTuple):
         position, time = self.biases
         assert self.plan.edges is not None
         pointers = [x.data_ptr() for x in (position, time, self.plan.edges, self.plan.records())]
-        return BiasArguments(*pointers, None if shares is None else shares.data_ptr(), len(position), len(time))
+        return BiasArguments(*pointers, None if shares is None else shares.data_ptr(), position.shape[0], time.shape[0])
 
     def rest(self) -> list[Any]:
         return [ctypes.c_int(self.q.shape[1]), ctypes.c_float(self.half_alpha)]
@@ -79,7 +80,7 @@ def _forward(inputs: _Inputs) -> Tensor:
     schedule = inputs.plan.schedule(c.forward_rows, c.backward_rows, False)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     arguments = [*inputs.maps(), inputs.bias(), out, schedule, *inputs.rest()]
-    use.launch("hstu_forward", len(schedule) * heads, c.forward_threads, arguments, c.forward_shared)
+    use.launch("hstu_forward", schedule.shape[0] * heads, c.forward_threads, arguments, c.forward_shared)
     return out
 
 
@@ -106,7 +107,7 @@ def _backward(inputs: _Inputs, scaled: Tensor, grads: Grads) -> Biases | None:
     sums = torch.empty(tiles * heads * c.backward_rows * q.shape[-1], device=device)
     counters = torch.zeros(1 + tiles * heads * (c.backward_rows // 16), dtype=torch.int32, device=device)
     schedule = plan.schedule(c.backward_keys, c.backward_rows, True)
-    blocks = len(schedule) * heads
+    blocks = schedule.shape[0] * heads
     shares = None if biases is None else torch.zeros(blocks, 2 * BIAS_SLOTS, device=device)
     arguments = [
         *inputs.maps(),
@@ -121,16 +122,16 @@ def _backward(inputs: _Inputs, scaled: Tensor, grads: Grads) -> Biases | None:
     ]
     use.launch("hstu_backward", blocks, 384, [*arguments, *inputs.rest()], c.backward_shared)
     schedule = plan.schedule(c.backward_rows, c.backward_rows, False)
-    use.launch("hstu_finish", len(schedule) * heads, 256, [sums, dq, strides[0], schedule, *inputs.rest()])
+    use.launch("hstu_finish", schedule.shape[0] * heads, 256, [sums, dq, strides[0], schedule, *inputs.rest()])
     if biases is None or shares is None:
         return None
     total = shares.sum(0) / 2
-    return total[: len(biases[0])], total[BIAS_SLOTS : BIAS_SLOTS + len(biases[1])]
+    return total[: biases[0].shape[0]], total[BIAS_SLOTS : BIAS_SLOTS + biases[1].shape[0]]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> Tensor:
     """:func:`attention` without its checks and without a gradient. There must be events."""
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         return _forward(_inputs(q, k, v, biases, alpha, plan))
 
 
@@ -141,15 +142,20 @@ def backward(
 
     ``scaled [sum(L), H, Dv]`` is the gradient of the output, each row multiplied by ``plan.scale()``; contiguous.
     """
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         use_device(q.device.index)
         return _backward(_inputs(q, k, v, biases, alpha, plan), scaled, grads)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> _Inputs:
-    if biases is not None:
+    if biases is not None and not all(x.dtype == torch.float32 and x.is_contiguous() for x in biases):
         biases = biases[0].float().contiguous(), biases[1].float().contiguous()
     return _Inputs(_aligned(q), _aligned(k), _aligned(v), biases, alpha / 2, plan)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current one, if it is not."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 class _Attention(torch.autograd.Function):

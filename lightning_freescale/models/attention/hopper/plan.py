@@ -28,7 +28,7 @@ class Plan:
 
     def tiles(self, size: int) -> int:
         """A bound on the tiles of ``size`` events."""
-        return self.total // size + len(self.offsets) - 1 if self.total else 0
+        return self.total // size + self.offsets.shape[0] - 1 if self.total else 0
 
     def schedule(self, size: int, query_size: int, keys: bool) -> Tensor:
         """``[N, 4]`` int32, tiles of ``size`` events, most work first; surplus entries come last and have length 0.
