@@ -78,10 +78,7 @@ class BagTables(LocalTables):
     # ---- read and update --------------------------------------------------------------------------------------------
     def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
         """The pooled rows of all bags of ``features``: ``[pieces * B, D]`` in lookup order; zeros for a bag without ids."""
-        with torch.no_grad():
-            pooled = self.module._lookups[group](features)
-        self.optimizer.restore_count()  # the kernels have counted a step
-        return self._to_pieces(group, pooled)
+        return self._to_pieces(group, self.look_up(group, features))
 
     def update_bags(
         self,

@@ -15,7 +15,11 @@ from torchrec.distributed.types import ShardingType
 PRIORITIZED_SHARDINGS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
 # Row-wise bags are sums of partial sums of several ranks. Their order would have to be that of TorchRec's reduction.
 PRIORITIZED_BAG_SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
-PRIORITIZED_KERNELS = (EmbeddingComputeKernel.FUSED.value,)
+PRIORITIZED_KERNELS = (
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
 
 
 # Ends of "... is exchanged synchronously, because it is ...". The schedule finds them while it trains.

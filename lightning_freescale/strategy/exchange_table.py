@@ -66,9 +66,12 @@ def _collections() -> list[ExchangeDecision]:
         ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
         ExchangeDecision(
-            f"tables with a compute kernel other than {kernels}",
+            f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows behind a cache are read and updated by FBGEMM"
+        ),
+        ExchangeDecision(
+            "tables with another compute kernel",
             Treatment.SYNCHRONOUS,
-            "rows behind a cache must be read through FBGEMM",
+            "the prioritized exchange does not know how their rows are read",
         ),
         ExchangeDecision(
             "collections with zero-collision ids",

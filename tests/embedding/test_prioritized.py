@@ -63,6 +63,21 @@ def test_a_batch_that_replaces_a_prefetched_batch() -> None:
         assert result == [True] * len(cases)
 
 
+def read_by_fbgemm(schedule: ExchangeSchedule) -> None:
+    """As for tables behind a cache, which exist on a GPU only."""
+    tables = schedule.modules[0].exchange.tables
+    tables.cached = [True] * len(tables.cached)
+
+
+def test_rows_that_fbgemm_reads() -> None:
+    cases = [
+        case(2, kind=kind, optimizer="rowwise_adagrad", sabotage=read_by_fbgemm, samples=lambda rank, step: 4 * rank)
+        for kind in SHARDINGS
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [True] * len(cases)
+
+
 def test_learning_rate_of_the_own_step_and_flushes_in_between() -> None:
     cases = [
         case(

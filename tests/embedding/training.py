@@ -69,7 +69,7 @@ def to_kjt(batch: list[list[list[int]]], device: str = "cpu", weighted: bool = F
 
 
 def build(
-    kind: str, optimizer: str, world: int, device: str = "cpu", **sharder_options: Any
+    kind: str, optimizer: str, world: int, device: str = "cpu", kernel: str = "fused", **sharder_options: Any
 ) -> ShardedEmbeddingCollection:
     """A sharded collection. Its initial tables are the same in every call and for every sharding."""
     configs = [
@@ -78,7 +78,8 @@ def build(
     ]
     collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
     sharder = EmbeddingCollectionSharder(fused_params=_fused(optimizer), **sharder_options)
-    return _sharded(collection, sharder, kind, world, device, "embeddings", dict.fromkeys(ROWS, DIM))
+    plan = _plan(collection, sharder, kind, world, device, kernel)
+    return _sharded(collection, sharder, plan, device, "embeddings", dict.fromkeys(ROWS, DIM))
 
 
 def build_bags(
@@ -86,6 +87,7 @@ def build_bags(
     optimizer: str,
     world: int,
     device: str = "cpu",
+    kernel: str = "fused",
     *,
     weighted: bool = False,
     pooling: PoolingType = PoolingType.SUM,
@@ -103,19 +105,18 @@ def build_bags(
     ]
     collection = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(fused_params=_fused(optimizer))
-    return _sharded(collection, sharder, kind, world, device, "embedding_bags", BAG_DIMS)
+    plan = _plan(collection, sharder, kind, world, device, kernel)
+    return _sharded(collection, sharder, plan, device, "embedding_bags", BAG_DIMS)
 
 
 def _fused(optimizer: str) -> dict[str, Any]:
     return {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.1}
 
 
-def _sharded(
-    collection: nn.Module, sharder: Any, kind: str, world: int, device: str, prefix: str, dims: Mapping[str, int]
-) -> Any:
-    kernel = {"compute_kernel": "fused"}
-    row, column = row_wise(**kernel), column_wise(ranks=list(range(min(world, 2))), **kernel)
-    first, last = table_wise(rank=0, **kernel), table_wise(rank=world - 1, **kernel)
+def _plan(collection: nn.Module, sharder: Any, kind: str, world: int, device: str, kernel: str) -> Any:
+    of_kernel = {"compute_kernel": kernel}
+    row, column = row_wise(**of_kernel), column_wise(ranks=list(range(min(world, 2))), **of_kernel)
+    first, last = table_wise(rank=0, **of_kernel), table_wise(rank=world - 1, **of_kernel)
     placement = {
         "row_wise": (row, row),
         "table_wise": (first, last),
@@ -124,7 +125,7 @@ def _sharded(
         "mixed": (row, last),
         "both": (column, last),
     }[kind]
-    plan = construct_module_sharding_plan(
+    return construct_module_sharding_plan(
         collection,
         dict(zip(ROWS, placement, strict=True)),
         sharder=sharder,
@@ -132,6 +133,9 @@ def _sharded(
         world_size=world,
         device_type=device,
     )
+
+
+def _sharded(collection: nn.Module, sharder: Any, plan: Any, device: str, prefix: str, dims: Mapping[str, int]) -> Any:
     group = dist.group.WORLD
     assert group is not None
     module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device=torch.device(device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torchrec import PoolingType
 
 from tests.embedding.training import BAG_SHARDINGS, build_bags
-from tests.gpu.exchange_comparison import Case, run
+from tests.gpu.exchange_comparison import Case, do_not_wait_for_compute, run
 
 MEAN, WEIGHTED = {"pooling": PoolingType.MEAN}, {"weighted": True}
 CASES: list[Case] = [
@@ -19,4 +19,4 @@ CASES: list[Case] = [
 ]
 
 if __name__ == "__main__":
-    run(build_bags, CASES, control=("table_wise", "sgd", {}), longest=4)
+    run(build_bags, CASES, {"unordered": (("table_wise", "sgd", {}), do_not_wait_for_compute)}, longest=4)

@@ -12,19 +12,23 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale.transport  # noqa: F401 - registers the backend
+from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding import training
 from tests.embedding.training import Batches, Sharded, make_schedule, random_batches, tables, train
 
 STEPS = 12
 Case = tuple[str, str, dict[str, Any]]  # sharding, optimizer, options of the collection
+Sabotage = Callable[[ExchangeSchedule], None]  # puts an error into the exchange
 
 
-def run(make: Callable[..., Sharded], cases: list[Case], control: Case, longest: int) -> None:
+def run(
+    make: Callable[..., Sharded], cases: list[Case], controls: dict[str, tuple[Case, Sabotage]], longest: int
+) -> None:
     """Compare each of ``cases`` on this rank. Rank 0 prints one JSON line.
 
     Args:
         make: builds the sharded collection.
-        control: the case that is trained once more, with an exchange that does not wait for the compute stream.
+        controls: cases that are trained once more with an error, by name. The comparison must detect each of them.
         longest: the most ids that a feature of a sample has.
     """
     training.ROWS.update(one=4000, two=600)
@@ -35,9 +39,9 @@ def run(make: Callable[..., Sharded], cases: list[Case], control: Case, longest:
     backend = sys.argv[1] if len(sys.argv) > 1 else None  # backend of the process groups for rows and gradients
     batches = random_batches(dist.get_rank(), STEPS, 7, lambda rank, step: 24 + 8 * rank, longest)
     results = [_compare(make, case, batches, backend) for case in cases]
-    apart = _unordered(make, control, batches, backend)
+    errors = {name: _error(make, case, sabotage, batches, backend) for name, (case, sabotage) in controls.items()}
     if dist.get_rank() == 0:
-        print("RESULT " + json.dumps({"cases": results, "unordered": apart}), flush=True)
+        print("RESULT " + json.dumps({"cases": results} | errors), flush=True)
     dist.destroy_process_group()
 
 
@@ -67,19 +71,26 @@ def _compare(make: Callable[..., Sharded], case: Case, batches: Batches, backend
     return line
 
 
-def _unordered(make: Callable[..., Sharded], case: Case, batches: Batches, backend: str | None) -> float:
-    """Largest error of the weights if the exchange does not wait for the compute stream. The comparison must detect it."""
+def _error(
+    make: Callable[..., Sharded], case: Case, sabotage: Sabotage, batches: Batches, backend: str | None
+) -> float:
+    """Largest error of the weights with an exchange that ``sabotage`` has changed."""
     kind, optimizer, options = case
     plain, module = (make(kind, optimizer, dist.get_world_size(), "cuda", **options) for _ in range(2))
     train(plain, batches, None, "cuda", **_training_options(options))
     schedule = make_schedule(module, backend)
-    stream = schedule.modules[0].exchange.table_stream
-    work = stream.work
-    stream.work = lambda *after, compute=False: work(*after)  # type: ignore[method-assign]
+    sabotage(schedule)
     train(module, batches, schedule, "cuda", **_training_options(options))
     torch.cuda.synchronize()
     a, b = tables(plain), tables(module)
     return _worst([float((a[key] - b[key]).abs().nan_to_num(1e9).max()) for key in a if a[key].numel()])
+
+
+def do_not_wait_for_compute(schedule: ExchangeSchedule) -> None:
+    """The exchange then sends gradients that the compute stream has not computed yet."""
+    stream = schedule.modules[0].exchange.table_stream
+    work = stream.work
+    stream.work = lambda *after, compute=False: work(*after)  # type: ignore[method-assign]
 
 
 def _training_options(options: dict[str, Any]) -> dict[str, Any]:

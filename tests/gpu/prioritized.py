@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning_freescale.embedding.wire import parse_wire, torchrec_codecs
 from tests.embedding.training import SHARDINGS, build
-from tests.gpu.exchange_comparison import Case, run
+from tests.gpu.exchange_comparison import Case, do_not_wait_for_compute, run
 
 BFLOAT16 = torchrec_codecs(parse_wire("bfloat16"))
 CASES: list[Case] = [
@@ -19,4 +19,4 @@ CASES: list[Case] = [
 ]
 
 if __name__ == "__main__":
-    run(build, CASES, control=("row_wise", "sgd", {}), longest=40)
+    run(build, CASES, {"unordered": (("row_wise", "sgd", {}), do_not_wait_for_compute)}, longest=40)

@@ -53,6 +53,15 @@ def test_prioritized_bags_equal_synchronous_ones(backend: str) -> None:
     assert all(case["saved"] == 0 for case in results["cases"])
 
 
+@pytest.mark.parametrize("collection", ["rows", "bags"])
+def test_tables_in_host_memory(collection: str) -> None:
+    """The same for tables in host memory, with a cache on the GPU for 20 % of their rows and without one."""
+    results = result_of("host_tables.py", "nccl", collection)
+    check_exchanges(results, cases=6 if collection == "rows" else 2)
+    if collection == "rows":
+        assert results["past_the_cache"] > 1e-3
+
+
 def check_exchanges(results: Any, cases: int) -> None:
     assert results["unordered"] > 1e-3  # the comparison can fail
     assert len(results["cases"]) == cases
