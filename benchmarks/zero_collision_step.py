@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import os
 import statistics
 import sys
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from benchmarks.harness.exchange.machine import Machine
-    from benchmarks.harness.exchange.variants import FreeScaleSteps, Steps
+    from benchmarks.harness.exchange.variants import FreeScaleSteps
     from benchmarks.harness.workload import EqualCostWorkload, ExchangeBatch
 
 MAX_PROBES = (16, 64, 256)
@@ -121,6 +120,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from benchmarks.harness.exchange.block_times import run_steps
     from benchmarks.harness.exchange.make_machine import make_machine
 
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
@@ -135,11 +135,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     made, load = _make_variants(workload, machine)
     running = {name: steps.steps(dense if name in (DENSE, DENSE_AGAIN) else raw) for name, steps in made.items()}
     for steps in running.values():
-        _step_times(steps, machine, warm)
+        run_steps(steps, machine, warm)
     rounds: list[dict[str, float]] = []
     for number in range(arguments.rounds):
         turn = list(running)[number % len(running) :] + list(running)[: number % len(running)]
-        found = {name: _step_times(running[name], machine, later + counted)[later:] for name in turn}
+        found = {name: run_steps(running[name], machine, later + counted)[0][later:] for name in turn}
         rounds.append({name: statistics.mean(times) for name, times in found.items()})
     numbers = [workload.ids(peer, total, arguments.ranks, COLLISIONS) for peer in range(arguments.ranks)]
     ids = raw_ids(torch.cat(numbers))
@@ -173,21 +173,6 @@ def _make_variants(workload: EqualCostWorkload, machine: Machine) -> tuple[dict[
         made[name] = FreeScaleSteps(True, workload, machine, machine.exchange_group("low"), ids)
         load = fill(made[name], workload.rows)
     return made, load
-
-
-def _step_times(steps: Steps, machine: Machine, count: int) -> list[float]:
-    """Milliseconds of each of the next ``count`` steps, on the slowest rank. A collective."""
-    import torch
-    import torch.distributed as dist
-
-    timestamps = [machine.timestamp()]
-    for _ in range(count):
-        next(steps)
-        timestamps.append(machine.timestamp())
-    seconds = [machine.seconds(*pair) for pair in itertools.pairwise(timestamps)]
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=machine.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [1e3 * value for value in slowest.tolist()]
 
 
 def summarize(rounds: Sequence[dict[str, float]], remaps: dict[str, dict[str, float]]) -> list[dict[str, Any]]:

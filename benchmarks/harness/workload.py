@@ -76,9 +76,9 @@ class EqualCostWorkload:
 
     def lengths(self, rank: int, step: int) -> Tensor:
         """``[histories]`` int64, events."""
-        drawn = torch.randn(self.histories, generator=_generator(self.seed)) * self.log_std + self.log_mean
+        drawn = torch.randn(self.histories, generator=seeded_generator(self.seed)) * self.log_std + self.log_mean
         lengths = drawn.exp().long().clamp(1, self.longest)
-        return lengths[torch.randperm(self.histories, generator=_generator(self.seed, rank, step))]
+        return lengths[torch.randperm(self.histories, generator=seeded_generator(self.seed, rank, step))]
 
     @property
     def ids_per_rank(self) -> int:
@@ -95,7 +95,7 @@ class EqualCostWorkload:
         count = self.ids_per_rank
         hot = round(collisions * count)
         hot_rows = max(1, round(hot * ranks / HOT_REPEATS))
-        return draw_ids(count, hot, hot_rows, self.rows, step, _generator(self.seed, rank, step, 1))
+        return draw_ids(count, hot, hot_rows, self.rows, step, seeded_generator(self.seed, rank, step, 1))
 
     def batch(self, rank: int, step: int, ranks: int, collisions: float) -> ExchangeBatch:
         """The batch of one rank and step."""
@@ -133,7 +133,7 @@ class LongTailWorkload:
         if not self.log_std:
             return torch.full((self.samples,), self.longest)
         log_median = 7.3 + math.log(self.longest / 21_000)
-        drawn = torch.randn(self.samples, generator=_generator(self.seed, rank, step)) * self.log_std + log_median
+        drawn = torch.randn(self.samples, generator=seeded_generator(self.seed, rank, step)) * self.log_std + log_median
         return drawn.exp().long().clamp(2, self.longest)
 
     def predicted(self, rank: int, step: int) -> int:
@@ -147,7 +147,7 @@ class LongTailWorkload:
             int(self.lengths(0, 0).sum()) + self.samples * self.negatives
         )  # of any batch: all batches share the hot rows
         hot_rows = max(1, round(self.collisions * typical * ranks / HOT_REPEATS))
-        generator = _generator(self.seed, rank, step, 1)
+        generator = seeded_generator(self.seed, rank, step, 1)
         return draw_ids(count, round(self.collisions * count), hot_rows, self.rows, step, generator)
 
     def batch(self, rank: int, step: int, ranks: int) -> SeqBatch:
@@ -167,7 +167,7 @@ class LongTailWorkload:
 
     def _context_features(self, rank: int, step: int) -> KeyedJaggedTensor:
         shape = (self.context * self.samples * CONTEXT_IDS,)
-        ids = torch.randint(CONTEXT_ROWS, shape, generator=_generator(self.seed, rank, step, 2))
+        ids = torch.randint(CONTEXT_ROWS, shape, generator=seeded_generator(self.seed, rank, step, 2))
         lengths = torch.full((self.context * self.samples,), CONTEXT_IDS)
         return KeyedJaggedTensor(self.context_names, ids, lengths=lengths)
 
@@ -189,7 +189,8 @@ def collision_rate(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     return float(torch.isin(ids, torch.cat(list(first))).float().mean())
 
 
-def _generator(*seeds: int) -> torch.Generator:
+def seeded_generator(*seeds: int) -> torch.Generator:
+    """A generator of random numbers that depends on all of ``seeds``."""
     mixed = 0
     for seed in seeds:
         mixed = (mixed * 1_000_003 + seed + 1) % 2**63

@@ -16,9 +16,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.embedding.index import count_true_by_segment
+from lightning_freescale.embedding.index import count_true_by_segment, true_first
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
+from lightning_freescale.runtime.streams import int64_on_device
 
 
 class BagTables(LocalTables):
@@ -39,14 +40,15 @@ class BagTables(LocalTables):
         self.other_types = sorted(str(kind).removeprefix("torch.") for kind in types - {torch.float32})
         self.dims, self.pieces_by_rank, self.num_rows = [], [], []
         self._first_key, self._weights = [], []
-        self._pieces: list[Tensor] = []  # [T] by group: pieces of each feature
-        self._takes_mean: list[Tensor] = []  # [T] bool by group: whether the kernel pools the feature by its mean
+        # Lists on the host: a GPU need not be asked for them.
+        self._pieces: list[list[int]] = []  # [T] by group: pieces of each feature
+        self._takes_mean: list[list[bool]] = []  # [T] by group: whether the kernel pools the feature by its mean
         rank = module._env.rank
         for sharding, lookup in zip(module._embedding_shardings, module._lookups, strict=True):
             widths = sharding._emb_dim_per_rank_per_feature()
             self.dims.append(math.gcd(*(width for of_rank in widths for width in of_rank)))
             self.pieces_by_rank.append([sum(of_rank) // self.dims[-1] for of_rank in widths])
-            self._pieces.append(torch.tensor(widths[rank], dtype=torch.int64, device=self.device) // self.dims[-1])
+            self._pieces.append([width // self.dims[-1] for width in widths[rank]])
             first_key, rows, takes_mean = [], 0, []
             for config, _ in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
                 for table in config.embedding_tables:
@@ -54,7 +56,7 @@ class BagTables(LocalTables):
                     takes_mean += [config.pooling == PoolingType.MEAN] * len(table.feature_names)
                     rows += table.local_rows
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
-            self._takes_mean.append(torch.tensor(takes_mean, dtype=torch.bool, device=self.device))
+            self._takes_mean.append(takes_mean)
             self.num_rows.append(rows)
 
     def only_table(self, group: int) -> Tensor | None:
@@ -64,7 +66,9 @@ class BagTables(LocalTables):
     # ---- bags and pieces --------------------------------------------------------------------------------------------
     def pieces_of_bags(self, group: int, bags: Tensor) -> Tensor:
         """A value of each bag, ``[T, B]``, for each of its pieces: ``[pieces * B]`` in lookup order."""
-        return bags.repeat_interleave(self._pieces[group], dim=0).flatten()
+        pieces = self._pieces[group]
+        repeats = int64_on_device(pieces, self.device)
+        return bags.repeat_interleave(repeats, dim=0, output_size=sum(pieces)).flatten()
 
     def _to_pieces(self, group: int, pooled: Tensor) -> Tensor:
         """``[B, width of all features]`` to ``[pieces * B, D]`` in lookup order."""
@@ -74,10 +78,7 @@ class BagTables(LocalTables):
     # ---- read and update --------------------------------------------------------------------------------------------
     def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
         """The pooled rows of all bags of ``features``: ``[pieces * B, D]`` in lookup order; zeros for a bag without ids."""
-        with torch.no_grad():
-            pooled = self.module._lookups[group](features)
-        self.optimizer.restore_count()  # the kernels have counted a step
-        return self._to_pieces(group, pooled)
+        return self._to_pieces(group, self.look_up(group, features))
 
     def update_bags(
         self,
@@ -97,7 +98,7 @@ class BagTables(LocalTables):
         if not features.values().numel():
             return
         by_piece = gradient.view(-1, features.stride(), self.dims[group])
-        if bool(self._takes_mean[group].any()):
+        if any(self._takes_mean[group]):
             features, by_piece = self._one_id_per_bag(group, bags, features, by_piece)
         pooled = by_piece.transpose(0, 1).reshape(features.stride(), -1)
         self.optimizer.count_next_lookup_as(settings.step)
@@ -121,53 +122,66 @@ class BagTables(LocalTables):
             features with as many samples as the feature with the most ids has, and their gradient.
         """
         keys, samples, dim = len(features.keys()), features.stride(), self.dims[group]
-        lengths = features.lengths().view(keys, samples).to(torch.int64)
-        ids = lengths.sum(1).tolist()
-        most = max(ids)
-        sample = torch.arange(samples, device=self.device).repeat(keys).repeat_interleave(lengths.flatten())
-        whole = bags.lengths().repeat_interleave(lengths.flatten()).to(torch.float32)
-        takes_mean = self._takes_mean[group].repeat_interleave(lengths.sum(1))
-        factor = torch.where(takes_mean, 1.0 / whole, torch.ones_like(whole))
+        lengths, ids = features.lengths().to(torch.int64), features.length_per_key()
+        most, total = max(ids), sum(ids)
+        sample = torch.arange(samples, device=self.device).repeat(keys).repeat_interleave(lengths, output_size=total)
+        whole = bags.lengths().repeat_interleave(lengths, output_size=total).to(torch.float32)
         gradients = gradient.new_zeros(len(gradient), most, dim)
-        first = 0
-        for count, pieces, chosen in zip(ids, self._pieces[group].tolist(), sample.split(ids), strict=True):
+        factors, first = [], 0
+        for count, pieces, chosen, length, takes_mean in zip(
+            ids, self._pieces[group], sample.split(ids), whole.split(ids), self._takes_mean[group], strict=True
+        ):
             gradients[first : first + pieces, :count] = gradient[first : first + pieces, chosen]
+            factors.append(1.0 / length if takes_mean else torch.ones_like(length))
             first += pieces
-        alone = torch.arange(most, device=self.device) < lengths.sum(1, keepdim=True)
+        alone = torch.arange(most, device=self.device) < lengths.view(keys, samples).sum(1, keepdim=True)
         return KeyedJaggedTensor(
             features.keys(),
             features.values(),
-            weights=factor,
+            weights=torch.cat(factors),
             lengths=alone.flatten().to(features.lengths().dtype),
             stride=most,
+            length_per_key=ids,
         ), gradients
 
 
-def choose_bags(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
-    """The same features and samples, with the ids of the chosen bags alone: ``chosen`` is ``[T, B]`` bool."""
+def choose_bags(features: KeyedJaggedTensor, chosen: Tensor, by_feature: list[int]) -> KeyedJaggedTensor:
+    """The same features and samples, with the ids of the chosen bags alone.
+
+    Args:
+        chosen: ``[T, B]`` bool.
+        by_feature: ``[T]`` number of the ids that are left.
+    """
     lengths = features.lengths()
     kept = torch.repeat_interleave(chosen.flatten(), lengths.to(torch.int64), output_size=features.values().numel())
-    return _choose(features, kept, torch.where(chosen.flatten(), lengths, 0))
+    return _choose(features, kept, torch.where(chosen.flatten(), lengths, 0), by_feature)
 
 
-def choose_ids(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
-    """The same features and samples, with the chosen ids alone: ``chosen`` is ``[n]`` bool in lookup order."""
-    lengths = count_true_by_segment(chosen, features.offsets().to(torch.int64))
-    return _choose(features, chosen, lengths.to(features.lengths().dtype))
+def choose_ids(features: KeyedJaggedTensor, chosen: Tensor, by_feature: list[int]) -> KeyedJaggedTensor:
+    """The same features and samples, with the chosen ids alone.
+
+    Args:
+        chosen: ``[n]`` bool in lookup order.
+        by_feature: ``[T]`` number of the ids that are left.
+    """
+    lengths = marked_by_bag(features, chosen).flatten()
+    return _choose(features, chosen, lengths.to(features.lengths().dtype), by_feature)
 
 
-def _choose(features: KeyedJaggedTensor, kept: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+def _choose(features: KeyedJaggedTensor, kept: Tensor, lengths: Tensor, by_feature: list[int]) -> KeyedJaggedTensor:
     weights = features.weights_or_none()
+    order = true_first(kept)[: sum(by_feature)]  # with a mask as index, the host would wait for the number of ids
     return KeyedJaggedTensor(
         features.keys(),
-        features.values()[kept],
-        weights=None if weights is None else weights[kept],
+        features.values()[order],
+        weights=None if weights is None else weights[order],
         lengths=lengths,
         stride=features.stride(),
+        length_per_key=by_feature,
     )
 
 
-def any_in_bag(features: KeyedJaggedTensor, ids: Tensor) -> Tensor:
-    """Whether a bag has any of the marked ids: ``[n]`` bool in lookup order to ``[T, B]`` bool."""
+def marked_by_bag(features: KeyedJaggedTensor, ids: Tensor) -> Tensor:
+    """How many of the marked ids each bag has: ``[n]`` bool in lookup order to ``[T, B]`` int64."""
     counts = count_true_by_segment(ids, features.offsets().to(torch.int64))
-    return (counts > 0).view(len(features.keys()), features.stride())
+    return counts.view(len(features.keys()), features.stride())

@@ -81,6 +81,8 @@ class CollisionFinder:
         table_stream: the stream on which tables are read and updated.
     """
 
+    fuses = True  # whether the index work may run in a few calls
+
     def __init__(
         self,
         tables: LocalTables,
@@ -91,7 +93,7 @@ class CollisionFinder:
     ):
         self._device, self._group, self._timeline = tables.device, ids_group, timeline
         self._ids_stream, self._table_stream = ids_stream, table_stream
-        self.fused = _fused_indices(tables, ids_group)
+        self.fused = _fused_indices(tables, ids_group) if self.fuses else []
         self.detectors = [] if self.fused else [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
     def find(self, first: RoutedBatch, second: RoutedBatch) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
+
+CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING
 
 
 class LocalTables:
@@ -33,6 +36,8 @@ class LocalTables:
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table
         self._weights: list[list[Tensor]] = []  # [rows, D] by group: the table of each feature
+        # By group: whether some rows lie in a cache. The tables in host memory then hold old values of them.
+        self.cached: list[bool] = []
         for lookup in module._lookups:
             first_key, rows, weights = [], 0, []
             for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
@@ -41,6 +46,7 @@ class LocalTables:
                     weights += [weight.detach()] * len(table.feature_names)  # the same object for features of one table
                     rows += table.local_rows
             self._weights.append(weights)
+            self.cached.append(any(config.compute_kernel == CACHING for config in lookup.grouped_configs))
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
             self.num_rows.append(rows)
 
@@ -53,20 +59,32 @@ class LocalTables:
         return self._first_key[group]
 
     def only_table(self, group: int) -> Tensor | None:
-        """``[rows, D]``, the table that all features of the group use; None if they use several tables."""
+        """``[rows, D]``, the table that all features of the group use; None if they use several tables, or a cache."""
+        if self.cached[group]:
+            return None
         weights = self._weights[group]
         return weights[0] if weights and all(table is weights[0] for table in weights) else None
 
     def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
         """The rows of all ids of ``features``: ``[n, D]`` in lookup order.
 
-        Plain reads of the tables are faster than the forward of FBGEMM's kernels, which prepares an update.
+        Plain reads of the tables are faster than the forward of FBGEMM's kernels, which prepares an update. Rows behind a
+        cache are read by FBGEMM, which also brings them into the cache, before the update needs them there.
         """
+        if self.cached[group]:
+            return self.look_up(group, features).view(-1, self.dims[group])
         rows = torch.empty(features.values().numel(), self.dims[group], device=self.device)
         counts = features.length_per_key()
         tables = self._weights[group]
         for table, ids, into in zip(tables, features.values().split(counts), rows.split(counts), strict=True):
             torch.index_select(table, 0, ids, out=into)
+        return rows
+
+    def look_up(self, group: int, features: KeyedJaggedTensor) -> Tensor:
+        """What FBGEMM's kernels return for ``features``, without an update to follow."""
+        with torch.no_grad():
+            rows: Tensor = self.module._lookups[group](features)
+        self.optimizer.restore_count()  # the kernels have counted a step
         return rows
 
     def update(self, group: int, features: KeyedJaggedTensor, gradient: Tensor, settings: UpdateSettings) -> None:

@@ -138,7 +138,8 @@ class PrioritizedEmbedding:
     def request(self, kjt: KeyedJaggedTensor) -> RequestedBatch:
         """Start to send the ids of a batch to their owners. This reads no weight, so it may run several batches ahead."""
         context = self.module.create_context()
-        mark_used_on(self.ids_stream, (kjt.values(), kjt.lengths_or_none(), kjt.offsets_or_none()))
+        parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
+        mark_used_on(self.ids_stream, parts)
         with self.ids_stream.work(self.copies):
             return RequestedBatch(kjt, context, self.module.input_dist(context, kjt), contents_version(kjt))
 

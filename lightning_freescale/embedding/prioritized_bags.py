@@ -28,8 +28,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
-from lightning_freescale.embedding.bag_tables import BagTables, any_in_bag, choose_bags, choose_ids
-from lightning_freescale.embedding.collisions import CollisionDetector, CollisionFinder
+from lightning_freescale.embedding.bag_tables import BagTables, choose_bags, choose_ids, marked_by_bag
+from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.gradient_return import GradientReturn
 from lightning_freescale.embedding.index import (
     count_true_between,
@@ -50,7 +50,7 @@ from lightning_freescale.embedding.stages import (
     RowSet,
 )
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
-from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device
+from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class BagMarks(CollisionMarks):
 
     bags: Tensor  # [T, B] bool, owner
     ids: Tensor  # [n] bool, owner, lookup order of the ids
+    by_feature: Readback  # [3, T] int64, owner: ids of these bags, these ids, all ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +69,26 @@ class BagSet(RowSet):
     kind: RowKind
     marks: BagMarks
 
+    def ids_by_feature(self, of_bags: bool) -> list[int]:
+        """``[T]`` number of the ids of these bags, or of the ids that are updated with them."""
+        in_bags, marked, all_ids = self.marks.by_feature.wait()
+        collisions = in_bags if of_bags else marked
+        counts: list[int] = (collisions if self.kind == COLLISION else all_ids - collisions).tolist()
+        return counts
+
 
 class BagCollisionFinder(CollisionFinder):
     """Finds the bags that share rows with a neighbouring batch."""
 
+    fuses = False  # the fused index work is for rows only
+
     def __init__(self, tables: BagTables, *args: Any, **kwargs: Any):
         super().__init__(tables, *args, **kwargs)
         self._tables = tables
-        self.fused = []  # it is for rows only
-        self.detectors = [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
     def find(self, first: RoutedBatch, second: RoutedBatch) -> None:
-        of_first: list[CollisionMarks] = []
-        of_second: list[CollisionMarks] = []
+        of_first: list[BagMarks] = []
+        of_second: list[BagMarks] = []
         with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             pairs = zip(self.detectors, first.requests, second.requests, strict=True)
             for group, (detect, a, b) in enumerate(pairs):
@@ -88,11 +96,17 @@ class BagCollisionFinder(CollisionFinder):
                 of_first.append(self._mark(group, a, in_first))
                 of_second.append(self._mark(group, b, in_second))
         first.with_next, second.with_previous = of_first, of_second
+        for marks in (*of_first, *of_second):
+            requested = marks.counted and marks.counted.requested_collides
+            mark_used_on(self._table_stream, (marks.collides, marks.bags, marks.ids, requested))
 
     def _mark(self, group: int, requests: Requests, ids: Tensor) -> BagMarks:
-        bags = any_in_bag(requests.features, ids)
+        marked = marked_by_bag(requests.features, ids)
+        bags = marked > 0
+        lengths = requests.features.lengths().to(torch.int64).view(marked.shape)
+        by_feature = Readback(torch.stack([(lengths * bags).sum(1), marked.sum(1), lengths.sum(1)]))
         marks = self._tell_requesters(requests, self._tables.pieces_of_bags(group, bags))
-        return BagMarks(marks.collides, marks.transfer, marks.counted, bags, ids)
+        return BagMarks(marks.collides, marks.transfer, marks.counted, bags, ids, by_feature)
 
     def _count(self, requests: Requests, marks: CollisionMarks) -> CountedMarks:
         requested_collides = marks.transfer.wait().bool()
@@ -143,7 +157,8 @@ class BagGradientReturn(GradientReturn):
     def return_set(self, requests: Requests, rows: RowSet) -> ReturnSet:
         features = rows.features
         if isinstance(rows, BagSet):
-            features = choose_ids(features, rows.marks.ids == (rows.kind == COLLISION))
+            updated = rows.marks.ids == (rows.kind == COLLISION)
+            features = choose_ids(features, updated, rows.ids_by_feature(of_bags=False))
         assert requests.batch_position is not None
         return ReturnSet(
             features=features,
@@ -159,7 +174,9 @@ class BagGradientReturn(GradientReturn):
         """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them."""
         requests = batch.routed.requests[group]
         pieces = requests.owner_wire_order.numel()
-        gradients = batch.received.setdefault(group, received.new_zeros(pieces, received.shape[1], dtype=torch.float32))
+        if group not in batch.received:
+            batch.received[group] = received.new_zeros(pieces, received.shape[1], dtype=torch.float32)
+        gradients = batch.received[group]
         if received.numel():
             divided = received.float()
             if batch.settings.divide_by_ranks:
@@ -206,7 +223,8 @@ class PrioritizedBags(PrioritizedEmbedding):
     def _fetch_set(self, group: int, rows: RowSet) -> FetchSet:
         features = rows.features
         if isinstance(rows, BagSet):
-            features = choose_bags(features, rows.marks.bags == (rows.kind == COLLISION))
+            pooled = rows.marks.bags == (rows.kind == COLLISION)
+            features = choose_bags(features, pooled, rows.ids_by_feature(of_bags=True))
         return FetchSet(
             features=features,
             owner_wire_order=rows.owner_wire_order,

@@ -17,7 +17,7 @@ class RowExchangeStats:
         rows: rows that this rank requested: as many as ids, or with ``dedup`` one for each distinct id of a batch.
         collisions: rows among them that the previous batch updates.
         row_bytes: bytes of all requested rows in float32. The same number of bytes of gradients returns.
-        id_bytes: bytes if every id had a row of its own.
+        id_bytes: bytes if every id had a row of its own; 0 for bags, whose rows are pooled before they travel.
     """
 
     batches: int = 0
@@ -47,4 +47,4 @@ class RowExchangeStats:
     @property
     def bytes_saved(self) -> int:
         """Bytes of rows and gradients that ``dedup`` has saved."""
-        return 2 * (self.id_bytes - self.row_bytes)
+        return 2 * (self.id_bytes - self.row_bytes) if self.id_bytes else 0

@@ -50,6 +50,7 @@ class Requests:
         features = self.features
         return [
             features.values(),
+            features.weights_or_none(),
             features.lengths(),
             features.offsets(),
             self.owner_wire_order,

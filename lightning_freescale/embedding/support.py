@@ -6,7 +6,6 @@ The schedule and the exchange mode take their decisions and the reasons in their
 
 from __future__ import annotations
 
-import torch
 from torchrec import PoolingType
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -16,8 +15,11 @@ from torchrec.distributed.types import ShardingType
 PRIORITIZED_SHARDINGS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
 # Row-wise bags are sums of partial sums of several ranks. Their order would have to be that of TorchRec's reduction.
 PRIORITIZED_BAG_SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
-BAG_DEVICES = ("cpu",)  # no run on a GPU has compared the exchanges of bags yet
-PRIORITIZED_KERNELS = (EmbeddingComputeKernel.FUSED.value,)
+PRIORITIZED_KERNELS = (
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
 
 
 # Ends of "... is exchanged synchronously, because it is ...". The schedule finds them while it trains.
@@ -32,7 +34,6 @@ FOUND_IN_TRAINING = (MORE_THAN_ONCE, NOT_IN_BATCH, VARIABLE_BATCH_SIZE, CHANGED_
 ACCUMULATION = "micro-batches of gradient accumulation"
 ACCUMULATION_REASON = "their rows are updated together, after the last one"
 SINGLE_RANK = "a single rank exchanges nothing with others"
-BAGS_NOT_COMPARED = "no run there has compared the prioritized exchange of bags"
 WEIGHTED_MEANS = "FBGEMM does not divide the gradients of weighted means on a CPU"
 
 
@@ -51,9 +52,6 @@ def reason_against_prioritizing(module: ShardedEmbeddingCollection | ShardedEmbe
 
 
 def _reason_against_bags(module: ShardedEmbeddingBagCollection) -> str | None:
-    device = torch.device(module._device or "cpu")
-    if device.type not in BAG_DEVICES:
-        return f"has bags on {device.type}, and {BAGS_NOT_COMPARED}"
     if module._is_weighted and any(config.pooling == PoolingType.MEAN for config in module._embedding_bag_configs):
         return f"pools weighted bags by their mean, and {WEIGHTED_MEANS}"
     return None

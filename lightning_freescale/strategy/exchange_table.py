@@ -50,13 +50,10 @@ def _names(kinds: tuple[str, ...] | list[str]) -> str:
 def _collections() -> list[ExchangeDecision]:
     every = [kind.value for kind in ShardingType]
     sequences, bags = support.PRIORITIZED_SHARDINGS, support.PRIORITIZED_BAG_SHARDINGS
-    devices = " and ".join(support.BAG_DEVICES)
     kernels = _names(support.PRIORITIZED_KERNELS)
     return [
         ExchangeDecision(f"`EmbeddingCollection`: {_names(sequences)}", Treatment.PRIORITIZED, "exact row by row"),
-        ExchangeDecision(
-            f"`EmbeddingBagCollection` on {devices}: {_names(bags)}", Treatment.PRIORITIZED, "exact bag by bag"
-        ),
+        ExchangeDecision(f"`EmbeddingBagCollection`: {_names(bags)}", Treatment.PRIORITIZED, "exact bag by bag"),
         ExchangeDecision(
             f"`EmbeddingCollection`: {_names([kind for kind in every if kind not in sequences])}",
             Treatment.SYNCHRONOUS,
@@ -67,16 +64,14 @@ def _collections() -> list[ExchangeDecision]:
             Treatment.SYNCHRONOUS,
             "a bag is a sum of partial sums of several ranks, whose order would change; data-parallel tables are not exchanged",
         ),
-        ExchangeDecision(
-            f"`EmbeddingBagCollection` on devices other than {devices}",
-            Treatment.SYNCHRONOUS,
-            support.BAGS_NOT_COMPARED,
-        ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
         ExchangeDecision(
-            f"tables with a compute kernel other than {kernels}",
+            f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows behind a cache are read and updated by FBGEMM"
+        ),
+        ExchangeDecision(
+            "tables with another compute kernel",
             Treatment.SYNCHRONOUS,
-            "rows behind a cache must be read through FBGEMM",
+            "the prioritized exchange does not know how their rows are read",
         ),
         ExchangeDecision(
             "collections with zero-collision ids",

@@ -25,13 +25,14 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollision
-from tests.embedding.bag_training import WIDTHS, build_bags, to_bags
 from tests.embedding.training import (
+    BAG_DIMS,
     DIM,
     KEYS,
     ROWS,
     SHARDINGS,
     build,
+    build_bags,
     make_schedule,
     random_batches,
     tables,
@@ -118,9 +119,9 @@ def check_bags(rank: int, world: int) -> None:
         assert module._is_weighted == (kind == "table_wise")
         assert [config.name for config in module._embedding_bag_configs] == list(ROWS)
         widths = module._embedding_shardings[group]._emb_dim_per_rank_per_feature()
-        whole = sum(WIDTHS[table] for table in ("one", "two", "two"))
+        whole = sum(BAG_DIMS[table] for table in ("one", "two", "two"))
         assert sum(map(sum, widths)) == whole
-        module(to_bags([[[1], [2], [3]]], module._is_weighted))  # creates the exchange of ids
+        module(to_kjt([[[1], [2], [3]]], weighted=module._is_weighted))  # creates the exchange of ids
         assert dict(zip(module._embedding_names, module._embedding_dims, strict=True)) == {"a": 8, "b": 24, "c": 24}
         order = module._output_dists[group]._callbacks
         assert (order is None) == (kind == "table_wise")

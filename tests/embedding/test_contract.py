@@ -94,7 +94,8 @@ def foreign_private_names(source: str) -> set[str]:
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 found.add(name.value)
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+    documented = {"_asdict", "_replace"}  # methods of every named tuple
+    return {name for name in found - documented if name.startswith("_") and not name.startswith("__")}
 
 
 def private_names_used_in(package: str) -> set[str]:

@@ -15,7 +15,7 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embedding.distinct_ids import DedupTrial, add_cpu_kernel, distinct_ids
 from tests import toy
 from tests.embedding import training
-from tests.embedding.test_prioritized import case, compare
+from tests.embedding.comparison import case, compare
 from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
 from tests.ranks import run_ranks
 

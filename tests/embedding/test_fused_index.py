@@ -18,8 +18,8 @@ from lightning_freescale.embedding import fused_index
 from lightning_freescale.embedding.collisions import make_fused_indices
 from lightning_freescale.embedding.cpp_index import CppIndex
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
+from tests.embedding.comparison import case, compare_case
 from tests.embedding.index_cases import check, check_that_swapped_marks_are_noticed
-from tests.embedding.test_prioritized import _compare, case
 from tests.models.interpreter import run_interpreted
 
 CASES = (
@@ -88,7 +88,7 @@ def train_with_triton(rank: int, world: int) -> list[bool]:
     stale = case(world, steps=4, kind="row_wise", optimizer="sgd", seed=2)
     stale["sabotage"] = lambda schedule: use_kernels(schedule, write=False)
     cases = [mixed, dedup | {"options": {"use_index_dedup": True}}, stale]
-    return [_compare(rank, world, **one) for one in cases]
+    return [compare_case(rank, world, **one) for one in cases]
 
 
 def test_triton_in_the_interpreter() -> None:

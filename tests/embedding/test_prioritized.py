@@ -16,52 +16,9 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import ComputingBatch, FetchingBatch, ReturningBatch, RoutedBatch
 from lightning_freescale.runtime.errors import FreeScaleError
 from tests.embedding import training
-from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
+from tests.embedding.comparison import case, compare
+from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, train
 from tests.ranks import run_ranks
-
-
-def compare(rank: int, world: int, cases: list[dict[str, Any]]) -> list[bool]:
-    """For each case: whether both modes agree in every bit on this rank. Asserts that the prioritized mode was used."""
-    dist.init_process_group("gloo")
-    return [_compare(rank, world, **case) for case in cases]
-
-
-def _compare(
-    rank: int,
-    world: int,
-    kind: str,
-    optimizer: str,
-    batches: list[Batches],
-    rates: Any = lambda step: 0.1,
-    sabotage: Any = None,
-    flush_at: tuple[int, ...] = (),
-    options: dict[str, Any] | None = None,
-    wrong_prefetch: bool = False,
-) -> bool:
-    mine = batches[rank]
-    plain = build(kind, optimizer, world, **(options or {}))
-    expected = train(plain, mine, None, rates=rates)
-    module = build(kind, optimizer, world, **(options or {}))
-    schedule = make_schedule(module)
-    if sabotage is not None:
-        sabotage(schedule)
-
-    def flush(step: int) -> None:
-        if step in flush_at:
-            schedule.flush()
-
-    got = train(module, mine, schedule, rates=rates, between=flush, wrong_prefetch=wrong_prefetch)
-    scheduled = schedule.modules[0]
-    assert scheduled.synchronous_reason is None, scheduled.synchronous_reason
-    assert len(mine) < 2 or scheduled.kjt_index == 0
-    a, b = tables(plain), tables(module)
-    return got == expected and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def case(
-    world: int, steps: int = 8, seed: int = 0, samples: Any = lambda rank, step: 4, **kwargs: Any
-) -> dict[str, Any]:
-    return {"batches": [random_batches(rank, steps, seed, samples) for rank in range(world)], **kwargs}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -101,6 +58,21 @@ def test_a_batch_that_replaces_a_prefetched_batch() -> None:
     """Its collisions with the batch before it must be found again."""
     cases = [
         case(2, kind=kind, optimizer="rowwise_adagrad", wrong_prefetch=True, seed=5) for kind in ("row_wise", "mixed")
+    ]
+    for result in run_ranks(compare, 2, args=(2, cases)):
+        assert result == [True] * len(cases)
+
+
+def read_by_fbgemm(schedule: ExchangeSchedule) -> None:
+    """As for tables behind a cache, which exist on a GPU only."""
+    tables = schedule.modules[0].exchange.tables
+    tables.cached = [True] * len(tables.cached)
+
+
+def test_rows_that_fbgemm_reads() -> None:
+    cases = [
+        case(2, kind=kind, optimizer="rowwise_adagrad", sabotage=read_by_fbgemm, samples=lambda rank, step: 4 * rank)
+        for kind in SHARDINGS
     ]
     for result in run_ranks(compare, 2, args=(2, cases)):
         assert result == [True] * len(cases)

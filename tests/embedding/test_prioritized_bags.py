@@ -12,67 +12,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrec import PoolingType
 
-from lightning_freescale.embedding.prioritized_bags import PrioritizedBags
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturnSet, RowSet
-from tests.embedding.bag_training import BAG_SHARDINGS, build_bags, train_bags
-from tests.embedding.training import Batches, make_schedule, random_batches, tables
+from tests.embedding.comparison import case, compare
+from tests.embedding.training import BAG_SHARDINGS, build_bags, make_schedule, random_batches, train
 from tests.ranks import run_ranks
 
-SUM, MEAN, WEIGHTED = {}, {"pooling": PoolingType.MEAN}, {"weighted": True}  # weighted means stay synchronous
+SUM, MEAN, WEIGHTED = ({"options": options} for options in ({}, {"pooling": PoolingType.MEAN}, {"weighted": True}))
+BAGS = {"make": build_bags, "rates": lambda step: 0.1 / (1 + step)}
 
 
-def compare(rank: int, world: int, cases: list[dict[str, Any]]) -> list[bool]:
-    """For each case: whether both exchanges agree in every bit on this rank. Asserts that bags were prioritized."""
-    dist.init_process_group("gloo")
-    return [_compare(rank, world, **case) for case in cases]
-
-
-def _compare(
-    rank: int,
-    world: int,
-    kind: str,
-    optimizer: str,
-    batches: list[Batches],
-    weighted: bool = False,
-    pooling: PoolingType = PoolingType.SUM,
-    sabotage: Any = None,
-    flush_at: tuple[int, ...] = (),
-) -> bool:
-    plain, module = (build_bags(kind, optimizer, world, weighted=weighted, pooling=pooling) for _ in range(2))
-    expected = train_bags(plain, batches[rank], None, weighted)
-    schedule = make_schedule(module)  # type: ignore[arg-type]
-    if sabotage is not None:
-        sabotage(schedule)
-
-    def flush(step: int) -> None:
-        if step in flush_at:
-            schedule.flush()
-
-    got = train_bags(module, batches[rank], schedule, weighted, between=flush)
-    scheduled = schedule.modules[0]
-    assert isinstance(scheduled.exchange, PrioritizedBags)
-    assert scheduled.synchronous_reason is None, scheduled.synchronous_reason
-    assert len(batches[rank]) < 2 or scheduled.kjt_index == 0
-    a, b = tables(plain), tables(module)  # type: ignore[arg-type]
-    return got == expected and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def case(
-    world: int, steps: int = 6, seed: int = 0, samples: Any = lambda rank, step: 4, **kwargs: Any
-) -> dict[str, Any]:
-    return {"batches": [random_batches(rank, steps, seed, samples) for rank in range(world)], **kwargs}
+def bags(world: int, steps: int = 6, **kwargs: Any) -> dict[str, Any]:
+    return BAGS | case(world, steps, **kwargs)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_sharding_and_pooling(world: int) -> None:
     variants = [("rowwise_adagrad", SUM), ("rowwise_adagrad", MEAN), ("sgd", WEIGHTED)]
     cases = [
-        case(world, kind=kind, optimizer=optimizer, seed=seed, **pooling)
+        bags(world, kind=kind, optimizer=optimizer, seed=seed, **pooling)
         for seed, kind in enumerate(BAG_SHARDINGS)
         for optimizer, pooling in (variants if world == 2 else [variants[seed % 3]])
     ]
-    cases.append(case(world, kind="both", optimizer="adagrad", flush_at=(0, 3, 4)))
+    cases.append(bags(world, kind="both", optimizer="adagrad", flush_at=(0, 3, 4)))
     for result in run_ranks(compare, world, args=(world, cases), timeout=120):
         assert result == [True] * len(cases)
 
@@ -84,7 +46,7 @@ def test_uneven_batches_an_empty_rank_and_steps_without_ids() -> None:
         lambda rank, step: 0 if step in (0, 3, 7) else 4,
     ]
     cases = [
-        case(3, kind=kind, optimizer="rowwise_adagrad", samples=shape, seed=10 + i, **MEAN)
+        bags(3, kind=kind, optimizer="rowwise_adagrad", samples=shape, seed=10 + i, **MEAN)
         for i, shape in enumerate(shapes)
         for kind in ("one_rank", "both")
     ]
@@ -102,7 +64,8 @@ def test_random_data(data: st.DataObject) -> None:
         samples = st.lists(st.tuples(ids, ids, ids).map(list), max_size=3)
         steps = data.draw(st.integers(1, 6))
         drawn.append(
-            {
+            BAGS
+            | {
                 "kind": data.draw(st.sampled_from(BAG_SHARDINGS)),
                 "optimizer": data.draw(st.sampled_from(["sgd", "rowwise_adagrad"])),
                 **data.draw(st.sampled_from([SUM, MEAN, WEIGHTED])),
@@ -159,7 +122,7 @@ def send_all_bags_late(schedule: ExchangeSchedule) -> None:
 def test_the_comparison_detects_errors() -> None:
     wrong = [prefetch_every_bag, update_all_rows_of_urgent_bags, forget_urgent_gradients]
     cases = [
-        case(2, kind="table_wise", optimizer="rowwise_adagrad", sabotage=change)
+        bags(2, kind="table_wise", optimizer="rowwise_adagrad", sabotage=change)
         for change in (*wrong, None, send_all_bags_late)
     ]
     results = run_ranks(compare, 2, args=(2, cases))
@@ -171,8 +134,8 @@ def kinds_of_bags(rank: int) -> tuple[int, int]:
     """The pieces that this rank has requested, and those of colliding bags."""
     dist.init_process_group("gloo")
     module = build_bags("table_wise", "sgd", 2)
-    schedule = make_schedule(module)  # type: ignore[arg-type]
-    train_bags(module, random_batches(rank, 8, 0, lambda r, s: 4), schedule)
+    schedule = make_schedule(module)
+    train(module, random_batches(rank, 8, 0, lambda r, s: 4), schedule)
     stats = schedule.modules[0].exchange.stats
     return stats.rows, stats.collisions
 

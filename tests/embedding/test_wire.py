@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.wire import WireTypes, parse_wire, to_wire, torchrec_codecs
-from tests.embedding.test_prioritized import case, compare
+from tests.embedding.comparison import case, compare
 from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
 from tests.ranks import run_ranks
 

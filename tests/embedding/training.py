@@ -1,17 +1,25 @@
-"""Trains one sharded collection in a plain loop, with TorchRec's synchronous exchange or with the prioritized schedule."""
+"""Trains one sharded collection, of rows or of bags, with TorchRec's synchronous exchange or with the prioritized schedule."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
 
@@ -19,8 +27,10 @@ from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 
 KEYS = ["a", "b", "c"]  # b and c share a table
+FEATURES = {"one": ["a"], "two": ["b", "c"]}
 ROWS = {"one": 40, "two": 24}
 DIM = 8
+BAG_DIMS = {"one": 8, "two": 24}  # column shards of 4 and 12 columns
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -29,6 +39,9 @@ OPTIMIZERS = {
 }
 SLEEP_CYCLES = 60_000_000  # of a GPU: 30 ms, several times as long as the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
+BAG_SHARDINGS = ("table_wise", "one_rank", "column_wise", "both")
+
+Sharded = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 
 # The batches of one rank: for every step and sample, the ids of each feature.
 Batches = list[list[list[list[int]]]]
@@ -46,38 +59,73 @@ def random_batches(rank: int, steps: int, seed: int, samples: Callable[[int, int
     return [[[ids(rows) for rows in sizes] for _ in range(samples(rank, step))] for step in range(steps)]
 
 
-def to_kjt(batch: list[list[list[int]]], device: str = "cpu") -> KeyedJaggedTensor:
+def to_kjt(batch: list[list[list[int]]], device: str = "cpu", weighted: bool = False) -> KeyedJaggedTensor:
     batch = batch or [[[] for _ in KEYS]]  # TorchRec does not accept an empty batch: use one sample without ids
     by_feature = [[sample[f] for sample in batch] for f in range(len(KEYS))]
     values = torch.tensor([i for feature in by_feature for ids in feature for i in ids], dtype=torch.int64)
     lengths = torch.tensor([len(ids) for feature in by_feature for ids in feature], dtype=torch.int64)
-    return KeyedJaggedTensor(KEYS, values, lengths=lengths, stride=len(batch)).to(torch.device(device))
+    weights = torch.sin(torch.arange(values.numel()) + values) + 1.5 if weighted else None
+    return KeyedJaggedTensor(KEYS, values, weights, lengths=lengths, stride=len(batch)).to(torch.device(device))
 
 
 def build(
-    kind: str, optimizer: str, world: int, device: str = "cpu", **sharder_options: Any
+    kind: str, optimizer: str, world: int, device: str = "cpu", kernel: str = "fused", **sharder_options: Any
 ) -> ShardedEmbeddingCollection:
     """A sharded collection. Its initial tables are the same in every call and for every sharding."""
-    generator = torch.Generator().manual_seed(3)
-    features = {"one": ["a"], "two": ["b", "c"]}
-    collection = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=features[name])
-            for name, rows in ROWS.items()
-        ],
-        device=torch.device("meta"),
-    )
-    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.1}
-    sharder = EmbeddingCollectionSharder(fused_params=fused, **sharder_options)
-    kernel = {"compute_kernel": "fused"}
-    row, column = row_wise(**kernel), column_wise(ranks=list(range(min(world, 2))), **kernel)
+    configs = [
+        EmbeddingConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=FEATURES[name])
+        for name, rows in ROWS.items()
+    ]
+    collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    sharder = EmbeddingCollectionSharder(fused_params=_fused(optimizer), **sharder_options)
+    plan = _plan(collection, sharder, kind, world, device, kernel)
+    return _sharded(collection, sharder, plan, device, "embeddings", dict.fromkeys(ROWS, DIM))
+
+
+def build_bags(
+    kind: str,
+    optimizer: str,
+    world: int,
+    device: str = "cpu",
+    kernel: str = "fused",
+    *,
+    weighted: bool = False,
+    pooling: PoolingType = PoolingType.SUM,
+) -> ShardedEmbeddingBagCollection:
+    """The same for bags. The tables have different widths."""
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=BAG_DIMS[name],
+            num_embeddings=rows,
+            feature_names=FEATURES[name],
+            pooling=pooling,
+        )
+        for name, rows in ROWS.items()
+    ]
+    collection = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(fused_params=_fused(optimizer))
+    plan = _plan(collection, sharder, kind, world, device, kernel)
+    return _sharded(collection, sharder, plan, device, "embedding_bags", BAG_DIMS)
+
+
+def _fused(optimizer: str) -> dict[str, Any]:
+    return {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.1}
+
+
+def _plan(collection: nn.Module, sharder: Any, kind: str, world: int, device: str, kernel: str) -> Any:
+    of_kernel = {"compute_kernel": kernel}
+    row, column = row_wise(**of_kernel), column_wise(ranks=list(range(min(world, 2))), **of_kernel)
+    first, last = table_wise(rank=0, **of_kernel), table_wise(rank=world - 1, **of_kernel)
     placement = {
         "row_wise": (row, row),
-        "table_wise": (table_wise(rank=0, **kernel), table_wise(rank=world - 1, **kernel)),
+        "table_wise": (first, last),
+        "one_rank": (last, last),  # the other ranks own nothing
         "column_wise": (column, column),
-        "mixed": (row, table_wise(rank=world - 1, **kernel)),
+        "mixed": (row, last),
+        "both": (column, last),
     }[kind]
-    plan = construct_module_sharding_plan(
+    return construct_module_sharding_plan(
         collection,
         dict(zip(ROWS, placement, strict=True)),
         sharder=sharder,
@@ -85,12 +133,16 @@ def build(
         world_size=world,
         device_type=device,
     )
+
+
+def _sharded(collection: nn.Module, sharder: Any, plan: Any, device: str, prefix: str, dims: Mapping[str, int]) -> Any:
     group = dist.group.WORLD
     assert group is not None
     module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device=torch.device(device))
+    generator = torch.Generator().manual_seed(3)
     for name, rows in ROWS.items():
-        weight = torch.randn(rows, DIM, generator=generator)
-        for shard in module.state_dict()[f"embeddings.{name}.weight"].local_shards():
+        weight = torch.randn(rows, dims[name], generator=generator)
+        for shard in module.state_dict()[f"{prefix}.{name}.weight"].local_shards():
             (r, c), (h, w) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(weight[r : r + h, c : c + w])
     return module
@@ -109,14 +161,37 @@ def tables(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
     return {key: value.cpu() for key, value in found.items()}
 
 
+def _row_loss(device: str) -> Callable[[Any], Tensor]:
+    head = nn.Linear(DIM, 1).to(device)
+
+    def loss_of(output: Any) -> Tensor:
+        return sum(
+            (head(torch.tanh(output[key].values())).sum() + output[key].lengths().sum() for key in KEYS),
+            torch.zeros((), device=device),
+        )
+
+    return loss_of
+
+
+def _bag_loss(device: str) -> Callable[[Any], Tensor]:
+    head = nn.Linear(BAG_DIMS["one"] + 2 * BAG_DIMS["two"], 1).to(device)
+
+    def loss_of(output: Any) -> Tensor:
+        loss: Tensor = head(torch.tanh(torch.cat([output[key] for key in KEYS], dim=1))).square().sum()
+        return loss
+
+    return loss_of
+
+
 def train(
-    module: ShardedEmbeddingCollection,
+    module: Sharded,
     batches: Batches,
     schedule: ExchangeSchedule | None,
     device: str = "cpu",
     rates: Callable[[int], float] = lambda step: 0.1,
     between: Callable[[int], None] = lambda step: None,
     wrong_prefetch: bool = False,
+    weighted: bool = False,
 ) -> list[float]:
     """Train, and return the loss of each step.
 
@@ -128,10 +203,11 @@ def train(
         rates: learning rate of each step.
         between: called after each step.
         wrong_prefetch: announce a batch two steps ahead that another batch then replaces.
+        weighted: whether the ids of bags have weights.
     """
     torch.manual_seed(5)
-    head = nn.Linear(DIM, 1).to(device)
-    kjts = [to_kjt(batch, device) for batch in batches]
+    loss_of = (_bag_loss if isinstance(module, ShardedEmbeddingBagCollection) else _row_loss)(device)
+    kjts = [to_kjt(batch, device, weighted) for batch in batches]
     losses: list[Tensor] = []
     for step, kjt in enumerate(kjts):
         for group in module.fused_optimizer.param_groups:
@@ -140,15 +216,12 @@ def train(
         if schedule is not None:
             after_next = kjts[step + 2 : step + 3]
             if wrong_prefetch and after_next:
-                after_next = [to_kjt(batches[0], device)]
+                after_next = [to_kjt(batches[0], device, weighted)]
             schedule.begin_step([kjt], kjts[step + 1 : step + 2], after_next)
         output = module(kjt)
         if device == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)
-        loss = sum(
-            (head(torch.tanh(output[key].values())).sum() + output[key].lengths().sum() for key in KEYS),
-            torch.zeros((), device=device),
-        )
+        loss = loss_of(output)
         if schedule is not None:
             schedule.before_backward()
         loss.backward()
@@ -161,6 +234,6 @@ def train(
     return torch.stack(losses).tolist() if losses else []
 
 
-def make_schedule(module: ShardedEmbeddingCollection, backend: str | None = None) -> ExchangeSchedule:
+def make_schedule(module: Sharded, backend: str | None = None) -> ExchangeSchedule:
     groups = ExchangeGroups(dist.new_group(backend=backend), dist.new_group(backend=backend))
     return ExchangeSchedule({"embeddings": module}, groups)

@@ -40,14 +40,36 @@ def test_ranks_have_sms_of_their_own() -> None:
 def test_prioritized_equals_synchronous(backend: str) -> None:
     """Losses agree within 1e-6, weights and optimizer state within 1e-5 of their size, also in bfloat16 on the wire."""
     results = result_of("prioritized.py", backend)
+    check_exchanges(results, cases=12)
+    for case in results["cases"]:
+        assert (case["saved"] > 0) == (case["options"] == ["use_index_dedup"]), case
+
+
+@pytest.mark.parametrize("backend", ["nccl", "freescale"])
+def test_prioritized_bags_equal_synchronous_ones(backend: str) -> None:
+    """The same for sums, means and weighted sums. Each of two tables has its own width, and two features share one of them."""
+    results = result_of("bags.py", backend)
+    check_exchanges(results, cases=13)
+    assert all(case["saved"] == 0 for case in results["cases"])
+
+
+@pytest.mark.parametrize("collection", ["rows", "bags"])
+def test_tables_in_host_memory(collection: str) -> None:
+    """The same for tables in host memory, with a cache on the GPU for 20 % of their rows and without one."""
+    results = result_of("host_tables.py", "nccl", collection)
+    check_exchanges(results, cases=6 if collection == "rows" else 2)
+    if collection == "rows":
+        assert results["past_the_cache"] > 1e-3
+
+
+def check_exchanges(results: Any, cases: int) -> None:
     assert results["unordered"] > 1e-3  # the comparison can fail
-    assert len(results["cases"]) == 12
-    assert sum(case["dedup"] for case in results["cases"]) == 2
+    assert len(results["cases"]) == cases
     for case in results["cases"]:
         assert case["lane"] == "prioritized", case
+        assert 0 < case["collisions"] < case["rows"], case
         assert case["loss"] <= 1e-6, case
         assert case["weights"] <= 1e-5 * case["moved"], case
-        assert (case["saved"] > 0) == case["dedup"], case
 
 
 def test_zero_collision_ids() -> None:

@@ -8,7 +8,7 @@ while others run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,12 +72,18 @@ class ExchangeModel(nn.Module):
 
 
 def build(
-    workload: EqualCostWorkload, machine: Machine, group: dist.ProcessGroup, ids: ZeroCollision | None = None
+    workload: EqualCostWorkload,
+    machine: Machine,
+    group: dist.ProcessGroup,
+    ids: ZeroCollision | None = None,
+    placement: Mapping[str, Any] | None = None,
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     """The model with its table sharded over ``group``, and its dense optimizer. The weights are equal on every call."""
     torch.manual_seed(1)
     model = ExchangeModel(workload, machine.dense(workload.dim), ids)
-    sharded = shard(model, group, machine.device, sharding="row_wise")  # as the strategy shards it
+    sharded = shard(
+        model, group, machine.device, **(placement or {"sharding": "row_wise"})
+    )  # as the strategy shards it
     return sharded, machine.optimizer(model.dense.parameters())
 
 
@@ -160,6 +166,7 @@ class FreeScaleSteps:
         prioritize: with the schedule (``prioritize=True``) or without it (``freescale_sync``).
         group: the ranks over which the table is sharded.
         ids: how the table gives rows to raw ids; ``None`` for dense ids.
+        placement: options of ``shard``; row-wise by default.
     """
 
     def __init__(
@@ -169,9 +176,10 @@ class FreeScaleSteps:
         machine: Machine,
         group: dist.ProcessGroup,
         ids: ZeroCollision | None = None,
+        placement: Mapping[str, Any] | None = None,
     ):
         self._device = machine.device
-        self._model, self._optimizer = build(workload, machine, group, ids)
+        self._model, self._optimizer = build(workload, machine, group, ids, placement)
         self._copies = SideStream(machine.device)
         self.schedule: ExchangeSchedule | None = None
         kind = ShardedEmbeddingCollection if ids is None else ShardedZeroCollisionCollection

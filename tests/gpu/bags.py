@@ -1,0 +1,22 @@
+"""Compares the prioritized exchange of bags with the synchronous one on a GPU.
+
+``test_cluster.py`` starts each rank. Rank 0 prints one JSON line.
+"""
+
+from __future__ import annotations
+
+from torchrec import PoolingType
+
+from tests.embedding.training import BAG_SHARDINGS, build_bags
+from tests.gpu.exchange_comparison import Case, do_not_wait_for_compute, run
+
+MEAN, WEIGHTED = {"pooling": PoolingType.MEAN}, {"weighted": True}
+CASES: list[Case] = [
+    *((kind, "rowwise_adagrad", {}) for kind in BAG_SHARDINGS),
+    *((kind, "rowwise_adagrad", MEAN) for kind in ("table_wise", "column_wise")),
+    *(("both", optimizer, options) for optimizer in ("sgd", "adam") for options in ({}, MEAN, WEIGHTED)),
+    ("table_wise", "rowwise_adagrad", WEIGHTED),
+]
+
+if __name__ == "__main__":
+    run(build_bags, CASES, {"unordered": (("table_wise", "sgd", {}), do_not_wait_for_compute)}, longest=4)
