@@ -123,7 +123,7 @@ class StepReport(L.Callback):
 
 
 def train(prioritize: bool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One training. Bags are prioritized if their tables are table-wise or column-wise, and on a CPU: see docs/exchange.md."""
+    """One training. Table-wise tables, because row-wise bags over gloo need batches of the same size: see docs/exchange.md."""
     L.seed_everything(0, verbose=False)
     model, report = DLRM(), StepReport()
     strategy = fs.FreeScaleStrategy(

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.index import count_true_by_segment, true_first
@@ -27,7 +29,9 @@ class BagTables(LocalTables):
 
     Attributes:
         dims: width ``D`` of a piece, in each sharding group.
-        pieces_by_rank: ``[W]`` in each sharding group, the pieces of a sample that each rank owns.
+        pieces_by_rank: ``[W]`` in each sharding group, the pieces of a sample that each rank owns. If the tables of the group
+            are row-wise, every rank has a partial sum of every piece.
+        row_wise: whether the tables are row-wise, in each sharding group.
     """
 
     def __init__(self, module: ShardedEmbeddingBagCollection):
@@ -39,21 +43,23 @@ class BagTables(LocalTables):
         types = {data_type_to_dtype(config.data_type) for config in configs}
         self.other_types = sorted(str(kind).removeprefix("torch.") for kind in types - {torch.float32})
         self.dims, self.pieces_by_rank, self.num_rows = [], [], []
+        self.row_wise = [isinstance(sharding, RwPooledEmbeddingSharding) for sharding in module._embedding_shardings]
         self._first_key, self._weights = [], []
         # Lists on the host: a GPU need not be asked for them.
         self._pieces: list[list[int]] = []  # [T] by group: pieces of each feature
         self._takes_mean: list[list[bool]] = []  # [T] by group: whether the kernel pools the feature by its mean
-        rank = module._env.rank
-        for sharding, lookup in zip(module._embedding_shardings, module._lookups, strict=True):
-            widths = sharding._emb_dim_per_rank_per_feature()
+        rank, world_size = module._env.rank, module._env.world_size
+        for sharding, row_wise, lookup in zip(module._embedding_shardings, self.row_wise, module._lookups, strict=True):
+            widths = [sharding.embedding_dims()] * world_size if row_wise else sharding._emb_dim_per_rank_per_feature()
             self.dims.append(math.gcd(*(width for of_rank in widths for width in of_rank)))
             self.pieces_by_rank.append([sum(of_rank) // self.dims[-1] for of_rank in widths])
             self._pieces.append([width // self.dims[-1] for width in widths[rank]])
             first_key, rows, takes_mean = [], 0, []
-            for config, _ in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
+            for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
+                mean = kernel.pooling_mode == PoolingMode.MEAN  # not of row-wise tables: see partial_sums.py
                 for table in config.embedding_tables:
                     first_key += [rows] * len(table.feature_names)  # the features of one table share its rows
-                    takes_mean += [config.pooling == PoolingType.MEAN] * len(table.feature_names)
+                    takes_mean += [mean] * len(table.feature_names)
                     rows += table.local_rows
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
             self._takes_mean.append(takes_mean)

@@ -9,11 +9,14 @@ Owners pool the rows of a bag before they send them, so a bag travels as a whole
                 is updated when the urgent gradients are there. Every other row waits for the late gradients, although some
                 of its gradients have arrived with the urgent ones. The owner keeps those until then.
 
-Bags travel in pieces of equal width (``bag_tables.py``). Stages, transfers and the order of a step are those of rows.
+The bags of row-wise tables are sums of partial sums of all ranks. Each partial sum travels as a bag of its own, and the requester
+adds them (``partial_sums.py``). Bags travel in pieces of equal width (``bag_tables.py``). Stages, transfers and the order of a
+step are those of rows.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +26,7 @@ from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import NoWait
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline
@@ -38,6 +41,7 @@ from lightning_freescale.embedding.index import (
     true_first,
     wire_bounds,
 )
+from lightning_freescale.embedding.partial_sums import SumOfPartials, own_segments
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
     CollisionMarks,
@@ -50,7 +54,7 @@ from lightning_freescale.embedding.stages import (
     RowSet,
 )
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
-from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
+from lightning_freescale.runtime.streams import Readback, SideStream, current_stream, int64_on_device, mark_used_on
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class BagGradientReturn(GradientReturn):
 
 
 class PrioritizedBags(PrioritizedEmbedding):
-    """The prioritized exchange of one ``ShardedEmbeddingBagCollection`` with table-wise or column-wise tables."""
+    """The prioritized exchange of one ``ShardedEmbeddingBagCollection`` with row-wise, table-wise or column-wise tables."""
 
     tables_type = BagTables
     finder_type = BagCollisionFinder
@@ -237,16 +241,30 @@ class PrioritizedBags(PrioritizedEmbedding):
         """The output of the module, as its own forward would build it from the bags of each sharding group."""
         module: Any = self.module
         pooled = []
-        for output, pieces, dim, dist in zip(
-            outputs, self.tables.pieces_by_rank, self.tables.dims, module._output_dists, strict=True
-        ):
-            bags = output.wait().view(-1, sum(pieces) * dim)
-            for callback in dist._callbacks or ():  # puts the columns of column-wise tables into order
+        for group, (output, dist) in enumerate(zip(outputs, module._output_dists, strict=True)):
+            width = sum(self.tables.pieces_by_rank[group]) * self.tables.dims[group]
+            bags = output.wait().view(-1, width)
+            if self.tables.row_wise[group]:
+                width //= self._world_size
+                samples = list(context.sharding_contexts[group].batch_size_per_rank or [len(bags)] * self._world_size)
+                partials = bags.view(-1, self._world_size, width)
+                bags = SumOfPartials.apply(partials, own_segments(width, samples, self._rank))
+            for callback in (
+                getattr(dist, "_callbacks", None) or ()
+            ):  # puts the columns of column-wise tables into order
                 bags = callback(bags)
             pooled.append(NoWait(bags))
-        return EmbeddingBagCollectionAwaitable(
+        result = EmbeddingBagCollectionAwaitable(
             awaitables=pooled, embedding_dims=module._embedding_dims, embedding_names=module._embedding_names
         )
+        if module._has_mean_pooling_callback:  # TorchRec divides the sums of row-wise tables by the lengths of the bags
+            mark_used_on(current_stream(self.device), (context.divisor,))
+            result.callbacks.append(functools.partial(_divide, divisor=context.divisor))
+        return result
+
+
+def _divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
+    return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values() / divisor)
 
 
 def make_exchange(

@@ -13,8 +13,6 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
 PRIORITIZED_SHARDINGS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
-# Row-wise bags are sums of partial sums of several ranks. Their order would have to be that of TorchRec's reduction.
-PRIORITIZED_BAG_SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
 PRIORITIZED_KERNELS = (
     EmbeddingComputeKernel.FUSED.value,
     EmbeddingComputeKernel.FUSED_UVM.value,
@@ -44,7 +42,7 @@ def reason_against_prioritizing(module: ShardedEmbeddingCollection | ShardedEmbe
     """
     bags = isinstance(module, ShardedEmbeddingBagCollection)
     for table, sharding in module.module_sharding_plan.items():
-        if sharding.sharding_type not in (PRIORITIZED_BAG_SHARDINGS if bags else PRIORITIZED_SHARDINGS):
+        if sharding.sharding_type not in PRIORITIZED_SHARDINGS:
             return f"has a table {table!r} with {sharding.sharding_type} sharding"
         if sharding.compute_kernel not in PRIORITIZED_KERNELS:
             return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}"

@@ -49,20 +49,21 @@ def _names(kinds: tuple[str, ...] | list[str]) -> str:
 
 def _collections() -> list[ExchangeDecision]:
     every = [kind.value for kind in ShardingType]
-    sequences, bags = support.PRIORITIZED_SHARDINGS, support.PRIORITIZED_BAG_SHARDINGS
+    prioritized = support.PRIORITIZED_SHARDINGS
+    others = _names([kind for kind in every if kind not in prioritized])
     kernels = _names(support.PRIORITIZED_KERNELS)
     return [
-        ExchangeDecision(f"`EmbeddingCollection`: {_names(sequences)}", Treatment.PRIORITIZED, "exact row by row"),
-        ExchangeDecision(f"`EmbeddingBagCollection`: {_names(bags)}", Treatment.PRIORITIZED, "exact bag by bag"),
+        ExchangeDecision(f"`EmbeddingCollection`: {_names(prioritized)}", Treatment.PRIORITIZED, "exact row by row"),
+        ExchangeDecision(f"`EmbeddingBagCollection`: {_names(prioritized)}", Treatment.PRIORITIZED, "exact bag by bag"),
         ExchangeDecision(
-            f"`EmbeddingCollection`: {_names([kind for kind in every if kind not in sequences])}",
+            f"`EmbeddingCollection`: {others}",
             Treatment.SYNCHRONOUS,
             "the prioritized exchange does not know these shardings, or TorchRec has none of them for sequences",
         ),
         ExchangeDecision(
-            f"`EmbeddingBagCollection`: {_names([kind for kind in every if kind not in bags])}",
+            f"`EmbeddingBagCollection`: {others}",
             Treatment.SYNCHRONOUS,
-            "a bag is a sum of partial sums of several ranks, whose order would change; data-parallel tables are not exchanged",
+            "the prioritized exchange does not know these shardings; data-parallel tables are not exchanged",
         ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
         ExchangeDecision(

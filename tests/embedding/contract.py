@@ -15,6 +15,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, Sharded
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -72,6 +73,7 @@ PINNED = {
     "_embedding_dims": ShardedEmbeddingBagCollection,
     "_embedding_names": ShardedEmbeddingBagCollection,
     "_embedding_shardings": ShardedEmbeddingBagCollection,
+    "_has_mean_pooling_callback": ShardedEmbeddingBagCollection,
     "_is_weighted": ShardedEmbeddingBagCollection,
     "_version": torch.Tensor,
 }
@@ -112,19 +114,24 @@ def check_names(rank: int, world: int) -> None:
 
 def check_bags(rank: int, world: int) -> None:
     """Widths of the features that each rank owns, the output's names and widths, and the order of column shards."""
-    for kind, group in (("table_wise", 0), ("column_wise", 0)):
+    for kind in ("table_wise", "column_wise", "row_wise"):
         module = build_bags(kind, "sgd", world, weighted=kind == "table_wise")
         for name in (name for name, owner in PINNED.items() if owner is ShardedEmbeddingBagCollection):
             assert hasattr(module, name), name
         assert module._is_weighted == (kind == "table_wise")
         assert [config.name for config in module._embedding_bag_configs] == list(ROWS)
-        widths = module._embedding_shardings[group]._emb_dim_per_rank_per_feature()
+        sharding, order = module._embedding_shardings[0], None
         whole = sum(BAG_DIMS[table] for table in ("one", "two", "two"))
-        assert sum(map(sum, widths)) == whole
+        assert isinstance(sharding, RwPooledEmbeddingSharding) == (kind == "row_wise")
+        assert module._has_mean_pooling_callback is False
+        if kind == "row_wise":
+            assert sharding.embedding_dims() == [8, 24, 24]
+        else:
+            assert sum(map(sum, sharding._emb_dim_per_rank_per_feature())) == whole
+            order = module._output_dists[0]._callbacks
         module(to_kjt([[[1], [2], [3]]], weighted=module._is_weighted))  # creates the exchange of ids
         assert dict(zip(module._embedding_names, module._embedding_dims, strict=True)) == {"a": 8, "b": 24, "c": 24}
-        order = module._output_dists[group]._callbacks
-        assert (order is None) == (kind == "table_wise")
+        assert (order is None) == (kind != "column_wise")
         assert order is None or order[0](torch.zeros(1, whole)).shape == (1, whole)
 
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrec import PoolingType
 
+from lightning_freescale.embedding import prioritized_bags
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturnSet, RowSet
 from tests.embedding.comparison import case, compare
-from tests.embedding.training import BAG_SHARDINGS, build_bags, make_schedule, random_batches, train
+from tests.embedding.training import BAG_SHARDINGS, Batches, build_bags, make_schedule, random_batches, train
 from tests.ranks import run_ranks
 
 SUM, MEAN, WEIGHTED = ({"options": options} for options in ({}, {"pooling": PoolingType.MEAN}, {"weighted": True}))
@@ -54,22 +55,33 @@ def test_uneven_batches_an_empty_rank_and_steps_without_ids() -> None:
         assert result == [True] * len(cases)
 
 
+def draw_batches(data: st.DataObject, world: int, kind: str) -> list[Batches]:
+    """Some steps for each rank. Gloo exchanges row-wise bags only if all ranks have the same number of samples in a step."""
+    ids = st.lists(st.integers(0, 23), max_size=4)
+    batches: list[Batches] = [[] for _ in range(world)]
+    for _ in range(data.draw(st.integers(1, 6))):
+        same = data.draw(st.integers(1, 3))
+        fewest, most = (same, same) if kind in ("row_wise", "mixed") else (0, 3)
+        for of_rank in batches:
+            of_rank.append(data.draw(st.lists(st.tuples(ids, ids, ids).map(list), min_size=fewest, max_size=most)))
+    return batches
+
+
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_data(data: st.DataObject) -> None:
-    world = data.draw(st.integers(1, 3))
+    world = data.draw(st.integers(1, 4))
     drawn = []
-    for _ in range(4):  # starting processes is slow: run several cases in each set of processes
-        ids = st.lists(st.integers(0, 23), max_size=4)
-        samples = st.lists(st.tuples(ids, ids, ids).map(list), max_size=3)
-        steps = data.draw(st.integers(1, 6))
+    for kind in data.draw(st.permutations(BAG_SHARDINGS))[
+        :4
+    ]:  # starting processes is slow: run several cases in each set
         drawn.append(
             BAGS
             | {
-                "kind": data.draw(st.sampled_from(BAG_SHARDINGS)),
+                "kind": kind,
                 "optimizer": data.draw(st.sampled_from(["sgd", "rowwise_adagrad"])),
                 **data.draw(st.sampled_from([SUM, MEAN, WEIGHTED])),
-                "batches": [[data.draw(samples) for _ in range(steps)] for _ in range(world)],
+                "batches": draw_batches(data, world, kind),
             }
         )
     for result in run_ranks(compare, world, args=(world, drawn), timeout=120):
@@ -110,6 +122,19 @@ def forget_urgent_gradients(schedule: ExchangeSchedule) -> None:
     gradients.update = forgetful  # type: ignore[method-assign]
 
 
+def add_partial_sums_in_the_order_of_ranks(schedule: ExchangeSchedule) -> None:
+    """Differs from gloo's order with three or more ranks."""
+    exchange = schedule.modules[0].exchange
+    output = exchange._output
+
+    def summed(context: Any, outputs: list[Any]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prioritized_bags, "own_segments", lambda width, samples, rank: [(0, width * samples[rank])])
+            return output(context, outputs)
+
+    exchange._output = summed  # type: ignore[method-assign]
+
+
 def send_all_bags_late(schedule: ExchangeSchedule) -> None:
     """Negative control of the controls: nothing is wrong with it, it is only slow."""
     finder = schedule.modules[0].exchange.finder
@@ -128,6 +153,12 @@ def test_the_comparison_detects_errors() -> None:
     results = run_ranks(compare, 2, args=(2, cases))
     equal = [all(of_case) for of_case in zip(*results, strict=True)]
     assert equal == [False, False, False, True, True]
+
+
+def test_the_order_of_partial_sums_matters() -> None:
+    changes = (add_partial_sums_in_the_order_of_ranks, None)
+    cases = [bags(4, kind="row_wise", optimizer="sgd", sabotage=change) for change in changes]
+    assert [all(of_case) for of_case in zip(*run_ranks(compare, 4, args=(4, cases)), strict=True)] == [False, True]
 
 
 def kinds_of_bags(rank: int) -> tuple[int, int]:

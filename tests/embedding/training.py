@@ -39,7 +39,7 @@ OPTIMIZERS = {
 }
 SLEEP_CYCLES = 60_000_000  # of a GPU: 30 ms, several times as long as the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
-BAG_SHARDINGS = ("table_wise", "one_rank", "column_wise", "both")
+BAG_SHARDINGS = ("table_wise", "one_rank", "column_wise", "both", "row_wise", "mixed")
 
 Sharded = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 

@@ -13,9 +13,10 @@ from tests.gpu.exchange_comparison import Case, do_not_wait_for_compute, run
 MEAN, WEIGHTED = {"pooling": PoolingType.MEAN}, {"weighted": True}
 CASES: list[Case] = [
     *((kind, "rowwise_adagrad", {}) for kind in BAG_SHARDINGS),
-    *((kind, "rowwise_adagrad", MEAN) for kind in ("table_wise", "column_wise")),
+    *((kind, "rowwise_adagrad", MEAN) for kind in ("table_wise", "column_wise", "row_wise")),
     *(("both", optimizer, options) for optimizer in ("sgd", "adam") for options in ({}, MEAN, WEIGHTED)),
     ("table_wise", "rowwise_adagrad", WEIGHTED),
+    ("row_wise", "adam", WEIGHTED),
 ]
 
 if __name__ == "__main__":

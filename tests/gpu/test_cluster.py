@@ -49,7 +49,7 @@ def test_prioritized_equals_synchronous(backend: str) -> None:
 def test_prioritized_bags_equal_synchronous_ones(backend: str) -> None:
     """The same for sums, means and weighted sums. Each of two tables has its own width, and two features share one of them."""
     results = result_of("bags.py", backend)
-    check_exchanges(results, cases=13)
+    check_exchanges(results, cases=17)
     assert all(case["saved"] == 0 for case in results["cases"])
 
 

@@ -71,20 +71,15 @@ def test_sequences_and_bags_in_one_model() -> None:
         for plain, prioritized in zip(results[::2], results[1::2], strict=True):
             assert plain[0] == prioritized[0]
             assert toy.same(plain[1], prioritized[1])
-        every = ["embeddings", "sums", "means"]  # by default tables are row-wise, and row-wise bags stay synchronous
-        assert [result[2] for result in results[1::2]] == [every, every, ["embeddings"]]
+        assert [result[2] for result in results[1::2]] == [["embeddings", "sums", "means"]] * 3
 
 
 def reasons(rank: int) -> list[str | None]:
     found = []
-    for sharding, pooling, weighted in (
-        ("table_wise", PoolingType.SUM, True),
-        ("row_wise", PoolingType.SUM, False),
-        ("table_wise", PoolingType.MEAN, True),
-    ):
+    for pooling, weighted in ((PoolingType.SUM, True), (PoolingType.MEAN, False), (PoolingType.MEAN, True)):
         model = toy.Model(bags=True)
         model.embeddings = bags("b", pooling, weighted)
-        trainer = toy.trainer(FreeScaleStrategy(sharding=sharding), 1, limit_val_batches=0)
+        trainer = toy.trainer(FreeScaleStrategy(), 1, limit_val_batches=0)
         trainer.validate(model, toy.loader(), verbose=False)
         found.append(reason_against_prioritizing(model.embeddings))  # type: ignore[arg-type]
     return found
@@ -93,6 +88,6 @@ def reasons(rank: int) -> list[str | None]:
 def test_which_bags_stay_synchronous() -> None:
     assert run_ranks(reasons, 1)[0] == [
         None,
-        "has a table 'b_item' with row_wise sharding",
+        None,
         "pools weighted bags by their mean, and FBGEMM does not divide the gradients of weighted means on a CPU",
     ]

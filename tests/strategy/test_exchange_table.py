@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_a_changed_decision_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGE.read_text()
-    monkeypatch.setattr(support, "PRIORITIZED_BAG_SHARDINGS", ("table_wise",))
+    monkeypatch.setattr(support, "PRIORITIZED_SHARDINGS", ("table_wise",))
     assert exchange_table.with_table(text) != text
 
 

@@ -173,13 +173,14 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 
 def reasons(rank: int) -> list[str | None]:
-    """Of a plan that can be prioritized, of one with a cache in host memory, and of one with a data-parallel table."""
+    """Of plans that can be prioritized, one with a cache; of one with rows on a disk, and of one with a data-parallel table."""
     model = toy.Model()
     toy.trainer(FreeScaleStrategy(plan=make_plan("row_wise", False)), 2, max_steps=1).fit(model, toy.loader())
     module: Any = model.embeddings
     found = [reason_against_prioritizing(module)]
-    module.module_sharding_plan["item"].compute_kernel = "fused_uvm_caching"
-    found.append(reason_against_prioritizing(module))
+    for kernel in ("fused_uvm_caching", "key_value"):
+        module.module_sharding_plan["item"].compute_kernel = kernel
+        found.append(reason_against_prioritizing(module))
     module.module_sharding_plan["item"].sharding_type = "data_parallel"
     return [*found, reason_against_prioritizing(module)]
 
@@ -187,7 +188,8 @@ def reasons(rank: int) -> list[str | None]:
 def test_what_the_prioritized_exchange_does_not_know_stays_synchronous() -> None:
     expected = [
         None,
-        "has a table 'item' with the compute kernel fused_uvm_caching",
+        None,
+        "has a table 'item' with the compute kernel key_value",
         "has a table 'item' with data_parallel sharding",
     ]
     assert run_ranks(reasons) == [expected, expected]
