@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import NoWait
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.spans import Kind
@@ -136,17 +136,25 @@ class PrioritizedEmbedding:
 
     # ---- ids --------------------------------------------------------------------------------------------------------
     def request(self, kjt: KeyedJaggedTensor) -> RequestedBatch:
-        """Start to send the ids of a batch to their owners. This reads no weight, so it may run several batches ahead."""
+        """Start to tell the owners how many ids of a batch they get. This reads no weight, so it may run batches ahead."""
         context = self.module.create_context()
         parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
         mark_used_on(self.ids_stream, parts)
         with self.ids_stream.work(self.copies):
             return RequestedBatch(kjt, context, self.module.input_dist(context, kjt), contents_version(kjt))
 
+    def send_ids(self, batch: RequestedBatch) -> Awaitable:
+        """Wait for the numbers of ids, and start to send the ids themselves, unless they are on their way."""
+        if batch.arriving is None:
+            with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE):
+                batch.arriving = batch.ids.wait()
+        return batch.arriving
+
     def route(self, batch: RequestedBatch) -> RoutedBatch:
         """Wait for the ids, and work out which rows this rank owes to which requester."""
+        arriving = self.send_ids(batch)
         with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE):
-            received, ahead = list(batch.ids.wait().wait()), None
+            received, ahead = list(arriving.wait()), None
             if self.remaps is not None:  # from here on, slots take the place of ids
                 received, ahead = self.remaps.remap(received)
             requests = [
@@ -161,8 +169,9 @@ class PrioritizedEmbedding:
 
     def await_ids(self, batch: RequestedBatch) -> None:
         """Wait for the ids of a batch that is dropped."""
+        arriving = self.send_ids(batch)
         with self.ids_stream.work():
-            batch.ids.wait().wait()
+            arriving.wait()
 
     def _requests(self, group: int, features: KeyedJaggedTensor, context: Any) -> Requests:
         num_ids = features.values().numel()

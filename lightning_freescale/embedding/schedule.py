@@ -4,15 +4,16 @@ Step N of one module. Time goes down. The right column travels in the background
 
     hook              this rank                                               in the background
     ----------------  ------------------------------------------------------  ---------------------------------------
-    begin_step        send the ids of N+2 to their owners                     ids of N+2              -> before_backward
+    begin_step        tell the owners how many ids of N+2 they get            numbers of ids N+2      -> before_backward
     forward           join the exclusive and the collision rows of N
                       send the gradients of the exclusive rows of N-1         exclusive gradients N-1 -> before_backward
     before_backward   apply the gradients of the exclusive rows of N-1
                       read and send the exclusive rows of N+1                 exclusive rows N+1      -> forward N+1
-                      find the collisions of N+1 with N+2, tell requesters    collision marks         -> next step
+                      send the ids of N+2 to their owners                     ids of N+2              -> after_backward
     backward          send the gradients of the collision rows of N           collision gradients N   -> after_backward
     after_backward    apply the gradients of the collision rows of N
                       read and send the collision rows of N+1                 collision rows N+1      -> forward N+1
+                      find the collisions of N+1 with N+2, tell requesters    collision marks         -> next step
     (dense optimizer step)
 
 Why nothing changes: every row is read and written in the order of the synchronous run. A row of N+1 is read early only if batch N
@@ -165,9 +166,8 @@ class ScheduledModule:
             exchange.find_collisions(current.routed, upcoming)
         self.next = exchange.plan_rows(upcoming)
         exchange.send_rows(self.next, EXCLUSIVE)
-        if self.after_next is not None:
-            self.after_next = self._route(self.after_next)
-            exchange.find_collisions(upcoming, self.after_next)
+        if isinstance(self.after_next, RequestedBatch):
+            exchange.send_ids(self.after_next)
 
     def _route(self, batch: RequestedBatch | RoutedBatch) -> RoutedBatch:
         return self.exchange.route(batch) if isinstance(batch, RequestedBatch) else batch
@@ -190,6 +190,9 @@ class ScheduledModule:
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
             self.exchange.send_rows(self.next, COLLISION)
             self.current, self.next, self.after_next = self.next, self.after_next, None
+            if self.next is not None:
+                self.next = self._route(self.next)
+                self.exchange.find_collisions(self.current.routed, self.next)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def drop(self) -> None:

@@ -128,14 +128,15 @@ def contents_version(kjt: KeyedJaggedTensor) -> int:
 
 
 # ---- the stages ----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass
 class RequestedBatch:
-    """The all-to-all of the ids has started."""
+    """The exchange of the ids has started: first of their numbers, then of the ids themselves."""
 
     kjt: KeyedJaggedTensor  # the object that the module will be called with
     context: Any  # TorchRec's context of the batch
     ids: Awaitable  # TorchRec's input_dist
     ids_version: int  # contents_version of ``kjt`` when it was requested
+    arriving: Awaitable | None = None  # the ids themselves, when they are on their way
 
 
 @dataclass
