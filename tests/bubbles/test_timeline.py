@@ -246,6 +246,7 @@ def test_events_show_when_the_device_is_idle() -> None:
     timeline.open(device)
     work = torch.randn(4096, 4096, device=device)
     side = torch.cuda.Stream()
+    torch.cuda._sleep(1)  # the first call loads the kernel, which takes longer than the sleep below
     began = []
     for index in range(3):
         torch.cuda.synchronize()

@@ -114,9 +114,9 @@ def figures(rank: int, steps: list[Profiled], wall: list[float], bubble: list[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--max-history", type=int, default=16_384)
-    parser.add_argument("--mean-length", type=float, default=5000.0)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-history", type=int, default=8192)
+    parser.add_argument("--mean-length", type=float, default=2000.0)
     parser.add_argument("--first", type=int, default=8, help="first profiled step")
     parser.add_argument("--last", type=int, default=17, help="last profiled step")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures to this JSON file")
