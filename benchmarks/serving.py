@@ -31,6 +31,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report
+from lightning_freescale.batch.plain_jagged import PlainJagged
 from lightning_freescale.batch.seq_batch import HISTORY
 from lightning_freescale.models import HSTU, PersonalTokens
 from lightning_freescale.models.norm import unit_rows
@@ -88,6 +89,11 @@ class Request:
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.users, self.items, self.timestamps
+
+    @property
+    def by_key(self) -> dict[str, PlainJagged]:
+        """As in a batch."""
+        return {HISTORY: PlainJagged(self.items, self.lengths)}
 
     def to(self, device: torch.device) -> Request:
         return Request(*(part.to(device) for part in (*self.parts(), self.lengths)))

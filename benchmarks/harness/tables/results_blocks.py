@@ -173,8 +173,9 @@ def mixture_of_experts(results: Results) -> Iterator[Row]:
 
 # ---- end to end --------------------------------------------------------------------------------------------------------------
 def _whole(results: Results) -> Iterator[StoredResult]:
-    """End-to-end results that contain the baseline and all techniques."""
-    return (found for found in _of(results, "end_to_end") if {TORCHREC_BASE, ALL} <= set(found["sides"]))
+    """End-to-end results that contain the baseline and all techniques, and whose bubbles are not doubtful."""
+    whole = (found for found in _of(results, "end_to_end") if {TORCHREC_BASE, ALL} <= set(found["sides"]))
+    return (found for found in whole if "bubble_ms" in found["sides"][ALL])
 
 
 def _setting(found: StoredResult) -> Row:

@@ -49,10 +49,12 @@ class CudaPlan:
 
     @cached_property
     def hopper(self) -> hopper.Plan:
+        total, edges = self.timestamps.shape[0], _edges(self.offsets.device) if self.bias else None
+        if not self.offsets.is_cuda:
+            return hopper.plan(self.offsets, total, self.times if self.bias else None, edges)
         from lightning_freescale.models.attention.hopper_plan import HopperPlan  # Triton is on CUDA machines only
 
-        timed = (self.timestamps, _edges(self.offsets.device)) if self.bias else (None, None)
-        return HopperPlan(self.offsets.long(), self.timestamps.shape[0], *timed)
+        return HopperPlan(self.offsets.long(), total, self.timestamps if self.bias else None, edges)
 
     @cached_property
     def triton(self) -> TritonPlan:
