@@ -88,7 +88,7 @@ class ExchangeMode:
         assert self._backend is not None
         key = (self._backend, self._timeout)
         if not is_open(_table_groups.get(key)):
-            _table_groups[key] = self._new_group("low")
+            _table_groups[key] = self.new_group("low")
         return _table_groups[key]
 
     def open(
@@ -115,7 +115,7 @@ class ExchangeMode:
 
         def make_schedule() -> None:
             if self._groups is None:
-                self._groups = ExchangeGroups(self._new_group("high"), self._new_group("low"))
+                self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low"))
             if self.schedule is None:
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
             if self._prioritize == "auto":
@@ -125,7 +125,8 @@ class ExchangeMode:
         if self._prioritize == "auto":
             self.choice, self._review, self._reopen = None, ModeReview(gather), make_schedule
 
-    def _new_group(self, priority: Literal["high", "low"]) -> Any:
+    def new_group(self, priority: Literal["high", "low"]) -> Any:
+        """A process group of all ranks on the chosen transport. All ranks must call it."""
         assert self._backend is not None
         return transport.new_group(self._backend, priority, self._timeout)
 

@@ -33,6 +33,7 @@ from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
 from lightning_freescale.strategy.control import Control, Request, missing_at_start
+from lightning_freescale.strategy.expert_groups import ExpertGroup
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
@@ -179,6 +180,7 @@ class FreeScaleMixin(StepHooks, _Base):
             random_states=self.random_states_of_loader,
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
+        self._expert_group = ExpertGroup(self._exchange_mode.new_group)
         self._accumulation = GradientAccumulation()
         self._table_positions = []
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
@@ -262,6 +264,7 @@ class FreeScaleMixin(StepHooks, _Base):
             self._signals = SignalRequests(trainer, self.control, self.launcher, self._sigterm_exception)
             show_late_values(trainer)
             self._exchange_mode.open(self._module, self.root_device, self.control.gather, self._copies, self.timeline)
+            self._expert_group.open(self._module)
         self.setup_precision_plugin()
 
     @property
@@ -387,6 +390,7 @@ class FreeScaleMixin(StepHooks, _Base):
         self._balancer.close()
         self._accumulation.close()
         self._exchange_mode.close(self._failed)
+        self._expert_group.close(self._failed)
         self._pipeline.close()
         if self.control is not None:
             self.control.close()

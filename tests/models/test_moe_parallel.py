@@ -95,17 +95,33 @@ def test_four_ranks_equal_one() -> None:
     assert all("experts: 6 cannot be divided among 4 ranks" in found[-1] for found in ranks)
 
 
+class RecordingBackends(pl.Callback):
+    """Notes the backend of the expert exchange of every layer in the first step."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        exchanges = [layer.moe.expert_exchange for layer in pl_module.feed_forwards]
+        self.found |= {dist.get_backend(exchange.group) for exchange in exchanges if exchange is not None}
+
+
 def train(rank: int, shared: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
     pl.seed_everything(0, verbose=False)
     histories, _ = planted(32)
     batches = [training_batch(histories[i : i + 8][rank::2], seed=i + rank) for i in range(0, 32, 8)]
     settings = FeedForward(experts=4, top_k=2, hidden=8, expert_parallel=shared)
     model = tiny(lr=1e-3, feed_forward=settings, meta_tables=True)
-    strategy = FreeScaleStrategy(sharding="row_wise", balance="off")
+    strategy = FreeScaleStrategy(sharding="row_wise", balance="off", transport="host")
     monitor, logger = BubbleMonitor(every=1, image_every=0), Remembering()
-    options: dict[str, Any] = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 2}
+    backends = RecordingBackends()
+    options: dict[str, Any] = {"callbacks": [monitor, backends], "logger": logger, "log_every_n_steps": 2}
     toy.trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False, **options).fit(model, loader(batches))
     logged = {name: value for values in logger.logged.values() for name, value in values.items()}  # rank 0 logs
+    assert backends.found == ({"freescale"} if shared else set())
+    assert all(
+        layer.moe.expert_exchange is None or layer.moe.expert_exchange.group is None for layer in model.feed_forwards
+    )
     return toy.weights(model), logged
 
 
