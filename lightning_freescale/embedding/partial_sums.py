@@ -13,7 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+
+from lightning_freescale.runtime.errors import ConfigurationError
 
 LARGEST_SEGMENT = 1 << 20  # bytes
 SEGMENTS_PER_RANK = 2  # of a small buffer
@@ -73,3 +77,23 @@ class SumOfPartials(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0].unsqueeze(1).expand(-1, ctx.world, -1).contiguous(), None
+
+
+def refuse_uneven_batches(name: str, module: ShardedEmbeddingBagCollection) -> None:
+    """Make steps of TorchRec's exchange fail on all ranks alike if gloo cannot return the gradients of row-wise bags.
+
+    Args:
+        name: the name of the collection in the model. Its tables are on a CPU.
+    """
+
+    def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        samples = list(getattr(arguments[1], "batch_size_per_rank", None) or ())
+        if torch.is_grad_enabled() and len(set(samples)) > 1:
+            raise ConfigurationError(
+                f"{name}: the ranks have {samples} samples in this step. TorchRec trains row-wise bags over gloo only if all "
+                "ranks have the same number. Make the batches equal, or use sharding='table_wise' or 'column_wise'"
+            )
+
+    for exchange in module._output_dists:
+        if isinstance(exchange, RwPooledEmbeddingDist):
+            exchange.register_forward_pre_hook(check)

@@ -201,22 +201,21 @@ class PrioritizedBags(PrioritizedEmbedding):
         pieces, rank = self.tables.pieces_by_rank[group], self._rank
         samples = list(context.batch_size_per_rank or [features.stride() // self._world_size] * self._world_size)
         features.offsets()  # computed and cached here: otherwise the first stream that asks for them would compute them
-        on_device = int64_on_device(samples, self.device)
         feature, _ = feature_and_requester(
-            features.lengths().to(torch.int64), on_device, sum(samples), features.values().numel()
+            features.lengths().to(torch.int64),
+            int64_on_device(samples, self.device),
+            sum(samples),
+            features.values().numel(),
         )
         by_requester, by_owner = [pieces[rank] * number for number in samples], [n * samples[rank] for n in pieces]
-        requester = torch.arange(self._world_size, device=self.device).repeat_interleave(
-            on_device, output_size=sum(samples)
-        )
+        owned = torch.arange(sum(by_requester), device=self.device).view(pieces[rank], sum(samples))
+        of_requesters = torch.cat([part.flatten() for part in owned.split(samples, dim=1)])
         # The batch lists the pieces of one sample after the other, so that they are the rows of the module's output.
         place = torch.arange(sum(by_owner), device=self.device)
         return Requests(
             features=features,
             row_keys=self.tables.row_keys(group, features.values(), feature),
-            owner_wire_order=own_rank_last(
-                torch.argsort(requester.repeat(pieces[rank]), stable=True), by_requester, rank
-            ),
+            owner_wire_order=own_rank_last(of_requesters, by_requester, rank),
             requester_wire_order=own_rank_last(place, by_owner, rank),
             by_requester=by_requester,
             by_owner=by_owner,

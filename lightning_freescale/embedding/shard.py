@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
@@ -19,6 +20,7 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.key_order import keep_key_order
+from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
@@ -74,6 +76,9 @@ def shard(
         )
     _fill_shards(module, weights)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
+    for name, child in module.named_modules():
+        if isinstance(child, ShardedEmbeddingBagCollection) and device.type == "cpu":
+            refuse_uneven_batches(name, child)
     if dedup == "auto":
         inside: list[str] = []  # a collection with zero-collision ids decides for the collection inside it
         for name, child in module.named_modules():
