@@ -10,6 +10,7 @@ the sum of all ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -79,21 +80,23 @@ class SumOfPartials(torch.autograd.Function):
         return gradients[0].unsqueeze(1).expand(-1, ctx.world, -1).contiguous(), None
 
 
-def refuse_uneven_batches(name: str, module: ShardedEmbeddingBagCollection) -> None:
+def refuse_uneven_batches(model: nn.Module) -> None:
     """Make steps of TorchRec's exchange fail on all ranks alike if gloo cannot return the gradients of row-wise bags.
 
     Args:
-        name: the name of the collection in the model. Its tables are on a CPU.
+        model: its tables are sharded, on a CPU.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for exchange in module._output_dists:
+                if isinstance(exchange, RwPooledEmbeddingDist):
+                    exchange.register_forward_pre_hook(functools.partial(_check_samples, name))
 
-    def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        samples = list(getattr(arguments[1], "batch_size_per_rank", None) or ())
-        if torch.is_grad_enabled() and len(set(samples)) > 1:
-            raise ConfigurationError(
-                f"{name}: the ranks have {samples} samples in this step. TorchRec trains row-wise bags over gloo only if all "
-                "ranks have the same number. Make the batches equal, or use sharding='table_wise' or 'column_wise'"
-            )
 
-    for exchange in module._output_dists:
-        if isinstance(exchange, RwPooledEmbeddingDist):
-            exchange.register_forward_pre_hook(check)
+def _check_samples(name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+    samples = list(getattr(arguments[1], "batch_size_per_rank", None) or ())
+    if torch.is_grad_enabled() and len(set(samples)) > 1:
+        raise ConfigurationError(
+            f"{name}: the ranks have {samples} samples in this step. TorchRec trains row-wise bags over gloo only if all ranks "
+            "have the same number. Make the batches equal, or use sharding='table_wise' or 'column_wise'"
+        )

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
@@ -76,19 +75,22 @@ def shard(
         )
     _fill_shards(module, weights)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
-    for name, child in module.named_modules():
-        if isinstance(child, ShardedEmbeddingBagCollection) and device.type == "cpu":
-            refuse_uneven_batches(name, child)
+    if device.type == "cpu":
+        refuse_uneven_batches(module)
     if dedup == "auto":
-        inside: list[str] = []  # a collection with zero-collision ids decides for the collection inside it
-        for name, child in module.named_modules():
-            if isinstance(child, ShardedZeroCollisionCollection):
-                inside.append(f"{name}.")
-            if isinstance(child, (ShardedEmbeddingCollection, ShardedZeroCollisionCollection)) and not name.startswith(
-                tuple(inside)
-            ):
-                DedupTrial(name, child)
+        _try_dedup(module)
     return sharded
+
+
+def _try_dedup(module: nn.Module) -> None:
+    inside: list[str] = []  # a collection with zero-collision ids decides for the collection inside it
+    for name, child in module.named_modules():
+        if isinstance(child, ShardedZeroCollisionCollection):
+            inside.append(f"{name}.")
+        if isinstance(child, (ShardedEmbeddingCollection, ShardedZeroCollisionCollection)) and not name.startswith(
+            tuple(inside)
+        ):
+            DedupTrial(name, child)
 
 
 class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
