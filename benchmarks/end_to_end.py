@@ -10,7 +10,8 @@ alone in the same run. ``harness/training/bubble.py`` defines its parts. Every v
 No bubble is given if a variant does not become steady, or if the compute of the same batches takes longer in one variant
 than in another (``harness/training/steadiness.py``).
 
-``--shapes`` measures several shapes of model and data and prints one table (``harness/training/shapes.py``).
+``--shapes`` measures several shapes of model and data and prints one table (``harness/training/shapes.py``). The shape "dlrm" is
+a DLRM on click logs (``--clicks``, ``harness/training/clicks.py``). All of its samples cost the same, so nothing is balanced.
 
 Between the ranks of this cluster NCCL uses TCP. The SM-free transport uses the memory of the one host, which is faster.
 Three variants separate the two effects. "+ SM-free" is the synchronous exchange over the link of "all". "all over NCCL"
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--negatives", type=int, help="sampled negatives per sample; default 32, on cpu 8")
     parser.add_argument("--context", type=int, default=0, help="pooled context features of a sample; default 0")
+    parser.add_argument("--clicks", type=int, default=0, help="train a DLRM with this many bags; default 0: an HSTU")
     parser.add_argument("--sides", nargs="+", metavar="VARIANT", help="train only these variants")
     parser.add_argument(
         "--options",

@@ -88,9 +88,10 @@ class TrainedTable:
         """Distinct rows that were looked up on this rank, and misses among them, summed over all look-ups so far."""
         import torch
 
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the look-ups of the prioritized exchange have a stream of their own
         if not self.cache_rows:
             return 0, 0
-        torch.cuda.synchronize()  # the look-ups of the prioritized exchange have a stream of their own
         counts = self.kernel.get_uvm_cache_stats().tolist()
         return counts[2], counts[3]
 

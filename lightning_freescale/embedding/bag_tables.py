@@ -21,7 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.embedding.index import count_true_by_segment, true_first
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
-from lightning_freescale.runtime.streams import int64_on_device
 
 
 class BagTables(LocalTables):
@@ -45,6 +44,7 @@ class BagTables(LocalTables):
         self.dims, self.pieces_by_rank, self.num_rows = [], [], []
         self.row_wise = [isinstance(sharding, RwPooledEmbeddingSharding) for sharding in module._embedding_shardings]
         self._first_key, self._weights = [], []
+        self._bag_of_piece: list[Tensor] = []  # [pieces] by group: the feature of each piece
         # Lists on the host: a GPU need not be asked for them.
         self._pieces: list[list[int]] = []  # [T] by group: pieces of each feature
         self._takes_mean: list[list[bool]] = []  # [T] by group: whether the kernel pools the feature by its mean
@@ -54,6 +54,8 @@ class BagTables(LocalTables):
             self.dims.append(math.gcd(*(width for of_rank in widths for width in of_rank)))
             self.pieces_by_rank.append([sum(of_rank) // self.dims[-1] for of_rank in widths])
             self._pieces.append([width // self.dims[-1] for width in widths[rank]])
+            of_piece = [number for number, pieces in enumerate(self._pieces[-1]) for _ in range(pieces)]
+            self._bag_of_piece.append(torch.tensor(of_piece, dtype=torch.int64, device=self.device))
             first_key, rows, takes_mean = [], 0, []
             for config, kernel in zip(lookup.grouped_configs, kernels_in(lookup), strict=True):
                 mean = kernel.pooling_mode == PoolingMode.MEAN  # not of row-wise tables: see partial_sums.py
@@ -72,9 +74,7 @@ class BagTables(LocalTables):
     # ---- bags and pieces --------------------------------------------------------------------------------------------
     def pieces_of_bags(self, group: int, bags: Tensor) -> Tensor:
         """A value of each bag, ``[T, B]``, for each of its pieces: ``[pieces * B]`` in lookup order."""
-        pieces = self._pieces[group]
-        repeats = int64_on_device(pieces, self.device)
-        return bags.repeat_interleave(repeats, dim=0, output_size=sum(pieces)).flatten()
+        return bags.index_select(0, self._bag_of_piece[group]).flatten()
 
     def _to_pieces(self, group: int, pooled: Tensor) -> Tensor:
         """``[B, width of all features]`` to ``[pieces * B, D]`` in lookup order."""

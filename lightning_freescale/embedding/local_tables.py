@@ -46,7 +46,8 @@ class LocalTables:
                     weights += [weight.detach()] * len(table.feature_names)  # the same object for features of one table
                     rows += table.local_rows
             self._weights.append(weights)
-            self.cached.append(any(config.compute_kernel == CACHING for config in lookup.grouped_configs))
+            configs = [table for config in lookup.grouped_configs for table in config.embedding_tables]
+            self.cached.append(any(table.compute_kernel == CACHING for table in configs))
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
             self.num_rows.append(rows)
 

@@ -10,10 +10,15 @@ the sum of all ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+
+from lightning_freescale.runtime.errors import ConfigurationError
 
 LARGEST_SEGMENT = 1 << 20  # bytes
 SEGMENTS_PER_RANK = 2  # of a small buffer
@@ -73,3 +78,25 @@ class SumOfPartials(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0].unsqueeze(1).expand(-1, ctx.world, -1).contiguous(), None
+
+
+def refuse_uneven_batches(model: nn.Module) -> None:
+    """Make steps of TorchRec's exchange fail on all ranks alike if gloo cannot return the gradients of row-wise bags.
+
+    Args:
+        model: its tables are sharded, on a CPU.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for exchange in module._output_dists:
+                if isinstance(exchange, RwPooledEmbeddingDist):
+                    exchange.register_forward_pre_hook(functools.partial(_check_samples, name))
+
+
+def _check_samples(name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+    samples = list(getattr(arguments[1], "batch_size_per_rank", None) or ())
+    if torch.is_grad_enabled() and len(set(samples)) > 1:
+        raise ConfigurationError(
+            f"{name}: the ranks have {samples} samples in this step. TorchRec trains row-wise bags over gloo only if all ranks "
+            "have the same number. Make the batches equal, or use sharding='table_wise' or 'column_wise'"
+        )

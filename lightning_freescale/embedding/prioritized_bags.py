@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ from lightning_freescale.embedding.stages import (
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.streams import Readback, SideStream, current_stream, int64_on_device, mark_used_on
 
+MOST_KNOWN_ORDERS = 32
+
 
 @dataclass(frozen=True)
 class BagMarks(CollisionMarks):
@@ -79,6 +81,15 @@ class BagSet(RowSet):
         collisions = in_bags if of_bags else marked
         counts: list[int] = (collisions if self.kind == COLLISION else all_ids - collisions).tolist()
         return counts
+
+
+class PieceOrders(NamedTuple):
+    """Orders of the pieces of a batch, see :class:`~lightning_freescale.embedding.stages.Requests`."""
+
+    owner_wire_order: Tensor
+    requester_wire_order: Tensor
+    request_position: Tensor
+    batch_position: Tensor
 
 
 class BagCollisionFinder(CollisionFinder):
@@ -114,14 +125,17 @@ class BagCollisionFinder(CollisionFinder):
 
     def _count(self, requests: Requests, marks: CollisionMarks) -> CountedMarks:
         requested_collides = marks.transfer.wait().bool()
-        rank = self._group.rank()
-        counts = []
-        for mask, sizes in (
-            (marks.collides[requests.owner_wire_order], requests.by_requester),
-            (requested_collides, requests.by_owner),
-        ):
-            starts, ends = (int64_on_device(bounds, self._device) for bounds in wire_bounds(sizes, rank))
-            counts.append(count_true_between(mask, starts, ends))
+        starts_and_ends = [
+            place
+            for counts in (requests.by_requester, requests.by_owner)
+            for places in wire_bounds(counts, self._group.rank())
+            for place in places
+        ]
+        bounds = int64_on_device(starts_and_ends, self._device).view(4, -1)
+        counts = [
+            count_true_between(marks.collides[requests.owner_wire_order], bounds[0], bounds[1]),
+            count_true_between(requested_collides, bounds[2], bounds[3]),
+        ]
         return CountedMarks(requested_collides, Readback(torch.cat(counts)))
 
     def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
@@ -197,29 +211,51 @@ class PrioritizedBags(PrioritizedEmbedding):
     returns_type = BagGradientReturn
     tables: BagTables
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._known_orders: dict[tuple[tuple[int, ...], ...], PieceOrders] = {}
+
     def _requests(self, group: int, features: KeyedJaggedTensor, context: Any) -> Requests:
-        pieces, rank = self.tables.pieces_by_rank[group], self._rank
+        pieces = self.tables.pieces_by_rank[group]
         samples = list(context.batch_size_per_rank or [features.stride() // self._world_size] * self._world_size)
         features.offsets()  # computed and cached here: otherwise the first stream that asks for them would compute them
-        on_device = int64_on_device(samples, self.device)
         feature, _ = feature_and_requester(
-            features.lengths().to(torch.int64), on_device, sum(samples), features.values().numel()
+            features.lengths().to(torch.int64),
+            int64_on_device(samples, self.device),
+            sum(samples),
+            features.values().numel(),
         )
-        by_requester, by_owner = [pieces[rank] * number for number in samples], [n * samples[rank] for n in pieces]
-        requester = torch.arange(self._world_size, device=self.device).repeat_interleave(
-            on_device, output_size=sum(samples)
-        )
-        # The batch lists the pieces of one sample after the other, so that they are the rows of the module's output.
-        place = torch.arange(sum(by_owner), device=self.device)
         return Requests(
             features=features,
             row_keys=self.tables.row_keys(group, features.values(), feature),
-            owner_wire_order=own_rank_last(
-                torch.argsort(requester.repeat(pieces[rank]), stable=True), by_requester, rank
-            ),
+            by_requester=[pieces[self._rank] * number for number in samples],
+            by_owner=[number * samples[self._rank] for number in pieces],
+            **self._orders(tuple(pieces), tuple(samples))._asdict(),
+        )
+
+    def _orders(self, pieces: tuple[int, ...], samples: tuple[int, ...]) -> PieceOrders:
+        """Orders of the pieces of a batch. They are kept, because most steps have the same numbers of samples.
+
+        Args:
+            pieces: ``[W]`` pieces of a sample that each rank owns.
+            samples: ``[W]`` samples of each rank.
+        """
+        if (pieces, samples) not in self._known_orders:
+            if len(self._known_orders) >= MOST_KNOWN_ORDERS:
+                self._known_orders.clear()
+            self._known_orders[pieces, samples] = self._compute_orders(pieces, samples)
+        return self._known_orders[pieces, samples]
+
+    def _compute_orders(self, pieces: tuple[int, ...], samples: tuple[int, ...]) -> PieceOrders:
+        rank = self._rank
+        by_requester, by_owner = [pieces[rank] * number for number in samples], [n * samples[rank] for n in pieces]
+        owned = torch.arange(sum(by_requester), device=self.device).view(pieces[rank], sum(samples))
+        of_requesters = torch.cat([part.flatten() for part in owned.split(samples, dim=1)])
+        # The batch lists the pieces of one sample after the other, so that they are the rows of the module's output.
+        place = torch.arange(sum(by_owner), device=self.device)
+        return PieceOrders(
+            owner_wire_order=own_rank_last(of_requesters, by_requester, rank),
             requester_wire_order=own_rank_last(place, by_owner, rank),
-            by_requester=by_requester,
-            by_owner=by_owner,
             request_position=place.view(sum(pieces), samples[rank]).t().flatten(),
             batch_position=place.view(samples[rank], sum(pieces)).t().flatten(),
         )

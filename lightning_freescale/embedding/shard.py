@@ -19,6 +19,7 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.key_order import keep_key_order
+from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
@@ -74,16 +75,22 @@ def shard(
         )
     _fill_shards(module, weights)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
+    if device.type == "cpu":
+        refuse_uneven_batches(module)
     if dedup == "auto":
-        inside: list[str] = []  # a collection with zero-collision ids decides for the collection inside it
-        for name, child in module.named_modules():
-            if isinstance(child, ShardedZeroCollisionCollection):
-                inside.append(f"{name}.")
-            if isinstance(child, (ShardedEmbeddingCollection, ShardedZeroCollisionCollection)) and not name.startswith(
-                tuple(inside)
-            ):
-                DedupTrial(name, child)
+        _try_dedup(module)
     return sharded
+
+
+def _try_dedup(module: nn.Module) -> None:
+    inside: list[str] = []  # a collection with zero-collision ids decides for the collection inside it
+    for name, child in module.named_modules():
+        if isinstance(child, ShardedZeroCollisionCollection):
+            inside.append(f"{name}.")
+        if isinstance(child, (ShardedEmbeddingCollection, ShardedZeroCollisionCollection)) and not name.startswith(
+            tuple(inside)
+        ):
+            DedupTrial(name, child)
 
 
 class _DataParallelOverAllRanks(DefaultDataParallelWrapper):

@@ -28,11 +28,15 @@ TABLE_OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adam": EmbOptimType.ADAM,
+    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    "lamb": EmbOptimType.LAMB,
+    "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
 }
-CUDA_ONLY_OPTIMIZERS = ("adam",)  # FBGEMM's CPU kernels have no Adam
-# FBGEMM has these on CUDA only, and no run on a GPU has compared the exchanges with them.
-NOT_COMPARED_OPTIMIZERS = ("lamb", "partial_rowwise_adam", "partial_rowwise_lamb", "lars_sgd")
-WEIGHT_DECAY_OPTIMIZERS = ("adam",)  # FBGEMM ignores the weight decay of the others, all of them on CPU
+# They keep two moments of the gradient, so they change rows whose gradient is zero. FBGEMM has them on CUDA only. It ignores the
+# weight decay of the others.
+MOMENT_OPTIMIZERS = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
+# FBGEMM has it on CUDA only, and no run on a GPU has compared the exchanges with it.
+NOT_COMPARED_OPTIMIZERS = ("lars_sgd",)
 DEFAULT_TABLE_OPTIMIZER: Mapping[str, Any] = {"optimizer": "rowwise_adagrad", "lr": 0.02}
 _FBGEMM_NAMES = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay", "max_gradient": "max_gradient"}
 
@@ -56,8 +60,8 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
             f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(TABLE_OPTIMIZERS)} "
             "(their update of a row depends on that row alone, which keeps sharded and overlapped training exact)"
         )
-    if name in CUDA_ONLY_OPTIMIZERS and device.type != "cuda":
-        on_cpu = [other for other in TABLE_OPTIMIZERS if other not in CUDA_ONLY_OPTIMIZERS]
+    if name in MOMENT_OPTIMIZERS and device.type != "cuda":
+        on_cpu = [other for other in TABLE_OPTIMIZERS if other not in MOMENT_OPTIMIZERS]
         raise ConfigurationError(
             f"embedding_optimizer: optimizer {name!r} needs a CUDA device; on {device.type} choose one of {', '.join(on_cpu)}"
         )
@@ -66,12 +70,12 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
         "learning_rate": DEFAULT_TABLE_OPTIMIZER["lr"],
     }
     for key, value in options.items():
-        if key == "betas" and name == "adam":
+        if key == "betas" and name in MOMENT_OPTIMIZERS:
             params["beta1"], params["beta2"] = value
         elif key in _FBGEMM_NAMES:
             params[_FBGEMM_NAMES[key]] = value
         else:
-            known = [*_FBGEMM_NAMES, *(["betas"] if name == "adam" else [])]
+            known = [*_FBGEMM_NAMES, *(["betas"] if name in MOMENT_OPTIMIZERS else [])]
             raise ConfigurationError(
                 f"embedding_optimizer: {key}={value!r} is unknown for {name!r}; known: {', '.join(known)}"
             )
@@ -84,10 +88,10 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
 def _check_values(name: str, params: Mapping[str, Any]) -> None:
     if params["learning_rate"] < 0:
         raise ConfigurationError(f"embedding_optimizer: lr={params['learning_rate']} must not be negative")
-    if params.get("weight_decay") and name not in WEIGHT_DECAY_OPTIMIZERS:
+    if params.get("weight_decay") and name not in MOMENT_OPTIMIZERS:
         raise ConfigurationError(
             f"embedding_optimizer: weight_decay={params['weight_decay']}: FBGEMM ignores the weight decay of {name!r}. Leave "
-            f"it out, or use {' or '.join(WEIGHT_DECAY_OPTIMIZERS)} on CUDA"
+            f"it out, or use {' or '.join(MOMENT_OPTIMIZERS)} on CUDA"
         )
     if params.get("max_gradient", 1.0) <= 0:
         raise ConfigurationError(f"embedding_optimizer: max_gradient={params['max_gradient']} must be positive")

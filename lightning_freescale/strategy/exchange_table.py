@@ -93,8 +93,8 @@ def _modules() -> list[ExchangeDecision]:
 
 
 def _tables() -> list[ExchangeDecision]:
-    optimizers = [name for name in table_optimizer.TABLE_OPTIMIZERS if name not in table_optimizer.CUDA_ONLY_OPTIMIZERS]
-    cuda_only = _names(table_optimizer.CUDA_ONLY_OPTIMIZERS)
+    optimizers = [name for name in table_optimizer.TABLE_OPTIMIZERS if name not in table_optimizer.MOMENT_OPTIMIZERS]
+    cuda_only = _names(table_optimizer.MOMENT_OPTIMIZERS)
     types = [kind.name for kind in CPU_TABLE_TYPES if kind.name != "FP32"]
     return [
         ExchangeDecision(
@@ -102,14 +102,14 @@ def _tables() -> list[ExchangeDecision]:
             Treatment.PRIORITIZED,
             "the update of a row depends on that row alone",
         ),
-        ExchangeDecision(f"optimizer {cuda_only} on CPU", Treatment.REFUSED, "FBGEMM has no CPU kernel for it"),
+        ExchangeDecision(f"optimizers {cuda_only} on CPU", Treatment.REFUSED, "FBGEMM has no CPU kernel for them"),
         ExchangeDecision(
-            f"optimizers {_names(table_optimizer.NOT_COMPARED_OPTIMIZERS)}",
+            f"optimizer {_names(table_optimizer.NOT_COMPARED_OPTIMIZERS)}",
             Treatment.REFUSED,
-            "FBGEMM has them on CUDA only, and no run on a GPU has compared them",
+            "FBGEMM has it on CUDA only, and no run on a GPU has compared it",
         ),
         ExchangeDecision(
-            f"`weight_decay` with optimizers other than {_names(table_optimizer.WEIGHT_DECAY_OPTIMIZERS)}",
+            f"`weight_decay` with optimizers other than {_names(table_optimizer.MOMENT_OPTIMIZERS)}",
             Treatment.REFUSED,
             "FBGEMM ignores it",
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
@@ -70,9 +71,9 @@ def check_options(fit_costs: float, uneven: str, embedding_optimizer: Mapping[st
     if uneven not in ("error", "stop", "continue"):
         raise ConfigurationError(f"uneven={uneven!r} is unknown; choose one of error, stop, continue")
     options = embedding_optimizer or {}
-    if uneven == "continue" and (options.get("optimizer") == "adam" or options.get("weight_decay")):
+    if uneven == "continue" and (options.get("optimizer") in MOMENT_OPTIMIZERS or options.get("weight_decay")):
         raise ConfigurationError(
-            "uneven='continue': a rank without data repeats its last batch with weight 0, and Adam or weight decay of the "
+            "uneven='continue': a rank without data repeats its last batch with weight 0, and Adam, LAMB or weight decay of the "
             "tables would change its rows all the same. Use uneven='stop', or another embedding_optimizer"
         )
 

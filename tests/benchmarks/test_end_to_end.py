@@ -255,7 +255,7 @@ def test_warm_up_alternates_between_the_first_two_batches_that_count() -> None:
 def test_flops_of_a_step_are_those_of_the_model() -> None:
     workload, model = LongTailWorkload(2, 8, 600, 3), {"embedding_dim": 8, "num_layers": 2, "num_heads": 2}
     job = TrainingJob(torch.device("cpu"), 0, 2, workload, model, 9, 30.0)
-    a, b, c = job.hstu(job.timestamps("")).cost_coefficients()
+    a, b, c = job.make_model(job.timestamps("")).cost_coefficients()
     lengths = [int(n) for rank in range(2) for n in workload.lengths(rank, 4)]
     assert job.flops([4]) == pytest.approx(sum(a * n + b * n * n + c * 3 * (n - 1) for n in lengths))
     figures = made_up(**{DENSE_ONLY: variant(9.0), SYNC: variant(20.0)}) | {"flops": 4e9, "peak_flops": 1e12}
@@ -280,22 +280,33 @@ def test_bytes_that_leave_a_rank() -> None:
 
 
 def test_one_table_of_all_shapes(tmp_path: Path) -> None:
-    """Two rounds of two shapes, of which one has pooled features."""
+    """Two rounds of two shapes: an HSTU with pooled features, and a DLRM."""
     sides = [DENSE_ONLY, TORCHREC_BASE, ALL]
-    words = [*QUICK, "--rounds", "2", "--steps", "2", "--shapes", "short", "context", "--sides", *sides]
+    words = [*QUICK, "--rounds", "2", "--steps", "2", "--shapes", "context", "dlrm", "--sides", *sides]
     done = run_benchmark("end_to_end", tmp_path, *words)
     shapes_found = done.json["shapes"]
-    assert list(shapes_found) == ["short", "context"]
+    assert list(shapes_found) == ["context", "dlrm"]
+    assert shapes_found["dlrm"]["workload"]["clicks"] == 5
+    assert shapes_found["dlrm"]["sides"][ALL]["notes"]["prioritized"] == ["embedding"]
     for name, found in shapes_found.items():
         assert found["losses"]["equal"]
-        assert found["workload"]["context"] == (2 if name == "context" else 0)
+        assert found["workload"].get("context", 0) == (2 if name == "context" else 0)
         for side in sides:
             assert len(found["rounds"][side]["step_ms"]) == 2
         assert found["rounds"][TORCHREC_BASE]["sent_bytes"][0] == found["rounds"][TORCHREC_BASE]["sent_bytes"][1] > 0
         assert min(found["rounds"][ALL]["sent_bytes"]) > 0
         assert found["rounds"][DENSE_ONLY]["sent_bytes"] == [0, 0]
     text = shapes.describe(done.json)
-    for word in ("short", "context", "MFU %", "MB sent", "peak GiB", *PARTS, "% of TrainPipelineBase gone", " to "):
+    for word in (
+        "context",
+        "dlrm",
+        "MFU %",
+        "MB sent",
+        "peak GiB",
+        *PARTS,
+        "% of TrainPipelineBase gone",
+        " to ",
+    ):
         assert word in text
 
 

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
+from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import ComputingBatch, FetchingBatch, ReturningBatch, RoutedBatch
 from lightning_freescale.runtime.errors import FreeScaleError
@@ -76,6 +78,22 @@ def test_rows_that_fbgemm_reads() -> None:
     ]
     for result in run_ranks(compare, 2, args=(2, cases)):
         assert result == [True] * len(cases)
+
+
+def which_groups_are_cached(rank: int) -> list[list[bool]]:
+    """Of a module without a cache, and of the same module if one of its tables had a cache."""
+    dist.init_process_group("gloo")
+    module = build("mixed", "sgd", 1)
+    found = [LocalTables(module).cached]
+    # TorchRec's group of tables says "fused" for a table behind a cache, too. The table itself says what it is.
+    config = module._lookups[0].grouped_configs[0]
+    config.embedding_tables[0].compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING
+    assert config.compute_kernel == EmbeddingComputeKernel.FUSED
+    return [*found, LocalTables(module).cached]
+
+
+def test_tables_behind_a_cache_are_found() -> None:
+    assert run_ranks(which_groups_are_cached, 1) == [[[False, False], [True, False]]]
 
 
 def test_learning_rate_of_the_own_step_and_flushes_in_between() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -25,18 +24,14 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.table_optimizer import fused_params
 
 KEYS = ["a", "b", "c"]  # b and c share a table
 FEATURES = {"one": ["a"], "two": ["b", "c"]}
 ROWS = {"one": 40, "two": 24}
 DIM = 8
 BAG_DIMS = {"one": 8, "two": 24}  # column shards of 4 and 12 columns
-OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-}
+DECAYED = "decayed_"  # begins the name of an optimizer with weight decay
 SLEEP_CYCLES = 60_000_000  # of a GPU: 30 ms, several times as long as the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
 BAG_SHARDINGS = ("table_wise", "one_rank", "column_wise", "both", "row_wise", "mixed")
@@ -77,7 +72,7 @@ def build(
         for name, rows in ROWS.items()
     ]
     collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
-    sharder = EmbeddingCollectionSharder(fused_params=_fused(optimizer), **sharder_options)
+    sharder = EmbeddingCollectionSharder(fused_params=_fused(optimizer, device), **sharder_options)
     plan = _plan(collection, sharder, kind, world, device, kernel)
     return _sharded(collection, sharder, plan, device, "embeddings", dict.fromkeys(ROWS, DIM))
 
@@ -104,13 +99,16 @@ def build_bags(
         for name, rows in ROWS.items()
     ]
     collection = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device("meta"))
-    sharder = EmbeddingBagCollectionSharder(fused_params=_fused(optimizer))
+    sharder = EmbeddingBagCollectionSharder(fused_params=_fused(optimizer, device))
     plan = _plan(collection, sharder, kind, world, device, kernel)
     return _sharded(collection, sharder, plan, device, "embedding_bags", BAG_DIMS)
 
 
-def _fused(optimizer: str) -> dict[str, Any]:
-    return {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.1}
+def _fused(optimizer: str, device: str) -> dict[str, Any]:
+    options = {"optimizer": optimizer.removeprefix(DECAYED), "lr": 0.1}
+    if optimizer.startswith(DECAYED):
+        options["weight_decay"] = 0.01
+    return fused_params(options, torch.device(device))
 
 
 def _plan(collection: nn.Module, sharder: Any, kind: str, world: int, device: str, kernel: str) -> Any:

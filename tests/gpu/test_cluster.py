@@ -53,6 +53,11 @@ def test_prioritized_bags_equal_synchronous_ones(backend: str) -> None:
     assert all(case["saved"] == 0 for case in results["cases"])
 
 
+def test_optimizers_with_moments() -> None:
+    """The same for each of them, without and with weight decay."""
+    check_exchanges(result_of("moment_optimizers.py", "nccl"), cases=8)
+
+
 @pytest.mark.parametrize("collection", ["rows", "bags"])
 def test_tables_in_host_memory(collection: str) -> None:
     """The same for tables in host memory, with a cache on the GPU for 20 % of their rows and without one."""

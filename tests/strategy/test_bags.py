@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.support import reason_against_prioritizing
+from lightning_freescale.runtime.errors import ConfigurationError
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -72,6 +75,28 @@ def test_sequences_and_bags_in_one_model() -> None:
             assert plain[0] == prioritized[0]
             assert toy.same(plain[1], prioritized[1])
         assert [result[2] for result in results[1::2]] == [["embeddings", "sums", "means"]] * 3
+
+
+def uneven(rank: int) -> tuple[str, tuple[int, ...]]:
+    """The error of a step in which the ranks have different numbers of samples, and the shape of an output without gradients."""
+    torch.distributed.init_process_group("gloo")
+    assert torch.distributed.group.WORLD is not None
+    model = nn.ModuleDict({"bags": bags("b", PoolingType.SUM)})
+    shard(model, torch.distributed.group.WORLD, torch.device("cpu"), sharding="row_wise")
+    samples = 1 + rank
+    keys, number = list(toy.FEATURES), samples * len(toy.FEATURES)
+    features = KeyedJaggedTensor(keys, torch.arange(number) % 5, lengths=torch.ones(number, dtype=torch.int64))
+    with pytest.raises(ConfigurationError) as error:
+        model["bags"](features)
+    with torch.no_grad():
+        return str(error.value), tuple(model["bags"](features).values().shape)
+
+
+def test_uneven_batches_of_row_wise_bags_are_refused_by_name() -> None:
+    width = sum(WIDTHS[table] for table in toy.FEATURES.values())
+    for rank, (message, shape) in enumerate(run_ranks(uneven)):
+        assert message.startswith("bags: the ranks have [1, 2] samples in this step")
+        assert shape == (1 + rank, width)
 
 
 def reasons(rank: int) -> list[str | None]:

@@ -23,11 +23,12 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
 @pytest.mark.parametrize(
     ("strategy_options", "options", "words"),
     [
-        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["embedding_optimizer", "'lamb'", "CUDA only", "adagrad"]),
+        ({"embedding_optimizer": {"optimizer": "lars_sgd"}}, {}, ["embedding_optimizer", "'lars_sgd'", "CUDA only"]),
         ({"embedding_optimizer": {"optimizer": "lion"}}, {}, ["embedding_optimizer", "'lion'", "rowwise_adagrad"]),
         ({"embedding_optimizer": {"weight_decay": 0.1}}, {}, ["weight_decay=0.1", "ignores", "'rowwise_adagrad'"]),
         ({"embedding_optimizer": {"max_gradient": 0.0}}, {}, ["max_gradient=0.0 must be positive"]),
         ({"embedding_optimizer": {"optimizer": "adam"}}, {}, ["'adam'", "CUDA", "sgd"]),
+        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["'lamb'", "CUDA", "sgd"]),
         ({"embedding_optimizer": {"optimizer": "sgd", "momentum": 0.9}}, {}, ["momentum=0.9", "'sgd'"]),
         ({"sharding": {"items": "row_wise"}}, {}, ["sharding", "'items'", "item, shop"]),
         ({"sharding": "diagonal"}, {}, ["sharding", "'diagonal'", "row_wise"]),

@@ -21,9 +21,10 @@ from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.rank_setup import describe_machine, silence_libraries, use_device
 from benchmarks.harness.report import versions
 from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS, Figures, account, global_losses, step_ms
+from benchmarks.harness.training.clicks import ClickWorkload
 from benchmarks.harness.training.steadiness import WARM_UP_STEPS, steady_after
 from benchmarks.harness.training.variants import TRACED_STEPS, JobBatches, TrainedVariant, TrainingJob, train
-from benchmarks.harness.variant_names import DENSE_ONLY, TRAINING_VARIANTS
+from benchmarks.harness.variant_names import BALANCE, DENSE_ONLY, TRAINING_VARIANTS
 from benchmarks.harness.workload import LongTailWorkload, collision_rate
 from lightning_freescale.bubbles.summary import peak_flops
 
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
         known = _head(arguments, job, counted) | {"link_gb_per_s": link_bandwidth.all_links(job.device, mebibytes)}
     figures = known
     batches = JobBatches(job)
-    wanted = [name for name in TRAINING_VARIANTS if not arguments.sides or name in arguments.sides]
+    possible = [name for name in TRAINING_VARIANTS if not (arguments.clicks and name == BALANCE)]
+    wanted = [name for name in possible if not arguments.sides or name in arguments.sides]
     if job.device.type == "cuda":
         train(DENSE_ONLY, job, batches)  # compiles the kernels for the batches that count, too
     for number in range(arguments.rounds):
@@ -76,13 +78,15 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
         2 if tiny and not arguments.strict else WARM_UP_STEPS
     )  # first steps of a variant, which do not count
     steps = arguments.steps or (3 if tiny else 12 if quick else 24)
-    workload = LongTailWorkload(
+    workload: LongTailWorkload | ClickWorkload = LongTailWorkload(
         samples=arguments.batch_size or (128 if cuda else 4 if tiny else 16),
         longest=arguments.longest or (8192 if cuda else 64 if tiny else 512),
         rows=arguments.rows or (8_000_000 if cuda else 3_000 if tiny else 200_000),
         negatives=arguments.negatives or (32 if cuda else 8),
         context=arguments.context,
     )
+    if arguments.clicks:
+        workload = ClickWorkload(workload.samples, workload.rows, arguments.clicks)
     model = {
         "embedding_dim": arguments.dim or (128 if cuda else 16 if tiny else 32),
         "num_layers": arguments.layers or (4 if cuda else 1 if tiny else 2),

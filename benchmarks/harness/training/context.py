@@ -39,6 +39,13 @@ class ContextHSTU(TimestampedHSTU):
         rows, pooled = self.embedding(batch.features), self.context(batch.context)
         return self.loss(with_context(rows, pooled), batch)
 
+    def random_rows(self, batch: SeqBatch, on_device: SeqBatch) -> dict[str, Any]:
+        assert isinstance(batch, ContextBatch)
+        assert batch.context is not None
+        width = len(batch.context.keys()) * self.hparams["embedding_dim"]
+        pooled = torch.randn(batch.num_samples, width, device=on_device.timestamps.device, requires_grad=True)
+        return super().random_rows(batch, on_device) | {CONTEXT: pooled}
+
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """The pooled embeddings are ``embedded["context"]``, ``[B, features * D]``."""
         history = embedded[HISTORY]

@@ -7,7 +7,7 @@ host.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchrec import JaggedTensor
 
 from benchmarks.harness.training.bubble import POINTS
-from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models import HSTU
 
 
@@ -105,22 +106,40 @@ class TimestampedHSTU(HSTU):
     timestamps: StepTimestamps
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
-        timestamps, rows = self.timestamps, embedded[HISTORY].values()
-        timestamps.take("arrived")
-        loss = super().loss(embedded, batch)
-        timestamps.losses.append(loss.detach())
-        timestamps.predicted.append(self.num_predicted(batch))
+        rows, compute = embedded[HISTORY].values(), super().loss
+        return timed_loss(self.timestamps, rows, self.num_predicted(batch), lambda: compute(embedded, batch))
 
-        def backward_begins(_: Tensor) -> None:
-            timestamps.take("begun")
-            # Callbacks run in the order in which they are queued. This one comes before the callback of DDP, which waits for
-            # the reduced gradients.
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: timestamps.take("graph"))  # type: ignore[attr-defined]
+    def random_rows(self, batch: SeqBatch, on_device: SeqBatch) -> dict[str, Any]:
+        """Embeddings of a batch, drawn at random. ``batch`` is in host memory."""
+        device, dim = on_device.timestamps.device, self.hparams["embedding_dim"]
+        return {
+            key: JaggedTensor(
+                torch.randn(batch.features[key].values().numel(), dim, device=device, requires_grad=True),
+                lengths=on_device.features[key].lengths(),
+            )
+            for key in (HISTORY, NEGATIVES)
+        }
 
-        rows.register_hook(lambda _: timestamps.take("gradient"))
-        loss.register_hook(backward_begins)
-        timestamps.take("forward")
-        return loss
+
+def timed_loss(
+    timestamps: StepTimestamps, rows: Tensor, predicted: Tensor, compute_loss: Callable[[], Tensor]
+) -> Tensor:
+    """The loss that ``compute_loss`` computes from ``rows``, with time stamps from their arrival to the end of the graph."""
+    timestamps.take("arrived")
+    loss = compute_loss()
+    timestamps.losses.append(loss.detach())
+    timestamps.predicted.append(predicted)
+
+    def backward_begins(_: Tensor) -> None:
+        timestamps.take("begun")
+        # Callbacks run in the order in which they are queued. This one comes before the callback of DDP, which waits for the
+        # reduced gradients.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: timestamps.take("graph"))  # type: ignore[attr-defined]
+
+    rows.register_hook(lambda _: timestamps.take("gradient"))
+    loss.register_hook(backward_begins)
+    timestamps.take("forward")
+    return loss
 
 
 class TimestampCallback(pl.Callback):

@@ -1,4 +1,4 @@
-"""The variants of the end-to-end benchmark: one HSTU trained on the same global batches in several ways.
+"""The variants of the end-to-end benchmark: one model trained on the same global batches in several ways.
 
 TorchRec's pipelines train it, a Lightning Trainer with the strategy trains it, and its dense part runs alone. Each
 variant is built, trained and freed before the next one, so that memory holds the table and the activations of one
@@ -19,14 +19,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 import lightning_freescale as fs
 from benchmarks.harness.gpu_cluster.transports import as_separate_host
 from benchmarks.harness.lightning_trainer import plain_trainer
 from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS
-from benchmarks.harness.training.context import CONTEXT, ContextHSTU, context_tables, with_context
+from benchmarks.harness.training.clicks import ClickBatch, ClickWorkload, TimestampedDLRM
+from benchmarks.harness.training.context import ContextHSTU, context_tables, with_context
 from benchmarks.harness.training.sent_bytes import SentBytes
 from benchmarks.harness.training.steadiness import WARM_UP_BATCHES
 from benchmarks.harness.training.step_timestamps import (
@@ -50,7 +51,7 @@ from benchmarks.harness.variant_names import (
 )
 from benchmarks.harness.workload import CONTEXT_ROWS, ContextBatch, LongTailWorkload
 from lightning_freescale.balance import CostModel
-from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.embedding.shard import shard
 
 PIPELINES = {TORCHREC_BASE: TrainPipelineBase, TORCHREC_SPARSE_DIST: TrainPipelineSparseDist}
@@ -90,8 +91,8 @@ class TrainingJob:
     device: torch.device
     rank: int
     ranks: int
-    workload: LongTailWorkload
-    model: dict[str, Any]  # arguments of HSTU
+    workload: LongTailWorkload | ClickWorkload
+    model: dict[str, Any]  # arguments of HSTU; a DLRM takes its embedding_dim
     steps: int
     timeout: float  # longest wait of a rank for another, seconds
     traces: Path | None = None  # folder for profiler traces
@@ -111,9 +112,13 @@ class TrainingJob:
             trace = ProfilerTrace(self.traces / f"{name}.json", last - TRACED_STEPS + 1, last, with_host=self.rank == 0)
         return StepTimestamps(self.device, trace)
 
-    def hstu(self, timestamps: StepTimestamps) -> TimestampedHSTU:
-        """The model, equal on every call and rank. Its table is initialised when it is sharded."""
+    def make_model(self, timestamps: StepTimestamps) -> Any:
+        """The model, equal on every call and rank. Its tables are initialised when they are sharded."""
         pl.seed_everything(self.workload.seed, verbose=False)
+        if isinstance(self.workload, ClickWorkload):
+            dlrm = TimestampedDLRM(self.workload, self.model["embedding_dim"])
+            dlrm.timestamps = timestamps
+            return dlrm
         options = {"max_history": self.workload.longest, "meta_tables": True} | MODEL_OPTIONS | self.model
         if self.workload.context:
             names = self.workload.context_names
@@ -126,7 +131,10 @@ class TrainingJob:
 
     def flops(self, steps: Iterable[int]) -> float:
         """FLOPs of forward and backward of a global batch, mean over ``steps``."""
-        cost = CostModel(*self.hstu(self.timestamps("")).cost_coefficients())
+        model = self.make_model(self.timestamps(""))
+        if isinstance(self.workload, ClickWorkload):
+            return model.flops_per_sample() * self.workload.samples * self.ranks
+        cost = CostModel(*model.cost_coefficients())
         totals = []
         for step in steps:
             lengths = torch.cat([self.workload.lengths(rank, step) for rank in range(self.ranks)]).numpy()
@@ -168,17 +176,19 @@ class JobBatches:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[SeqBatch]:
+    def __iter__(self) -> Iterator[SeqBatch | ClickBatch]:
         for batch in self._batches:  # new objects on every pass: jagged tensors cache what they compute
-            if isinstance(batch, ContextBatch):
+            if isinstance(batch, ClickBatch):
+                yield ClickBatch(batch.dense, _new(batch.features), batch.clicked)
+            elif isinstance(batch, ContextBatch):
                 yield ContextBatch(_new(batch.features), batch.timestamps, context=_new(batch.context))
             else:
                 yield SeqBatch(_new(batch.features), batch.timestamps)
 
-    def scaled(self) -> Iterator[ScaledBatch]:
+    def scaled(self) -> Iterator[ScaledBatch | ClickBatch]:
         """The batches with the factors of their losses, for TorchRec's pipelines."""
         for batch, scale in zip(self, self.scales, strict=True):
-            yield ScaledBatch(**vars(batch), scale=scale)
+            yield batch if isinstance(batch, ClickBatch) else ScaledBatch(**vars(batch), scale=scale)
 
 
 def _new(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -219,6 +229,8 @@ def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[
             trained = torchrec_pipeline(PIPELINES[name], job, batches, job.timestamps(name))
         else:
             options = STRATEGIES[name] | (job.options if name.startswith(ALL) else {})
+            if isinstance(job.workload, ClickWorkload):  # all samples cost the same
+                options = options | {"balance": "off"}
             with as_separate_host(job.rank) if name == ALL_OVER_TCP else nullcontext():
                 trained = freescale(options, job, batches, job.timestamps(name), callbacks)
     trained.sent_bytes = sent.total
@@ -231,22 +243,15 @@ def train(name: str, job: TrainingJob, batches: JobBatches, callbacks: Sequence[
 # ---- the variants ------------------------------------------------------------------------------------------------------------
 def dense_alone(job: TrainingJob, batches: JobBatches, timestamps: StepTimestamps) -> TrainedVariant:
     """The dense compute of this rank's batches. The rows are already on the rank; nothing is exchanged."""
-    model, workload = job.hstu(timestamps), job.workload
+    model = job.make_model(timestamps)
     del model.embedding
-    if workload.context:
+    if isinstance(model, ContextHSTU):
         del model.context
     model.to(job.device)
     optimizer = model.configure_optimizers()
     for batch in batches:
         on_device = batch.to(job.device, non_blocking=True)
-        embedded: dict[str, Any] = {}
-        for key in (HISTORY, NEGATIVES):
-            lengths, count = on_device.features[key].lengths(), batch.features[key].values().numel()
-            rows = torch.randn(count, model.hparams["embedding_dim"], device=job.device, requires_grad=True)
-            embedded[key] = JaggedTensor(rows, lengths=lengths)
-        if workload.context:
-            shape = workload.samples, workload.context * model.hparams["embedding_dim"]
-            embedded[CONTEXT] = torch.randn(shape, device=job.device, requires_grad=True)
+        embedded = model.random_rows(batch, on_device)
         timestamps.take("batch")
         with job.autocast():
             loss = model.loss(embedded, on_device)
@@ -260,33 +265,33 @@ def dense_alone(job: TrainingJob, batches: JobBatches, timestamps: StepTimestamp
     return TrainedVariant(timestamps)
 
 
-class _DenseHSTU(nn.Module):
-    """HSTU without its table. It is a separate module, so that TorchRec's tracer does not trace into it."""
+class _DensePart(nn.Module):
+    """A model without its tables. It is a separate module, so that TorchRec's tracer does not trace into it."""
 
-    def __init__(self, model: TimestampedHSTU, job: TrainingJob):
+    def __init__(self, model: TimestampedHSTU | TimestampedDLRM, job: TrainingJob):
         super().__init__()
         self.model, self._job = model, job
 
-    def forward(self, embedded: Any, batch: ScaledBatch, pooled: Any = None) -> tuple[Tensor, Tensor]:
+    def forward(self, embedded: Any, batch: Any, pooled: Any = None) -> tuple[Tensor, Tensor]:
         with self._job.autocast():
             loss = self.model.loss(embedded if pooled is None else with_context(embedded, pooled), batch)
         return loss * batch.scale, loss.detach()
 
 
-class PipelinedHSTU(nn.Module):
-    """HSTU in the form that TorchRec's pipelines require: a visible lookup, then the loss to train on and the loss to report."""
+class PipelinedModel(nn.Module):
+    """A model as TorchRec's pipelines require it: a visible lookup, then the loss to train on and the loss to report."""
 
-    def __init__(self, model: TimestampedHSTU, job: TrainingJob):
+    def __init__(self, model: TimestampedHSTU | TimestampedDLRM, job: TrainingJob):
         super().__init__()
         self.embedding = model.embedding
         del model.embedding
-        self.dense = _DenseHSTU(model, job)
+        self.dense = _DensePart(model, job)
 
-    def forward(self, batch: ScaledBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         return self.dense(self.embedding(batch.features), batch)
 
 
-class PipelinedContextHSTU(PipelinedHSTU):
+class PipelinedContextHSTU(PipelinedModel):
     """The same with pooled context features."""
 
     def __init__(self, model: ContextHSTU, job: TrainingJob):
@@ -301,11 +306,11 @@ class PipelinedContextHSTU(PipelinedHSTU):
 
 def torchrec_pipeline(kind: Any, job: TrainingJob, batches: JobBatches, timestamps: StepTimestamps) -> TrainedVariant:
     """One of TorchRec's training pipelines. Tables are sharded and initialised as by the strategy."""
-    hstu = job.hstu(timestamps)
-    model = PipelinedContextHSTU(hstu, job) if isinstance(hstu, ContextHSTU) else PipelinedHSTU(hstu, job)
+    plain = job.make_model(timestamps)
+    model = PipelinedContextHSTU(plain, job) if isinstance(plain, ContextHSTU) else PipelinedModel(plain, job)
     assert dist.group.WORLD is not None
     sharded = shard(model, dist.group.WORLD, job.device)
-    optimizer = hstu.configure_optimizers()
+    optimizer = plain.configure_optimizers()
 
     def optimizer_begins(*_: Any) -> None:
         timestamps.take("backward")
@@ -328,7 +333,7 @@ def freescale(
     callbacks: Sequence[pl.Callback] = (),
 ) -> TrainedVariant:
     """A Lightning Trainer with the strategy: what a user runs, without a logger."""
-    model, callback = job.hstu(timestamps), TimestampCallback(timestamps)
+    model, callback = job.make_model(timestamps), TimestampCallback(timestamps)
     strategy = fs.FreeScaleStrategy(timeout=job.timeout, **options)
     os.environ["WORLD_SIZE"] = str(job.ranks)  # Lightning deletes it at the end of every fit
     trainer = plain_trainer(
