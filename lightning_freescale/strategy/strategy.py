@@ -28,7 +28,7 @@ from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.process_groups import is_connection_error, keep_from_forked_processes
+from lightning_freescale.runtime.process_groups import await_store, is_connection_error, keep_from_forked_processes
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
@@ -211,8 +211,9 @@ class FreeScaleMixin(StepHooks, _Base):
     def setup_environment(self) -> None:
         keep_from_forked_processes()
         try:
+            self._await_store()
             super().setup_environment()
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             if not is_connection_error(error):
                 raise
             raise missing_at_start(error, self.cluster_environment, self._wait) from error
@@ -224,6 +225,13 @@ class FreeScaleMixin(StepHooks, _Base):
         self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
+
+    def _await_store(self) -> None:
+        """Wait for the rendezvous store, which rank 0 or torchrun hosts."""
+        environment = self.cluster_environment
+        assert environment is not None
+        if environment.global_rank() != 0 and not torch.distributed.is_initialized():
+            await_store(environment.main_address, environment.main_port, self._wait)
 
     def setup(self, trainer: Any) -> None:
         assert self.control is not None
@@ -343,16 +351,13 @@ class FreeScaleMixin(StepHooks, _Base):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failed = True
-        if (
-            self.control is None
-            or self.control.world_size == 1
-            or isinstance(exception, (FreeScaleError, KeyboardInterrupt))
-        ):
-            return  # Our own errors name the rank.
-        step = self._module.trainer.global_step
-        exception.add_note(
-            f"rank {self.global_rank} of {self.world_size}, step {step}: {self.control.exchange_reports(exception)}"
-        )
+        if self.control is None or self.control.world_size == 1:
+            return
+        if not isinstance(exception, (FreeScaleError, KeyboardInterrupt)):  # Our own errors name the rank.
+            reports = self.control.exchange_reports(exception)
+            step = self._module.trainer.global_step
+            exception.add_note(f"rank {self.global_rank} of {self.world_size}, step {step}: {reports}")
+        self.control.leave_last()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)

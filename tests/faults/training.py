@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ def histories() -> Histories:
 class SampleRecord(pl.Callback):
     """Writes the users of every trained batch to ``folder/samples``, and notes the begin of every save."""
 
-    def __init__(self, folder: Path, attempt: int):
+    def __init__(self, folder: Path, attempt: int | None):
         self.folder, self.attempt = folder, attempt
 
     def _append(self, rank: int, kind: str, entry: dict[str, Any]) -> None:
@@ -61,7 +63,10 @@ class SampleRecord(pl.Callback):
             stream.write(json.dumps(entry) + "\n")
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._append(trainer.global_rank, "samples", {"begin": trainer.global_step})
+        if self.attempt is None:
+            self.attempt = trainer.strategy.broadcast(time.time_ns())
+        entry = {"begin": trainer.global_step, "world": trainer.world_size}
+        self._append(trainer.global_rank, "samples", entry)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, i: int) -> None:
         history = batch.history
@@ -77,8 +82,22 @@ class SampleRecord(pl.Callback):
         self._append(trainer.global_rank, "saves", {"step": trainer.global_step})
 
 
-def train(rank: int, world: int, folder: str, attempt: int, settings: Settings) -> dict[str, Tensor]:
-    """Train to the end and return the unsharded weights. ``attempt`` is the number of the start in the record of the samples."""
+def train(
+    rank: int,
+    world: int,
+    folder: str,
+    attempt: int | None,
+    settings: Settings,
+    nodes: int = 1,
+    callbacks: Sequence[pl.Callback] = (),
+) -> dict[str, Tensor]:
+    """Train to the end and return the unsharded weights.
+
+    Args:
+        attempt: the number of the start in the record of the samples; ``None``: the time of the start, in nanoseconds.
+        nodes: number of hosts. The ranks are divided evenly.
+        callbacks: further callbacks of the Trainer.
+    """
     pl.seed_everything(1, verbose=False)
     data = fs.SeqRecDataModule(histories(), batch_size=GLOBAL_BATCH // world, max_history=32, num_negatives=4)
     model = HSTU(
@@ -102,10 +121,11 @@ def train(rank: int, world: int, folder: str, attempt: int, settings: Settings) 
     options: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]} if settings.asynchronous else {}
     trainer = toy.trainer(
         strategy,
-        world,
+        world // nodes,
+        num_nodes=nodes,
         max_epochs=EPOCHS,
         enable_checkpointing=True,
-        callbacks=[saves, SampleRecord(Path(folder), attempt)],
+        callbacks=[saves, SampleRecord(Path(folder), attempt), *callbacks],
         **options,
     )
     trainer.fit(model, data, ckpt_path="last")
