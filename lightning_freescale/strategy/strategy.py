@@ -32,6 +32,7 @@ from lightning_freescale.runtime.process_groups import await_store, is_connectio
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
+from lightning_freescale.strategy.checkpoints.incremental import Incremental
 from lightning_freescale.strategy.control import Control, Request, missing_at_start
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
@@ -102,7 +103,8 @@ class FreeScaleMixin(StepHooks, _Base):
         checkpoint: the format of checkpoints. ``"file"`` writes one plain Lightning file with full tensors, which every
             strategy and ``Model.load_from_checkpoint`` can read; rank 0 gathers the tables for it. ``"sharded"`` writes a
             folder to which every rank adds its shards. ``"auto"`` writes a file if there is one rank or if all tables
-            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks.
+            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks. An
+            :class:`~lightning_freescale.Incremental` writes folders with the rows that have changed since the last full one.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         monitor: measure the bubbles and log them, if the Trainer has a logger. Plain DDP is not measured, unless you add a
             ``BubbleMonitor`` to the callbacks.
@@ -140,7 +142,7 @@ class FreeScaleMixin(StepHooks, _Base):
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
         uneven: Literal["error", "stop", "continue"] = "error",
-        checkpoint: Literal["auto", "file", "sharded"] = "auto",
+        checkpoint: Literal["auto", "file", "sharded"] | Incremental = "auto",
         timeout: float | timedelta = 600.0,
         monitor: bool = True,
         **ddp_kwargs: Any,

@@ -40,7 +40,7 @@ class TrainingResult:
 def random_settings(numbers: random.Random) -> Settings:
     return Settings(
         prioritize=numbers.random() < 0.75,
-        checkpoint=numbers.choice(["file", "sharded"]),
+        checkpoint=numbers.choice(["file", "sharded", "incremental"]),
         asynchronous=numbers.random() < 0.3,
         transport=numbers.choice(["auto", "host"]),
     )

@@ -110,7 +110,7 @@ def train(
     )
     strategy = fs.FreeScaleStrategy(
         prioritize=settings.prioritize,
-        checkpoint=settings.checkpoint,  # type: ignore[arg-type]
+        checkpoint=fs.Incremental(full_every=3) if settings.checkpoint == "incremental" else settings.checkpoint,  # type: ignore[arg-type]
         transport=settings.transport,  # type: ignore[arg-type]
         timeout=settings.timeout,
         monitor=False,

@@ -3,6 +3,7 @@
     NAME.ckpt/
       .metadata, __R_K.distcp    torch.distributed.checkpoint: the weights, sharded tables too, and the state of their optimizer
       meta.pt                    Lightning's entries: loops, callbacks, dense optimizers, schedulers, hyperparameters
+      changes_R.pt               in an incremental checkpoint: what differs from the other files (see :mod:`.changes`)
       checksums.json             size and CRC-32 of every other file
 
 In a remote store, the first two lie in a subfolder (see :mod:`~lightning_freescale.strategy.checkpoints.storage`).
@@ -22,7 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
-from lightning_freescale.strategy.checkpoints import storage
+from lightning_freescale.strategy.checkpoints import changes, storage
+from lightning_freescale.strategy.checkpoints.changes import Piece
 from lightning_freescale.strategy.checkpoints.storage import META
 from lightning_freescale.strategy.control import Control
 
@@ -147,6 +149,19 @@ def load_sharded(path: str, state: Mapping[str, Any], control: Control) -> None:
         if isinstance(failure, KeyboardInterrupt):
             raise
         raise CheckpointError(f"rank {control.rank}: {path} cannot be loaded: {failure}") from failure
+    error: Exception | None = None
+    try:
+        flat = {f"{part}.{name}": value for part, values in wanted.items() for name, value in values.items()}
+        changes.apply_all(path, flat, _local_pieces)
+    except Exception as failure:
+        error = failure
+    raise_together(control, error, where="loading a checkpoint")
+
+
+def _local_pieces(value: Any) -> Iterable[Piece]:
+    """The shards of a tensor on this rank, which changes are written to."""
+    shards = value.local_shards() if hasattr(value, "local_shards") else ()
+    return [Piece(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards]
 
 
 def read_unsharded(path: str, part: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -164,7 +179,10 @@ def read_unsharded(path: str, part: str, leave_out: Iterable[str] = ()) -> dict[
     if keys:
         reader = _reader(storage.data_folder(path))
         _load_state_dict(nested, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
-    return nested.get(part, {})
+    found = nested.get(part, {})
+    flat = {f"{part}.{name}": value for name, value in found.items()}
+    changes.apply_all(path, flat, lambda value: [Piece((0,) * value.dim(), value)])
+    return found
 
 
 class FolderStateDict(dict):

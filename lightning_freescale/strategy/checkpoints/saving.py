@@ -173,12 +173,13 @@ class CheckpointSaving(CheckpointState):
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             sharded["table_optimizer"] = self._optimizer_tensors()
+        save = folder.save if self._incremental is None else self._incremental.save
         if not asynchronous:
-            folder.save(path, sharded, checkpoint, self.control)
+            save(path, sharded, checkpoint, self.control)
             return
         copied, meta = snapshot(sharded), snapshot(checkpoint) if self.control.rank == 0 else {}
         control = self._background.control(self.control)
-        self._background.start(lambda: folder.save(path, copied, meta, control), path)
+        self._background.start(lambda: save(path, copied, meta, control), path)
 
     def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""
