@@ -31,6 +31,7 @@ from lightning_freescale.strategy.failure_watch import FailureWatch
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
 REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
+LAST_SECONDS = 1.0  # How long rank 0 stays after its failure. The other ranks look at the store more often than that.
 LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
 
 
@@ -110,6 +111,7 @@ class Control:
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._runs = 0  # How often the groups have been opened. All ranks count the same.
         self._watch: FailureWatch | None = None
+        self.misses_a_rank = False  # Whether this rank has waited in vain for the report of another one.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
         """This object itself. Process groups cannot be copied, but users copy callbacks, which may refer to the Trainer."""
@@ -136,6 +138,7 @@ class Control:
 
     def open(self) -> None:
         """Open both groups, and watch for failures of other ranks. A collective."""
+        self.misses_a_rank = False
         if self._watch is None and self.world_size > 1:
             self._runs += 1
             self._watch = FailureWatch(f"freescale/{self._runs}/explanation")
@@ -283,6 +286,7 @@ class Control:
             try:
                 reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
             except Exception:  # There is no report: this rank is the missing one.
+                self.misses_a_rank = True
                 reports.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")
         explanation = "; ".join(reports)
         if self._watch is not None:
@@ -295,7 +299,7 @@ class Control:
         """Rank 0, which may host the rendezvous store, waits a moment for the other ranks. They can still read reports.
 
         All ranks call it when they end with an exception. Each of the others notes that it needs the store no longer. Rank 0
-        gives up after a few seconds, because a dead rank notes nothing.
+        gives up after a second, because a dead rank notes nothing.
         """
         prefix = f"freescale/{self._runs}/left"
         own, others = f"{prefix}/{self.rank}", [f"{prefix}/{rank}" for rank in range(1, self.world_size)]
@@ -304,7 +308,7 @@ class Control:
             if self.rank:
                 within(REPORT_SECONDS, lambda: store.set(own, ""))
             else:
-                within(2 * REPORT_SECONDS, lambda: store.wait(others, timedelta(seconds=REPORT_SECONDS)))
+                within(2 * LAST_SECONDS, lambda: store.wait(others, timedelta(seconds=LAST_SECONDS)))
 
 
 def missing_at_start(error: Exception, environment: Any, timeout: timedelta) -> FreeScaleError:

@@ -44,9 +44,7 @@ def run_elastic_rank(folder: str) -> None:
     torch.backends.mkldnn.set_flags(False)  # oneDNN's state does not survive a fork.
     os.environ["OMP_NUM_THREADS"] = "1"
     rank, world, nodes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"))
-    weights = train(rank, world, folder, None, Settings(timeout=10.0), nodes, [Gate(Path(folder))])
-    if rank == 0:
-        torch.save(weights, Path(folder) / "weights.pt")
+    train(rank, world, folder, None, Settings(timeout=10.0), nodes, [Gate(Path(folder))])
 
 
 def run_agent(folder: str, port: int) -> None:
