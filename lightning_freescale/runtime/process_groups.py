@@ -47,11 +47,14 @@ def describe_missing_ranks(error: BaseException, rank: int, world_size: int, tim
     return f"rank {rank}: {reason}: {str(error).splitlines()[0]}"
 
 
-def await_store(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until the rendezvous store answers at ``address``. Raises ConnectionError if it does not within ``timeout``.
+def await_store(environment: Any, timeout: timedelta) -> None:
+    """Wait for the rendezvous store, which rank 0 or torchrun hosts. Raises ConnectionError after ``timeout``.
 
-    The store's own client tries twice, each time for the whole timeout.
+    The store's own client tries twice, each time for the whole timeout. ``environment`` is Lightning's cluster environment.
     """
+    if environment.global_rank() == 0 or dist.is_initialized():
+        return
+    address, port = environment.main_address, environment.main_port
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         left = deadline - time.monotonic()

@@ -213,7 +213,7 @@ class FreeScaleMixin(StepHooks, _Base):
     def setup_environment(self) -> None:
         keep_from_forked_processes()
         try:
-            self._await_store()
+            await_store(self.cluster_environment, self._wait)
             super().setup_environment()
         except (RuntimeError, ConnectionError) as error:
             if not is_connection_error(error):
@@ -222,18 +222,12 @@ class FreeScaleMixin(StepHooks, _Base):
         if self.control is None:
             self.control = Control(self._wait)
         self._failed, self._in_run, self._came_to_save = False, True, None
+        compat.limit_prepare_data(self._module.trainer, self._wait)
         if self._declares_tables():
             self.control.open()
         self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
-
-    def _await_store(self) -> None:
-        """Wait for the rendezvous store, which rank 0 or torchrun hosts."""
-        environment = self.cluster_environment
-        assert environment is not None
-        if environment.global_rank() != 0 and not torch.distributed.is_initialized():
-            await_store(environment.main_address, environment.main_port, self._wait)
 
     def setup(self, trainer: Any) -> None:
         assert self.control is not None
@@ -397,4 +391,6 @@ class FreeScaleMixin(StepHooks, _Base):
         self._pipeline.close()
         if self.control is not None:
             self.control.close()
+        if self.lightning_module is not None:
+            compat.limit_prepare_data(self._module.trainer, None)
         self._copies, self._in_run = None, False
