@@ -31,7 +31,7 @@ While training:
     picture              a step as an image
 
 After training:
-    records              recorded steps on disk
+    records              recorded steps on disk; ``record_checks`` refuses damaged fields
     analysis             figures of a run
     advice               what would make a run faster
     trace                a run as a trace for Perfetto

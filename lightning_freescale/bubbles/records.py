@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_freescale.bubbles.record_checks import problem_of
 from lightning_freescale.bubbles.spans import Kind, Span, Step
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
@@ -154,12 +155,14 @@ def read_run(run_dir: Path) -> RecordedRun:
 def _read(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     header: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # a crash, or two runs in one folder, can cut a line
+        except (ValueError, RecursionError):  # a crash, or two runs in one folder, can cut a line
             log_once(f"{file}: line {number} is damaged and is ignored.")
             continue
+        if (problem := problem_of(record)) is not None:
+            raise InputError(f"{file}: line {number}: {problem}.")
         if "freescale" in record:
             if record["freescale"] != RECORDS_FORMAT:
                 raise InputError(

@@ -7,12 +7,15 @@ installed Lightning and behave as described. No other file of the package uses a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 FITTING = "fit"  # The value of TrainerFn.FITTING in `lightning` and in `pytorch_lightning`.
 
@@ -106,6 +109,46 @@ def takes_dataloader_iter(trainer: Any) -> bool:
 def transfer_hook_owner(trainer: Any, name: str) -> Any:
     """The LightningModule or data module whose transfer hook ``name`` Lightning calls."""
     return trainer._data_connector._datahook_selector.get_instance(name)
+
+
+# ---- prepare_data --------------------------------------------------------------------------------------------------
+_BARRIER = "_InfiniteBarrier"
+_PREPARE_DATA_LIMIT = timedelta(days=10_000)  # Lightning's: one rank may prepare data for as long as it likes.
+
+
+class PrepareDataBarrier:
+    """Replaces the barrier around ``prepare_data``. The ranks meet within ``timeout``; the wait for the data has no limit.
+
+    Lightning's own barrier waits without end for the connections, too, so all ranks hang if one dies before it has connected.
+    """
+
+    def __init__(self, timeout: timedelta):
+        self._timeout, self._group = timeout, None
+
+    def __enter__(self) -> PrepareDataBarrier:
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self
+
+    def __call__(self) -> None:
+        if self._group is not None:
+            dist.monitored_barrier(self._group, _PREPARE_DATA_LIMIT)
+
+    def __exit__(self, *exception: Any) -> None:
+        self()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+def limit_prepare_data(trainer: Any, timeout: timedelta | None) -> None:
+    """Let the ranks of ``trainer`` meet within ``timeout`` before ``prepare_data``. ``None``: as Lightning does."""
+    module = importlib.import_module(type(trainer._data_connector).__module__)
+    original = getattr(getattr(module, _BARRIER), "original", getattr(module, _BARRIER))
+    barrier: Any = original
+    if timeout is not None:
+        barrier = functools.partial(PrepareDataBarrier, timeout)
+        barrier.original = original
+    setattr(module, _BARRIER, barrier)
 
 
 # ---- logged values -------------------------------------------------------------------------------------------------

@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+CONNECT_PAUSE = 0.1  # seconds between two attempts to reach the store
 
 
 @functools.cache
@@ -29,7 +32,9 @@ def keep_from_forked_processes() -> None:
 
 def is_connection_error(error: BaseException) -> bool:
     """Whether torch has raised ``error`` because another rank or the rendezvous store does not answer."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, (dist.DistError, ConnectionError)) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
 
 
 def describe_missing_ranks(error: BaseException, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -40,6 +45,26 @@ def describe_missing_ranks(error: BaseException, rank: int, world_size: int, tim
         store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = f"rank 0, which hosts the rendezvous store at {store}, cannot be reached, or {reason}"
     return f"rank {rank}: {reason}: {str(error).splitlines()[0]}"
+
+
+def await_store(environment: Any, timeout: timedelta) -> None:
+    """Wait for the rendezvous store, which rank 0 or torchrun hosts. Raises ConnectionError after ``timeout``.
+
+    The store's own client tries twice, each time for the whole timeout. ``environment`` is Lightning's cluster environment.
+    """
+    if environment.global_rank() == 0 or dist.is_initialized():
+        return
+    address, port = environment.main_address, environment.main_port
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(left, CONNECT_PAUSE)).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                raise ConnectionError(f"{address}:{port}: {error}") from error
+        time.sleep(CONNECT_PAUSE)
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:

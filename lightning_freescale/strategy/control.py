@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -25,10 +26,12 @@ from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.process_groups import are_complete, describe_missing_ranks, leave
 from lightning_freescale.runtime.streams import Readback
+from lightning_freescale.strategy.failure_watch import FailureWatch
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
 REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
+LAST_SECONDS = 1.0  # How long rank 0 stays after its failure. The other ranks look at the store more often than that.
 LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
 
 
@@ -106,6 +109,9 @@ class Control:
         self._losses: deque[tuple[int, Readback]] = deque()
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
+        self._runs = 0  # How often the groups have been opened. All ranks count the same.
+        self._watch: FailureWatch | None = None
+        self.misses_a_rank = False  # Whether this rank has waited in vain for the report of another one.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
         """This object itself. Process groups cannot be copied, but users copy callbacks, which may refer to the Trainer."""
@@ -131,7 +137,11 @@ class Control:
         return self._header_group
 
     def open(self) -> None:
-        """Open both groups. A collective."""
+        """Open both groups, and watch for failures of other ranks. A collective."""
+        self.misses_a_rank = False
+        if self._watch is None and self.world_size > 1:
+            self._runs += 1
+            self._watch = FailureWatch(f"freescale/{self._runs}/explanation")
         _ = self.group, self.header_group  # Each property opens its group.
 
     def in_transit(self, transfer: Any) -> None:
@@ -145,6 +155,9 @@ class Control:
         if are_complete(self._in_transit, REPORT_SECONDS):
             leave(self._group)
             leave(self._header_group)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._in_transit.clear()
         self._group = self._header_group = None
         self.stop, self.requeues, self._requeues_done = False, 0, 0
@@ -215,12 +228,14 @@ class Control:
         """What all ranks must do now. All ranks call it with the same arguments, in the same order.
 
         SLURM sends its signal to every rank, and a rank repeats it in the headers of several batches. The count tells a
-        repetition from another signal.
+        repetition from another signal. With one rank, a signal counts at once: there is nobody to agree with.
 
         Args:
             stop: whether any rank has received SIGTERM.
             requeues: the largest number of requeue signals that any rank has received.
         """
+        if self.world_size == 1:
+            stop, requeues = self.stop, self.requeues
         if stop:
             return Request.STOP
         new = requeues > self._requeues_done
@@ -253,7 +268,9 @@ class Control:
             store = dist.distributed_c10d._get_default_store()
             within(REPORT_SECONDS, lambda: store.set(f"freescale/ended/{self.rank}", text))
         except Exception:
-            return "rank 0, which hosts the rendezvous store, has ended or cannot be reached"
+            known = self._watch.explanation if self._watch is not None else None
+            before = "" if known is None else f", after the report that {known}"
+            return f"rank 0, which hosts the rendezvous store, has ended or cannot be reached{before}"
 
         deadline = time.monotonic() + REPORT_SECONDS
 
@@ -269,11 +286,32 @@ class Control:
             try:
                 reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
             except Exception:  # There is no report: this rank is the missing one.
+                self.misses_a_rank = True
                 reports.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")
-        return "; ".join(reports)
+        explanation = "; ".join(reports)
+        if self._watch is not None:
+            watch = self._watch
+            with suppress(Exception):  # The store has ended in the meantime.
+                within(REPORT_SECONDS, lambda: watch.publish(explanation))
+        return explanation
+
+    def leave_last(self) -> None:
+        """Rank 0, which may host the rendezvous store, waits a moment for the other ranks. They can still read reports.
+
+        All ranks call it when they end with an exception. Each of the others notes that it needs the store no longer. Rank 0
+        gives up after a second, because a dead rank notes nothing.
+        """
+        prefix = f"freescale/{self._runs}/left"
+        own, others = f"{prefix}/{self.rank}", [f"{prefix}/{rank}" for rank in range(1, self.world_size)]
+        with suppress(Exception):  # The store has ended. Nobody can use it then.
+            store = dist.distributed_c10d._get_default_store()
+            if self.rank:
+                within(REPORT_SECONDS, lambda: store.set(own, ""))
+            else:
+                within(2 * LAST_SECONDS, lambda: store.wait(others, timedelta(seconds=LAST_SECONDS)))
 
 
-def missing_at_start(error: RuntimeError, environment: Any, timeout: timedelta) -> FreeScaleError:
+def missing_at_start(error: Exception, environment: Any, timeout: timedelta) -> FreeScaleError:
     """The error to raise if the default process group could not be set up. ``environment`` is Lightning's."""
     if dist.is_initialized():
         return Control(timeout).missing_ranks("the set-up of the process group", error)

@@ -6,11 +6,15 @@ carries it to all ranks, which stop or save a checkpoint before they train that 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.strategy.control import Control, Request
+
+# The exit code of a process that SIGTERM has ended, as shells give it. 0 would tell a scheduler that the training is complete.
+STOPPED = 128 + signal.SIGTERM
 
 
 class SignalRequests:
@@ -44,6 +48,6 @@ class SignalRequests:
         if request == Request.STOP:
             self._control.stop = False
             compat.mark_sigterm_received(self._trainer)
-            raise self._stop
+            raise self._stop(STOPPED)
         if request == Request.REQUEUE:
             self._requeue(self._requeue_signal, None)

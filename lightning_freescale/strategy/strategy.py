@@ -28,10 +28,11 @@ from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.process_groups import is_connection_error, keep_from_forked_processes
+from lightning_freescale.runtime.process_groups import await_store, is_connection_error, keep_from_forked_processes
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
+from lightning_freescale.strategy.checkpoints.incremental import Incremental
 from lightning_freescale.strategy.control import Control, Request, missing_at_start
 from lightning_freescale.strategy.expert_groups import ExpertGroup
 from lightning_freescale.strategy.pipeline import BatchPipeline
@@ -103,7 +104,8 @@ class FreeScaleMixin(StepHooks, _Base):
         checkpoint: the format of checkpoints. ``"file"`` writes one plain Lightning file with full tensors, which every
             strategy and ``Model.load_from_checkpoint`` can read; rank 0 gathers the tables for it. ``"sharded"`` writes a
             folder to which every rank adds its shards. ``"auto"`` writes a file if there is one rank or if all tables
-            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks.
+            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks. An
+            :class:`~lightning_freescale.Incremental` writes folders with the rows that have changed since the last full one.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         monitor: measure the bubbles and log them, if the Trainer has a logger. Plain DDP is not measured, unless you add a
             ``BubbleMonitor`` to the callbacks.
@@ -141,7 +143,7 @@ class FreeScaleMixin(StepHooks, _Base):
         transport: Literal["auto", "nccl", "gloo", "host"] = "auto",
         loss_reduction: Literal["sample", "token"] = "sample",
         uneven: Literal["error", "stop", "continue"] = "error",
-        checkpoint: Literal["auto", "file", "sharded"] = "auto",
+        checkpoint: Literal["auto", "file", "sharded"] | Incremental = "auto",
         timeout: float | timedelta = 600.0,
         monitor: bool = True,
         **ddp_kwargs: Any,
@@ -213,14 +215,16 @@ class FreeScaleMixin(StepHooks, _Base):
     def setup_environment(self) -> None:
         keep_from_forked_processes()
         try:
+            await_store(self.cluster_environment, self._wait)
             super().setup_environment()
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             if not is_connection_error(error):
                 raise
             raise missing_at_start(error, self.cluster_environment, self._wait) from error
         if self.control is None:
             self.control = Control(self._wait)
         self._failed, self._in_run, self._came_to_save = False, True, None
+        compat.limit_prepare_data(self._module.trainer, self._wait)
         if self._declares_tables():
             self.control.open()
         self._copies = SideStream(self.root_device)
@@ -346,16 +350,13 @@ class FreeScaleMixin(StepHooks, _Base):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failed = True
-        if (
-            self.control is None
-            or self.control.world_size == 1
-            or isinstance(exception, (FreeScaleError, KeyboardInterrupt))
-        ):
-            return  # Our own errors name the rank.
-        step = self._module.trainer.global_step
-        exception.add_note(
-            f"rank {self.global_rank} of {self.world_size}, step {step}: {self.control.exchange_reports(exception)}"
-        )
+        if self.control is None or self.control.world_size == 1:
+            return
+        if not isinstance(exception, (FreeScaleError, KeyboardInterrupt)):  # Our own errors name the rank.
+            reports = self.control.exchange_reports(exception)
+            step = self._module.trainer.global_step
+            exception.add_note(f"rank {self.global_rank} of {self.world_size}, step {step}: {reports}")
+        self.control.leave_last()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -394,4 +395,6 @@ class FreeScaleMixin(StepHooks, _Base):
         self._pipeline.close()
         if self.control is not None:
             self.control.close()
+        if self.lightning_module is not None:
+            compat.limit_prepare_data(self._module.trainer, None)
         self._copies, self._in_run = None, False

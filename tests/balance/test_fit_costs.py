@@ -40,21 +40,27 @@ class Clock:
 
 
 class Sleeper(HSTU):
-    """Takes ``SQUARE`` seconds per squared event, ``slow`` times as long on the last rank. Records the samples of each step."""
+    """Takes ``SQUARE`` seconds per squared event, ``slow`` times as long on the last rank. Records the samples of each step.
 
-    slow = 1.0
+    The last rank is slow before the step ``recovers``.
+    """
+
+    slow, recovers = 1.0, 10**9
     clock: Clock
     save: Path | None = None
 
     def on_train_start(self) -> None:
         self.steps: list[dict[str, Any]] = []
+        self.shares: list[Any] = []
         self.first = planner(self.trainer)
 
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         lengths = batch.lengths.numpy()
         last = self.trainer.global_rank == self.trainer.world_size - 1
-        self.clock.now += SQUARE * float((lengths**2).sum()) * (self.slow if last else 1.0)
+        slow = last and self.trainer.global_step < self.recovers
+        self.clock.now += SQUARE * float((lengths**2).sum()) * (self.slow if slow else 1.0)
+        self.shares.append(getattr(planner(self.trainer), "shares", None))
         starts = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0))[:-1]
         tokens = int(self.num_predicted(batch))
         users = batch.timestamps[starts].tolist()  # the first timestamp of a history identifies its user
@@ -88,6 +94,8 @@ def fit(
     source: Any = "off",
     workers: int = 0,
     slow: float = 1.0,
+    recovers: int = 10**9,
+    epochs: int = 1,
     save: Path | None = None,
     resume: Path | None = None,
     **options: Any,
@@ -105,11 +113,17 @@ def fit(
         synthetic=SYNTHETIC,
     )
     model = Sleeper(data.num_items, embedding_dim=8, num_layers=1, num_heads=1, max_history=60, lr=1e-5)
-    model.slow, model.save = slow, save
+    model.slow, model.recovers, model.save = slow, recovers, save
     model.clock = compute_timer.time = Clock()  # type: ignore[assignment,attr-defined]
-    trainer = toy.trainer(strategy, world, max_epochs=1)
+    trainer = toy.trainer(strategy, world, max_epochs=epochs)
     trainer.fit(model, datamodule=data, ckpt_path=resume)
-    return {"steps": model.steps, "first": model.first, "last": model.last, "error": model.error}
+    return {
+        "steps": model.steps,
+        "first": model.first,
+        "last": model.last,
+        "error": model.error,
+        "shares": model.shares,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +217,26 @@ def test_without_fit_costs_the_cost_model_does_not_change(cache: Path, plain: li
     assert by_step(again, "loss") == by_step(runs, "loss")  # bit for bit
 
 
-def test_with_variable_a_slow_rank_gets_less_work(cache: Path, plain: list[dict[str, Any]]) -> None:
-    runs = run_ranks(_fit, args=(2, cache, {"source": "variable", "slow": 2.0}))
-    assert runs[0]["last"] == runs[1]["last"]
-    fast, slow = runs[0]["last"].shares
-    assert fast + slow == pytest.approx(1.0)
-    assert 0.3 < slow < 0.46  # the share converges to a third, by at most 10% per update
-    same_training(runs, plain)
+def test_with_variable_work_leaves_a_slow_rank_and_comes_back(cache: Path) -> None:
+    """The last rank takes twice as long for its work in the first 60 of 120 steps."""
+    recovers = 60
+    options = {"source": "variable", "slow": 2.0, "recovers": recovers, "epochs": 3, "fit_costs": 4}
+    runs = run_ranks(_fit, args=(2, cache, options))
+    assert runs[0]["shares"] == runs[1]["shares"]
+    shares = runs[0]["shares"]
+    assert shares[0] is None  # equal shares
+    assert shares[recovers][1] == pytest.approx(1 / 3, abs=0.04)
+    assert shares[-1][1] == pytest.approx(1 / 2, abs=0.04)
+    work = np.array([[float((own**2).sum()) for own in step] for step in by_step(runs, "lengths")])  # [steps, ranks]
+    times = work * np.where(np.arange(len(work))[:, None] < recovers, [1.0, 2.0], 1.0)
+    longest = times.max(axis=1) / work.sum(axis=1)  # the time of a step, for one unit of work
+    at_first, adapted, recovered = (longest[part].mean() for part in (slice(8), slice(40, recovers), slice(-20, None)))
+    assert adapted < at_first - 0.1
+    assert recovered < adapted - 0.05
+
+
+def test_with_variable_every_step_has_the_same_samples(cache: Path, plain: list[dict[str, Any]]) -> None:
+    same_training(run_ranks(_fit, args=(2, cache, {"source": "variable", "slow": 2.0})), plain)
 
 
 @pytest.mark.parametrize(("way", "world"), [("source", 2), ("balance", 2), ("source", 3)])

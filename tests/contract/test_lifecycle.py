@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import os
 import pickle
@@ -22,25 +21,12 @@ from lightning_freescale.strategy import control
 from tests import toy
 from tests.contract.test_plain_ddp import Dense
 from tests.ranks import RankFailed, run_ranks
+from tests.soak import MAX_GROWTH_MIB, held, problems, summarise
 
 # ``FREESCALE_SOAK=200`` runs the long soak: it takes minutes. Leaks of one Trainer show after a few.
 TRAINERS = int(os.environ.get("FREESCALE_SOAK", "12"))
 WARM_UP_TRAINERS = 4
-MAX_GROWTH_MIB = 24 + TRAINERS // 4  # The allocator's pools and the rendezvous store grow a little.
-
-
-def held() -> dict[str, int]:
-    """What this process holds at the moment."""
-    gc.collect()
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        # Only what this process maps: other processes use the folder, too.
-        "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm/"),
-        "process groups": len(torch.distributed.distributed_c10d._world.pg_map),
-        "MiB": resident_pages * os.sysconf("SC_PAGE_SIZE") >> 20,
-    }
+MAX_TRAINER_GROWTH_MIB = 24 + TRAINERS // 4  # The allocator's pools and the rendezvous store grow a little.
 
 
 def strategies(number: int) -> Any:
@@ -82,7 +68,7 @@ def test_nothing_grows_from_trainer_to_trainer() -> None:
         grown = growth(found)
         resident = grown.pop("MiB")
         assert grown == {"threads": 0, "descriptors": 0, "shared memory": 0, "process groups": 0}
-        assert resident < MAX_GROWTH_MIB
+        assert resident < MAX_TRAINER_GROWTH_MIB
 
 
 def test_the_soak_finds_groups_that_stay_open() -> None:
@@ -91,6 +77,15 @@ def test_the_soak_finds_groups_that_stay_open() -> None:
         assert grown["threads"] > 8
         assert grown["descriptors"] > 16
         assert grown["process groups"] > 8
+
+
+def test_the_long_soak_names_what_grows() -> None:
+    """``python -m tests.soak`` compares the second quarter of its notes with the last one."""
+    notes = [{"step": step, "rate": 10.0, "threads": 5 + (step > 6), "MiB": 100 + 20 * step} for step in range(8)]
+    summary = summarise(notes)
+    assert summary["grown"] == {"threads": 0.5, "MiB": 80.0}
+    assert problems(summary) == ["threads: +0.5", "MiB: +80"]
+    assert problems({"grown": {"threads": 0, "MiB": MAX_GROWTH_MIB}}) == []
 
 
 # ---- used again ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,14 @@ class Signalled(toy.Model):
         return super().training_step(batch, batch_idx)
 
 
-# ---- SIGTERM in the last batches -------------------------------------------------------------------------------------
-def terminate(rank: int) -> list[tuple[int, bool]]:
+# ---- SIGTERM ---------------------------------------------------------------------------------------------------------
+def terminate(rank: int) -> list[tuple[int, bool, int]]:
     found = []
-    for batch in range(BATCHES - 4, BATCHES):
+    for batch in (BATCHES - 4, BATCHES - 1):
         trainer = toy.trainer(FreeScaleStrategy(timeout=20), 2, max_epochs=1)
-        with pytest.raises(SIGTERMException):
+        with pytest.raises(SIGTERMException) as stopped:
             trainer.fit(Signalled(signal.SIGTERM, batch), toy.loader())
-        found.append((trainer.global_step, trainer.received_sigterm))
+        found.append((trainer.global_step, trainer.received_sigterm, stopped.value.code))
     return found
 
 
@@ -48,8 +50,34 @@ def test_sigterm_in_the_last_batches_stops_all_ranks() -> None:
     """The headers of these batches have been sent before the signal arrives."""
     first, second = run_ranks(terminate)
     assert first == second
-    assert [received for _, received in first] == [True] * 4
+    assert [(received, code) for _, received, code in first] == [(True, 143)] * 2
     assert first[-1][0] == BATCHES
+
+
+def fit_after_sigterm(rank: int, at: int) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Where the training was stopped, how many batches were trained after that, and the weights."""
+    pl.seed_everything(1, verbose=False)
+    stopped = 0
+    for signum in (signal.SIGTERM, None) if at >= 0 else (None,):
+        saves = pl.callbacks.ModelCheckpoint(dirpath="saves", save_last=True, save_on_exception=True)
+        strategy = FreeScaleStrategy(prioritize=True, timeout=20)
+        trainer = toy.trainer(strategy, 2, max_epochs=1, enable_checkpointing=True, callbacks=[saves])
+        model = Signalled(signum, at)
+        with contextlib.suppress(SIGTERMException):
+            trainer.fit(model, toy.loader(), ckpt_path="last")
+        stopped = trainer.global_step if signum else stopped
+    return stopped, len(model.losses), toy.weights(model)
+
+
+def test_sigterm_saves_a_checkpoint_from_which_nothing_is_lost() -> None:
+    disturbed = run_ranks(fit_after_sigterm, args=(5,))
+    assert disturbed[0][0] == disturbed[1][0]
+    stopped, after, _ = disturbed[0]
+    assert 5 < stopped <= 10  # The headers of at most four batches are in transit.
+    assert stopped + after == BATCHES
+    shutil.rmtree("saves")
+    undisturbed = run_ranks(fit_after_sigterm, args=(-1,))
+    assert all(toy.same(a[2], b[2]) for a, b in zip(disturbed, undisturbed, strict=True))
 
 
 # ---- SLURM's requeue signal ------------------------------------------------------------------------------------------

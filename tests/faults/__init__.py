@@ -3,6 +3,7 @@
 ``training``  the training of one rank: a small HSTU, a checkpoint every few steps, a record of every trained sample
 ``attempt``   one start of all ranks; a rank is killed, and the others are watched until they end
 ``campaign``  many trainings with random settings, and the checks: named errors, no sample lost, equal weights
+``elastic``   the training under torchrun's agents, with a changing number of hosts
 
 ``python -m tests.faults --kills 100 --seed 0`` runs a campaign.
 """

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
-from tests.faults.campaign import TrainingResult, campaign
+from benchmarks.harness.report import head
+from tests.faults.campaign import TIMEOUTS, WORLDS, TrainingResult, campaign
 
 
 def show(result: TrainingResult) -> None:
@@ -14,18 +17,40 @@ def show(result: TrainingResult) -> None:
     print(f"{result.seed}: ranks {result.worlds}, killed {kills}: {'; '.join(result.problems) or 'ok'}", flush=True)
 
 
+def device_name(device: str) -> str | None:
+    """The name of the GPU. Asking torch would initialize CUDA here, and the ranks are forked from this process."""
+    if device == "cpu":
+        return None
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    name = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
+    return f"{name}, all ranks on one GPU"
+
+
+def write(path: Path, result: dict[str, Any], machine: str | None) -> None:
+    """Write the result to a file. Results of other seeds in the file stay."""
+    runs = json.loads(path.read_text())["rows"] if path.exists() else []
+    stored = head("faults", machine, "-m tests.faults")
+    result = {"date": stored["date"], "command": stored["command"], **result}
+    runs = [*(run for run in runs if run["seed"] != result["seed"]), result]
+    path.write_text(json.dumps(stored | {"rows": runs}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="how many ranks are killed")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same settings and moments")
-    parser.add_argument("--output", help="write the result to this JSON file")
+    parser.add_argument("--device", choices=sorted(TIMEOUTS), default="cpu", help="cuda: all ranks share one GPU")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks that are used")
+    parser.add_argument("--timeout", type=float, help="timeout of the strategy in seconds")
+    parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     options = parser.parse_args()
-    result = {"seed": options.seed, **campaign(options.kills, options.seed, show)}
-    text = json.dumps(result, indent=2)
-    print(text)
+    found = campaign(options.kills, options.seed, show, options.ranks, options.device, options.timeout)
+    result = {"seed": options.seed, **found}
+    print(json.dumps(result, indent=2))
     if options.output:
-        with open(options.output, "w") as stream:
-            stream.write(text + "\n")
+        write(options.output, result, device_name(options.device))
     return 1 if result["problems"] else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -41,6 +42,7 @@ class Outcome:
         errors: what each rank that failed has raised.
         seconds: how long after the kill each other rank ended.
         stuck: the ranks that were still running at the limit.
+        start_seconds: how long it took from the start of the processes to the begin of the training; ``None`` if it never began.
     """
 
     killed: bool = False
@@ -48,6 +50,7 @@ class Outcome:
     errors: dict[int, str] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     stuck: list[int] = field(default_factory=list)
+    start_seconds: float | None = None
 
 
 def run_attempt(
@@ -61,7 +64,7 @@ def run_attempt(
 ) -> Outcome:
     """Start ``world`` ranks, kill ``victim`` at ``moment``, and wait up to ``limit`` seconds after that for the others."""
     context = mp.get_context("fork")
-    port, all_done = free_port(), context.Event()
+    port, all_done, started = free_port(), context.Event(), time.time()
     processes, pipes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
@@ -91,6 +94,8 @@ def run_attempt(
     for process in processes:
         process.kill()
         process.join()
+    begins = [json.loads(line)["time"] for line in _first_lines(folder, attempt)]
+    outcome.start_seconds = max(begins) - started if len(begins) == world else None
     if victim in outcome.results:
         outcome.killed = False  # The rank had completed its training before.
     if outcome.killed and victim is not None:
@@ -109,6 +114,11 @@ def _kill(process: Any, folder: Path, attempt: int, victim: int, moment: Moment)
         return False
     os.kill(process.pid, signal.SIGKILL)
     return True
+
+
+def _first_lines(folder: Path, attempt: int) -> list[str]:
+    """The lines with which the ranks have noted the begin of the training."""
+    return [path.read_text().splitlines()[0] for path in (folder / "samples").glob(f"{attempt}.*.jsonl")]
 
 
 def _lines(path: Path) -> int:

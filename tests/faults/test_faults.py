@@ -14,11 +14,12 @@ from tests.faults.training import EPOCHS, USERS, Settings
 
 
 @pytest.mark.timeout(400)
-def test_four_kills() -> None:
-    result = campaign(kills=4, seed=7)
+def test_five_kills() -> None:
+    result = campaign(kills=5, seed=7, worlds=(2, 3), timeout=6.0)
     assert result["problems"] == {}
-    assert result["kills"] == 4
-    assert result["survivors"] >= 4
+    assert result["kills"] == 5
+    assert result["survivors"] >= 5
+    assert result["with_resharding"] >= 1
 
 
 # ---- the checks can fail -----------------------------------------------------------------------------------------------

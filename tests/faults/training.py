@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ class Settings:
     asynchronous: bool = False
     transport: str = "auto"
     timeout: float = 10.0  # seconds
+    device: str = "cpu"  # or "cuda": all ranks share one GPU, and each counts as a host
 
 
 def histories() -> Histories:
@@ -51,7 +55,7 @@ def histories() -> Histories:
 class SampleRecord(pl.Callback):
     """Writes the users of every trained batch to ``folder/samples``, and notes the begin of every save."""
 
-    def __init__(self, folder: Path, attempt: int):
+    def __init__(self, folder: Path, attempt: int | None):
         self.folder, self.attempt = folder, attempt
 
     def _append(self, rank: int, kind: str, entry: dict[str, Any]) -> None:
@@ -61,7 +65,10 @@ class SampleRecord(pl.Callback):
             stream.write(json.dumps(entry) + "\n")
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._append(trainer.global_rank, "samples", {"begin": trainer.global_step})
+        if self.attempt is None:
+            self.attempt = trainer.strategy.broadcast(time.time_ns())
+        entry = {"begin": trainer.global_step, "world": trainer.world_size, "time": time.time()}
+        self._append(trainer.global_rank, "samples", entry)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, i: int) -> None:
         history = batch.history
@@ -77,8 +84,27 @@ class SampleRecord(pl.Callback):
         self._append(trainer.global_rank, "saves", {"step": trainer.global_step})
 
 
-def train(rank: int, world: int, folder: str, attempt: int, settings: Settings) -> dict[str, Tensor]:
-    """Train to the end and return the unsharded weights. ``attempt`` is the number of the start in the record of the samples."""
+def train(
+    rank: int,
+    world: int,
+    folder: str,
+    attempt: int | None,
+    settings: Settings,
+    nodes: int = 1,
+    callbacks: Sequence[pl.Callback] = (),
+) -> dict[str, Tensor]:
+    """Train to the end. Rank 0 returns the unsharded weights.
+
+    Args:
+        attempt: the number of the start in the record of the samples; ``None``: the time of the start, in nanoseconds.
+        nodes: number of hosts. The ranks are divided evenly.
+        callbacks: further callbacks of the Trainer.
+    """
+    placement: dict[str, Any] = {"devices": world // nodes, "num_nodes": nodes}
+    if settings.device == "cuda":
+        # NCCL refuses two ranks on one GPU of one host.
+        os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank), NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+        placement = {"accelerator": "gpu", "devices": 1, "num_nodes": world}
     pl.seed_everything(1, verbose=False)
     data = fs.SeqRecDataModule(histories(), batch_size=GLOBAL_BATCH // world, max_history=32, num_negatives=4)
     model = HSTU(
@@ -91,7 +117,7 @@ def train(rank: int, world: int, folder: str, attempt: int, settings: Settings) 
     )
     strategy = fs.FreeScaleStrategy(
         prioritize=settings.prioritize,
-        checkpoint=settings.checkpoint,  # type: ignore[arg-type]
+        checkpoint=fs.Incremental(full_every=3) if settings.checkpoint == "incremental" else settings.checkpoint,  # type: ignore[arg-type]
         transport=settings.transport,  # type: ignore[arg-type]
         timeout=settings.timeout,
         monitor=False,
@@ -105,10 +131,16 @@ def train(rank: int, world: int, folder: str, attempt: int, settings: Settings) 
         world,
         max_epochs=EPOCHS,
         enable_checkpointing=True,
-        callbacks=[saves, SampleRecord(Path(folder), attempt)],
+        callbacks=[saves, SampleRecord(Path(folder), attempt), *callbacks],
+        **placement,
         **options,
     )
     trainer.fit(model, data, ckpt_path="last")
-    weights = toy.weights(model)
+    return final_weights(Path(folder)) if rank == 0 else {}
+
+
+def final_weights(folder: Path) -> dict[str, Tensor]:
+    """The unsharded weights of the last checkpoint, which was written after the last step."""
+    weights = fs.export(folder / "checkpoints" / "last.ckpt", folder / "weights.pt", weights_only=False)
     assert all(torch.isfinite(value).all() for value in weights.values())
     return weights

@@ -7,7 +7,9 @@ import operator
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 
 import lightning_freescale
 from lightning_freescale.runtime import lightning_compat as compat
+from lightning_freescale.runtime.bounded import within
+from tests.ranks import run_ranks
 
 BATCHES = 6
 # An attribute of a Trainer, a loop or a connector that starts with one underscore.
@@ -240,6 +244,34 @@ def test_signals_are_forwarded_to_the_processes_of_a_launcher() -> None:
     compat.forward_signal(None, signal.SIGTERM)
     compat.forward_signal(Launcher(), int(signal.SIGTERM))
     assert Launcher.sent == [signal.SIGTERM]
+
+
+def prepare_data_alone(rank: int, limited: bool) -> str:
+    """Rank 1 never comes to the barrier. Return what becomes of rank 0."""
+    torch.distributed.init_process_group("gloo")
+    pl = importlib.import_module("lightning.pytorch")
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    connector = importlib.import_module(type(trainer._data_connector).__module__)
+    lightnings_own = connector._InfiniteBarrier
+    compat.limit_prepare_data(trainer, timedelta(seconds=0.5))
+    compat.limit_prepare_data(trainer, timedelta(seconds=0.5) if limited else None)
+    assert (connector._InfiniteBarrier is lightnings_own) is not limited
+    if rank == 1:
+        time.sleep(2)
+        return "did not come"
+    try:
+        within(1.5, connector._InfiniteBarrier().__enter__)
+    except TimeoutError:
+        return "waits"
+    except RuntimeError:
+        return "failed"
+    return "went on"
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_the_ranks_meet_within_the_timeout_before_prepare_data(limited: bool) -> None:
+    """Without the limit, which is the negative control, a rank waits without end for one that has died."""
+    assert run_ranks(prepare_data_alone, args=(limited,)) == ["failed" if limited else "waits", "did not come"]
 
 
 def test_no_other_file_uses_a_private_attribute_of_a_trainer() -> None:

@@ -2,6 +2,8 @@
 
 * ``hooks.py`` joins the hooks of the strategy: ``saving.py``, ``loading.py`` and what both share, ``shared_state.py``.
 * ``format.py`` chooses between ``file.py`` (full tensors, every strategy can read it) and ``folder.py`` (shards).
+* ``incremental.py``: folders with what has changed since the last full one (``changes.py``).
+* ``safe_reading.py``: reads folders without running code from them.
 * ``storage.py``: local folders and remote addresses, atomic replacement, checksums.
 * ``tensors.py`` and ``weights.py``: between sharded tables and full tensors, and into the model.
 * ``random_states.py``: a resumed run draws the numbers of the uninterrupted one.

@@ -3,6 +3,7 @@
     NAME.ckpt/
       .metadata, __R_K.distcp    torch.distributed.checkpoint: the weights, sharded tables too, and the state of their optimizer
       meta.pt                    Lightning's entries: loops, callbacks, dense optimizers, schedulers, hyperparameters
+      changes_R.pt               in an incremental checkpoint: what differs from the other files (see :mod:`.changes`)
       checksums.json             size and CRC-32 of every other file
 
 In a remote store, the first two lie in a subfolder (see :mod:`~lightning_freescale.strategy.checkpoints.storage`).
@@ -16,13 +17,19 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
-from lightning_freescale.strategy.checkpoints import storage
+from lightning_freescale.strategy.checkpoints import changes, storage
+from lightning_freescale.strategy.checkpoints.changes import Piece
+from lightning_freescale.strategy.checkpoints.safe_reading import (
+    SafeFileReader,
+    SafeLoadPlanner,
+    SafeRemoteReader,
+    SafeWholePlanner,
+)
 from lightning_freescale.strategy.checkpoints.storage import META
 from lightning_freescale.strategy.control import Control
 
@@ -87,7 +94,7 @@ def _writer(folder: str) -> FileSystemWriter:
 
 
 def _reader(folder: str) -> FileSystemReader:
-    return FileSystemReader(folder) if storage.is_local(folder) else FsspecReader(folder)
+    return SafeFileReader(folder) if storage.is_local(folder) else SafeRemoteReader(folder)
 
 
 # ---- load --------------------------------------------------------------------------------------------------------
@@ -111,10 +118,12 @@ def load_meta(path: str, weights_only: bool | None = None) -> dict[str, Any]:
             meta = torch.load(stream, map_location="cpu", weights_only=weights_only)
     except Exception as failure:
         raise CheckpointError(f"{file} cannot be read: {failure}. {UNPICKLE_HINT}") from failure
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{file} is damaged or foreign: it holds a {type(meta).__name__}")
     if _FIRST_VERSION in meta:
         names = ("table_optimizer_steps", "balance")
         meta[ENTRY] = {name: meta.pop(name) for name in names if name in meta}
-    if ENTRY not in meta:
+    if not isinstance(meta.get(ENTRY), dict):
         raise CheckpointError(f"{path} was not written by this strategy")
     return meta
 
@@ -142,11 +151,25 @@ def load_sharded(path: str, state: Mapping[str, Any], control: Control) -> None:
     """Fill the tensors of ``state`` in place. Any number of ranks may have written them. A collective."""
     try:
         wanted = {key: part for key, part in state.items() if part}  # DCP looks for empty mappings, too.
-        dcp.load(wanted, storage_reader=_reader(storage.data_folder(path)), process_group=control.group)
+        reader = _reader(storage.data_folder(path))
+        dcp.load(wanted, storage_reader=reader, planner=SafeLoadPlanner(), process_group=control.group)
     except BaseException as failure:  # DCP's CheckpointException is no Exception. It is raised on every rank.
         if isinstance(failure, KeyboardInterrupt):
             raise
         raise CheckpointError(f"rank {control.rank}: {path} cannot be loaded: {failure}") from failure
+    error: Exception | None = None
+    try:
+        flat = {f"{part}.{name}": value for part, values in wanted.items() for name, value in values.items()}
+        changes.apply_all(path, flat, _local_pieces)
+    except Exception as failure:
+        error = failure
+    raise_together(control, error, where="loading a checkpoint")
+
+
+def _local_pieces(value: Any) -> Iterable[Piece]:
+    """The shards of a tensor on this rank, which changes are written to."""
+    shards = value.local_shards() if hasattr(value, "local_shards") else ()
+    return [Piece(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards]
 
 
 def read_unsharded(path: str, part: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -163,8 +186,16 @@ def read_unsharded(path: str, part: str, leave_out: Iterable[str] = ()) -> dict[
     nested: dict[str, Any] = {}
     if keys:
         reader = _reader(storage.data_folder(path))
-        _load_state_dict(nested, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
-    return nested.get(part, {})
+        try:
+            _load_state_dict(nested, storage_reader=reader, planner=SafeWholePlanner(keys=keys), no_dist=True)
+        except BaseException as failure:  # DCP's CheckpointException is no Exception.
+            if isinstance(failure, KeyboardInterrupt):
+                raise
+            raise CheckpointError(f"{path} cannot be read: {type(failure).__name__}: {failure}") from failure
+    found = nested.get(part, {})
+    flat = {f"{part}.{name}": value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    changes.apply_all(path, flat, lambda value: [Piece((0,) * value.dim(), value)])
+    return found
 
 
 class FolderStateDict(dict):

@@ -7,19 +7,22 @@ from typing import Any
 
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.strategy.checkpoints.incremental import Incremental
 from lightning_freescale.strategy.checkpoints.tensors import total_bytes
 
 FORMATS = ("auto", "file", "sharded")
 FILE_LIMIT_BYTES = 256 << 20  # Tables up to this size are gathered into one file, with checkpoint="auto".
 
 
-def check_option(option: str) -> None:
+def check_option(option: str | Incremental) -> None:
     """Raise :class:`ConfigurationError` unless ``option`` is a format."""
-    if option not in FORMATS:
-        raise ConfigurationError(f"checkpoint={option!r} is unknown; choose one of {', '.join(FORMATS)}")
+    if not isinstance(option, Incremental) and option not in FORMATS:
+        raise ConfigurationError(
+            f"checkpoint={option!r} is unknown; choose one of {', '.join(FORMATS)}, Incremental(...)"
+        )
 
 
-def choose_format(option: str, io: Any, weights: Iterable[Any], world_size: int) -> str:
+def choose_format(option: str | Incremental, io: Any, weights: Iterable[Any], world_size: int) -> str:
     """``"file"`` or ``"sharded"``, for a model with the given weights.
 
     Args:
@@ -41,7 +44,7 @@ def choose_format(option: str, io: Any, weights: Iterable[Any], world_size: int)
             "`freescale export FOLDER FILE --lightning` makes one file for programs without lightning_freescale"
         )
     else:
-        chosen = option
+        chosen = "sharded" if isinstance(option, Incremental) else option
     if chosen == "sharded" and not is_lightnings_io(writing_io(io)):
         raise ConfigurationError(
             f"{type(io).__name__}: a CheckpointIO writes one file, but checkpoints are folders here "

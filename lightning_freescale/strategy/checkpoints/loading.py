@@ -14,6 +14,7 @@ from lightning_freescale.runtime.log import log_once
 from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
 from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
 from lightning_freescale.strategy.checkpoints.format import choose_format, is_lightnings_io, writing_io
+from lightning_freescale.strategy.checkpoints.incremental import Incremental, IncrementalSaves
 from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState
 from lightning_freescale.strategy.checkpoints.tensors import fill_shards, shape_of, table_names, with_values
@@ -110,6 +111,8 @@ class CheckpointLoading(CheckpointState):
         assert self.control is not None
         weights = self._module.state_dict().values()
         self._format = choose_format(self._checkpoint_format, self.checkpoint_io, weights, self.control.world_size)
+        option = self._checkpoint_format
+        self._incremental = IncrementalSaves(option) if isinstance(option, Incremental) else None
         self.control.diverged = False
         pending, self._pending_weights = self._pending_weights, None
         if pending is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_freescale.runtime.bounded import within
 
 MEETING_SECONDS = 10.0  # How long a rank waits for the others.
+AT_ONCE = 0.01  # The same, if it is known that not all ranks come. It still tells the others.
 STORE_SECONDS = 2.0  # How long the store may take to answer beyond that.
 _COUNTER = {"meetings": 0}
 

@@ -16,7 +16,7 @@ from lightning_freescale.runtime.log import logger
 from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
 from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
-from lightning_freescale.strategy.checkpoints.meeting import MEETING_SECONDS, all_ranks_came
+from lightning_freescale.strategy.checkpoints.meeting import AT_ONCE, MEETING_SECONDS, all_ranks_came
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
 from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, table_names, with_values
 from lightning_freescale.transport import failed_transfer
@@ -64,8 +64,13 @@ class CheckpointSaving(CheckpointState):
 
     @property
     def _meeting_seconds(self) -> float:
-        """How long the ranks wait for each other. With the wait before it, a rank ends within twice its timeout."""
+        """How long the ranks wait for each other. With the wait before it, a rank ends within twice its timeout.
+
+        If a rank is known to be missing, the others need not wait for it once more.
+        """
         assert self.control is not None
+        if self.control.misses_a_rank:
+            return AT_ONCE
         return min(MEETING_SECONDS, self.control.timeout.total_seconds() / 2)
 
     def _all_ranks_came_to_save(self) -> bool:
@@ -94,7 +99,7 @@ class CheckpointSaving(CheckpointState):
         control = self.control
         assert control is not None
         if not self._all_ranks_came_to_save():
-            return f"an exception was raised on this rank, and not all ranks came to save within {self._meeting_seconds:.0f} s"
+            return "an exception was raised on this rank, and not all ranks came to save"
         if control.diverged:
             return "the weights are invalid, because a loss was not finite"
         try:
@@ -173,12 +178,13 @@ class CheckpointSaving(CheckpointState):
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             sharded["table_optimizer"] = self._optimizer_tensors()
+        save = folder.save if self._incremental is None else self._incremental.save
         if not asynchronous:
-            folder.save(path, sharded, checkpoint, self.control)
+            save(path, sharded, checkpoint, self.control)
             return
         copied, meta = snapshot(sharded), snapshot(checkpoint) if self.control.rank == 0 else {}
         control = self._background.control(self.control)
-        self._background.start(lambda: folder.save(path, copied, meta, control), path)
+        self._background.start(lambda: save(path, copied, meta, control), path)
 
     def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""

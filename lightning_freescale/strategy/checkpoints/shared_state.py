@@ -9,6 +9,7 @@ from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.runtime.lightning_compat import FITTING
 from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous
+from lightning_freescale.strategy.checkpoints.incremental import Incremental, IncrementalSaves
 from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.strategy.pipeline import BatchPipeline
@@ -27,7 +28,8 @@ class CheckpointState(_Base):
     _sharded_model: ShardedModel | None
     _balancer: Balancer
     _pipeline: BatchPipeline
-    _checkpoint_format: str  # The strategy's option: "auto", "file" or "sharded".
+    _checkpoint_format: str | Incremental  # The strategy's option: "auto", "file", "sharded" or ``Incremental``.
+    _incremental: IncrementalSaves | None = None
     _format: str | None = None  # The format chosen for the model: "file" or "sharded".
     _saves: BackgroundSaves | None = None
 

@@ -195,7 +195,7 @@ def _read_json(path: str) -> Checksums | None:
     try:
         with open_file(path, "rb") as stream:
             return json.loads(stream.read())
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return None
 
 
@@ -211,9 +211,14 @@ def read_checksums(path: str) -> Checksums:
         )
     if not isinstance(checksums, dict):
         raise CheckpointError(f"{path} is damaged: {CHECKSUMS} cannot be read")
+    for name, entry in checksums.items():
+        if ".." in name.split("/") or name.startswith("/"):
+            raise CheckpointError(f"{path} is damaged: {CHECKSUMS} lists {name!r}, which is not in this folder")
+        if not isinstance(entry, list) or len(entry) != 2 or not all(type(part) is int for part in entry):
+            raise CheckpointError(f"{path} is damaged: {CHECKSUMS} has no size and CRC of {name!r}")
     for name in (META, METADATA):
-        if not any(file.rsplit("/", 1)[-1] == name for file in checksums):
-            raise CheckpointError(f"{path} is damaged: {CHECKSUMS} does not list {name}")
+        if sum(file.rsplit("/", 1)[-1] == name for file in checksums) != 1:
+            raise CheckpointError(f"{path} is damaged: {CHECKSUMS} does not list {name} once")
     return checksums
 
 
