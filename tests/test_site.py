@@ -83,9 +83,7 @@ def address(site: Path) -> Iterator[str]:
 def test_the_pages_in_a_browser(address: str, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:
         for width in (400, 1400):
-            browser.call(
-                "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-            )
+            browser.resize(width)
             for page in PAGES:
                 browser.open(f"{address}/{page}")
                 assert browser.evaluate("document.documentElement.scrollWidth") <= width, (page, width)
