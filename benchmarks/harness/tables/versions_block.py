@@ -13,7 +13,7 @@ def block(results: Mapping[str, StoredResult]) -> str:
     """The table and where it comes from."""
     found = results["versions_cpu"]
     table = markdown.table([_row(one) for one in reversed(found["sets"])])
-    return f"{table}\n\n`{command(found)}` on {machine(found)}. The torch releases are shown as they name themselves."
+    return f"{table}\n\n`{command(found)}` on {machine(found)}."
 
 
 def _row(one: Mapping[str, Any]) -> dict[str, str]:
