@@ -17,7 +17,19 @@ import yaml
 from tests.cli.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("", "results/", "api/", "options/", "failures/", "migrating/", "benchmarks/")
+PAGES = (
+    "",
+    "quickstart/",
+    "tour/",
+    "report/",
+    "results/",
+    "api/",
+    "options/",
+    "failures/",
+    "migrating/",
+    "examples/torchrun/",
+    "benchmarks/",
+)
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
