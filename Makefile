@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
+# make demo | test | test-versions | lint | docs | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -12,13 +12,17 @@ STACK ?= $(shell command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 
 FBGEMM_cpu := fbgemm-gpu-cpu==1.8.0
 FBGEMM_cuda := fbgemm-gpu==1.8.0
 
-.PHONY: demo test lint docs venv clean
+.PHONY: demo test test-versions lint docs venv clean
 
 demo: venv
 	$(BIN)/freescale demo
 
 test: venv
 	$(BIN)/python -m tests
+
+test-versions: venv  # a short suite for each supported set of versions, in environments of their own; writes the table in docs/
+	$(BIN)/python -m tests.versions --output benchmarks/results/versions_cpu.json
+	$(BIN)/python -m benchmarks.tables
 
 lint: venv
 	$(BIN)/ruff check .
@@ -47,4 +51,4 @@ $(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/* csrc/*/
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build site lightning_freescale.egg-info lightning_freescale/_C*.so
+	rm -rf $(VENV) .versions build site lightning_freescale.egg-info lightning_freescale/_C*.so

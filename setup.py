@@ -1,5 +1,6 @@
 """Builds the C++17 core. The metadata of the package is in pyproject.toml."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ headers = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 # If the compiler links libstdc++ statically, its symbols must stay private. Otherwise some would bind to torch's copy of it.
 link_arguments = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
 
+# The compiler takes the last level of optimization, and these flags come after CFLAGS. A level that CFLAGS sets should count.
+optimization = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]
+
 ParallelCompile().install()  # one compiler process per core
 setup(
     ext_modules=[
@@ -20,7 +24,7 @@ setup(
             sources,
             depends=headers,
             cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra"],
+            extra_compile_args=[*optimization, "-Wall", "-Wextra"],
             extra_link_args=link_arguments,
         )
     ],

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables [--check]
 
-No figure in these tables is typed by hand. README.md, docs/results.md, docs/models.md and docs/zero_collision.md keep their
-text: only the blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are replaced. The other two pages are
-generated completely.
+No figure in these tables is typed by hand. README.md, docs/results.md, docs/models.md, docs/install.md and
+docs/zero_collision.md keep their text: only the blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are
+replaced. The other two pages are generated completely.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.harness.tables import (
     personal_tokens_block,
     readme_block,
     results_blocks,
+    versions_block,
     zero_collision_block,
 )
 from benchmarks.harness.tables.markdown import fill_block
@@ -48,7 +49,9 @@ def pages() -> dict[Path, str]:
         ("personal tokens, serving", personal_tokens_block.serving),
     ):
         models_text = fill_block(models.name, models_text, name, make(stored))
+    install = ROOT / "docs" / "install.md"
     return {
+        install: fill_block(install.name, install.read_text(), "versions", versions_block.block(stored)),
         models: models_text,
         ids: ids_text,
         readme: fill_block(readme.name, readme.read_text(), "", readme_block.block(stored)),

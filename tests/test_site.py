@@ -17,7 +17,19 @@ import yaml
 from tests.cli.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("", "results/", "api/", "options/", "failures/", "migrating/", "benchmarks/")
+PAGES = (
+    "",
+    "quickstart/",
+    "tour/",
+    "report/",
+    "results/",
+    "api/",
+    "options/",
+    "failures/",
+    "migrating/",
+    "examples/torchrun/",
+    "benchmarks/",
+)
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -83,9 +95,7 @@ def address(site: Path) -> Iterator[str]:
 def test_the_pages_in_a_browser(address: str, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:
         for width in (400, 1400):
-            browser.call(
-                "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-            )
+            browser.resize(width)
             for page in PAGES:
                 browser.open(f"{address}/{page}")
                 assert browser.evaluate("document.documentElement.scrollWidth") <= width, (page, width)

@@ -11,28 +11,29 @@ from numpy.typing import NDArray
 from lightning_freescale.bubbles.attribution import label
 from lightning_freescale.bubbles.spans import ENGINE, Step
 
-# Useful work is blue or green, AllReduce is purple, other communication is yellow to red, waiting is grey. White time is in no
-# span: the reason for it is not known.
+# Useful work is blue or green, AllReduce is pink, other communication is yellow to brown, waiting for the slowest rank is red,
+# other waiting is grey. White time is in no span: the reason for it is not known. People with one of the common kinds of color
+# blindness can tell these colors apart: a test computes how far they are from each other.
 COLORS = {
-    "dense_forward": "#4f83cc",
-    "dense_backward": "#2a5599",
-    "optimizer": "#86b3e6",
-    "lookup": "#2a9d8f",
-    "id_exchange": "#f2c14e",
-    "row_exchange": "#f08a24",
-    "row_exchange_collision": "#e4572e",
-    "row_exchange_exclusive": "#f7b27a",
-    "gradient_exchange": "#c65b3a",
-    "expert_exchange": "#b5651d",
-    "allreduce": "#9c5cb4",
-    "straggler": "#d7263d",
-    "input_wait": "#8d99ae",
-    "h2d": "#b9c3d0",
-    "metrics": "#ddd2b0",
-    "exposed_embedding": "#f08a24",
-    "exposed_experts": "#b5651d",
-    "exposed_dense": "#9c5cb4",
-    "other": "#cfd5dd",
+    "dense_forward": "#0082ff",
+    "dense_backward": "#0b4f8a",
+    "optimizer": "#3cd0ff",
+    "lookup": "#0a7f56",
+    "id_exchange": "#ffe245",
+    "row_exchange": "#fe9000",
+    "row_exchange_collision": "#703c07",
+    "row_exchange_exclusive": "#efbd67",
+    "gradient_exchange": "#b5925e",
+    "expert_exchange": "#45371b",
+    "allreduce": "#dd89d4",
+    "straggler": "#de4d2c",
+    "input_wait": "#606b75",
+    "h2d": "#9197a0",
+    "metrics": "#bfb29a",
+    "exposed_embedding": "#fe9000",
+    "exposed_experts": "#45371b",
+    "exposed_dense": "#dd89d4",
+    "other": "#e1e1e1",
 }
 _LEFT, _TOP, _LANE, _GAP, _AXIS, _LINE = 56, 24, 16, 8, 22, 18  # pixels at scale 1
 

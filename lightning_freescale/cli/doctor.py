@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
+import re
 import resource
 from collections.abc import Sequence
 from importlib import metadata
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.runtime.errors import ConfigurationError
-from lightning_freescale.runtime.requirements import FBGEMM_FOR_TORCH
+from lightning_freescale.runtime.requirements import FBGEMM_FOR_TORCH, TORCHREC_PROBLEM
 from lightning_freescale.transport import capabilities
 from lightning_freescale.transport.addresses import shared_secret
 from lightning_freescale.transport.choice import Capabilities, decide
@@ -22,6 +24,7 @@ from lightning_freescale.transport.choice_table import choice_rows
 
 ENOUGH_SHARED_MEMORY = 1 << 30  # bytes; with less, the buffers of several groups are small
 ENOUGH_DESCRIPTORS = 1024
+OLDEST = {"Python": "3.11", "torchrec": "1.6.1", "lightning": "2.5"}  # releases that the tests cover
 
 
 class Finding(NamedTuple):
@@ -30,6 +33,7 @@ class Finding(NamedTuple):
     name: str
     value: str
     fix: str = ""  # what to do; empty if it is fine
+    fits: str = ""  # which values would be fine
 
 
 def inspect() -> list[Finding]:
@@ -45,42 +49,87 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _at_least(version: str, oldest: str) -> bool:
+    """Whether a release is not older than another one, by the numbers in their names."""
+    return [int(part) for part in re.findall(r"\d+", version)[:3]] >= [int(part) for part in oldest.split(".")]
+
+
+def _recent_enough(name: str, version: str | None) -> Finding:
+    oldest = OLDEST[name]
+    how = (
+        f"pip install {'--no-deps ' if name == 'torchrec' else ''}{name}"
+        if name != "Python"
+        else f"use Python {oldest}"
+    )
+    fine = version is not None and _at_least(version, oldest)
+    return Finding(name, version or "missing", "" if fine else how, f"{oldest} or later")
+
+
 def _packages() -> list[Finding]:
     release = ".".join(torch.__version__.split(".")[:2])
     wanted = FBGEMM_FOR_TORCH.get(release)
-    findings = [
+    advice = f"use one of {', '.join(FBGEMM_FOR_TORCH)}: FBGEMM is built for one release of torch"
+    package = "fbgemm-gpu" if torch.version.cuda and torch.cuda.is_available() else "fbgemm-gpu-cpu"
+    found = {name: version for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if (version := _version(name))}
+    # With a GPU, the CPU build cannot train: its kernels do not take CUDA tensors.
+    usable = found.get("fbgemm-gpu") or (found.get("fbgemm-gpu-cpu") if package == "fbgemm-gpu-cpu" else None)
+    fits = usable is not None and (wanted is None or usable.split("+")[0] == wanted)
+    return [
+        _recent_enough("Python", platform.python_version()),
+        Finding("torch", torch.__version__, "" if wanted else advice, ", ".join(FBGEMM_FOR_TORCH)),
         Finding(
-            "torch",
-            torch.__version__,
-            "" if wanted else f"use one of {', '.join(FBGEMM_FOR_TORCH)}: FBGEMM is built for one release of torch",
-        )
+            "FBGEMM",
+            ", ".join(f"{version} ({name})" for name, version in found.items()) or "missing",
+            ""
+            if fits
+            else f"pip install {package}" + (f"=={wanted}" if wanted else ", the release made for your torch"),
+            f"{wanted} for torch {release}" if wanted else "",
+        ),
+        _recent_enough("torchrec", _version("torchrec")),
+        _recent_enough("lightning", _version("lightning")),
+        Finding("lightning-freescale", _version("lightning-freescale") or "imported from its sources"),
+        Finding("training", "packages are missing" if TORCHREC_PROBLEM else "can start", TORCHREC_PROBLEM or ""),
     ]
-    package = "fbgemm-gpu" if torch.version.cuda else "fbgemm-gpu-cpu"
-    fbgemm = _version("fbgemm-gpu") or _version("fbgemm-gpu-cpu")
-    fits = fbgemm is not None and (wanted is None or fbgemm.split("+")[0] == wanted)
-    findings.append(Finding("FBGEMM", fbgemm or "missing", "" if fits else f"pip install {package}=={wanted}"))
-    for name in ("torchrec", "lightning", "lightning-freescale"):
-        version = _version(name)
-        findings.append(Finding(name, version or "missing", "" if version else f"pip install {name}"))
-    return findings
 
 
 def _devices(found: Capabilities) -> list[Finding]:
     nccl = "not in this torch"
-    if found.nccl and torch.cuda.is_available():
+    if found.nccl:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     reachable = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     rdma = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in rdma.iterdir()) if rdma.is_dir() else []
+    built = torch.version.cuda
     return [
-        Finding("CUDA driver", found.driver or "none"),
+        Finding(
+            "CUDA driver",
+            f"for CUDA up to {found.driver}" if found.driver else "none",
+            driver_advice(found, built, torch.cuda.is_available()),
+            f"torch is built for CUDA {built}" if built else "torch is built without CUDA",
+        ),
         Finding("CUDA devices", str(found.devices)),
         Finding("peer access", f"{reachable} of {len(pairs)} pairs of devices" if pairs else "no pairs of devices"),
         Finding("NCCL", nccl),
         Finding("RDMA", ", ".join(cards) if cards else "no device"),
     ]
+
+
+def driver_advice(found: Capabilities, built: str | None, works: bool) -> str:
+    """What to do about the driver, if there are GPUs that torch cannot use.
+
+    Args:
+        built: CUDA version that torch is built for, if any.
+        works: whether torch can use a GPU.
+    """
+    if works or not found.devices:
+        return ""
+    if built is None:
+        return f"this machine has {found.devices} GPUs, but torch is built without CUDA: install a torch with CUDA"
+    if found.driver and not _at_least(found.driver, built.split(".")[0]):
+        return f"the driver is too old for CUDA {built}: update it, or install a torch for CUDA {found.driver.split('.')[0]}"
+    return "torch finds no GPU: look at CUDA_VISIBLE_DEVICES and at the output of nvidia-smi"
 
 
 def _system(found: Capabilities) -> list[Finding]:
@@ -124,7 +173,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "freescale doctor") -> i
     findings = inspect()
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        print(f"{finding.name:<{width}}  {finding.value}")
+        print(f"{finding.name:<{width}}  {finding.value}" + (f"  [{finding.fits}]" if finding.fits else ""))
     if options.table:
         print("\ntransport='auto' chooses:")
         for row in choice_rows():

@@ -108,5 +108,5 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             found = recommender.recommend(samples, k, filter_seen=not options.keep_seen)
             writer.write(found._replace(users=histories.user_ids[samples.users]))
             progress.update(len(samples.users))
-    print(f"{options.output}: {k} items for each of {writer.users:,} users")
+    print(f"{options.output}: at most {k} items for each of {writer.users:,} users")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_freescale.bubbles.analysis import Analysis, analyse
 from lightning_freescale.bubbles.attribution import PARTS, label
+from lightning_freescale.bubbles.comparison import comparison_sentence
 from lightning_freescale.bubbles.picture import COLORS
 from lightning_freescale.bubbles.records import RECORDS_FOLDER, read_run
 from lightning_freescale.bubbles.spans import ENGINE
@@ -66,7 +67,7 @@ def describe(analysis: Analysis) -> str:
 
 
 def compare(first: Analysis, second: Analysis) -> str:
-    """The figures of two runs side by side, for the terminal."""
+    """One sentence about two runs, and their figures side by side, for the terminal."""
     rows = [["", "A", "B", "B / A"]]
     for name in ("wall", "useful", "bubble", *PARTS):
         a, b = first.ms(name), second.ms(name)
@@ -76,7 +77,8 @@ def compare(first: Analysis, second: Analysis) -> str:
     for tag in sorted(tags):
         a, b = first.summary[tag], second.summary[tag]
         rows.append([tag, _format(tag, a), _format(tag, b), f"{b / a:.2f}" if a else ""])
-    return f"A  {first.name}\n   {first.title}\nB  {second.name}\n   {second.title}\n\n{table(rows)}"
+    runs = f"A  {first.name}\n   {first.title}\nB  {second.name}\n   {second.title}"
+    return f"{comparison_sentence(first, second)}\n\n{runs}\n\n{table(rows)}"
 
 
 def _format(tag: str, value: float) -> str:
@@ -89,9 +91,14 @@ _SHARES = {"balance/sparsity", "embedding/collision_rate", "comm/overlap", "thro
 
 
 # ---- page ----------------------------------------------------------------------------------------------------------
-def page(analyses: Iterable[Analysis]) -> str:
+def page(analyses: Sequence[Analysis]) -> str:
     """A self-contained HTML page: it loads nothing from the network and no other file."""
-    data = {"runs": [_page_data(analysis) for analysis in analyses], "colors": COLORS, "parts": PARTS}
+    data = {
+        "runs": [_page_data(analysis) for analysis in analyses],
+        "sentence": comparison_sentence(*analyses) if len(analyses) == 2 else "",
+        "colors": COLORS,
+        "parts": PARTS,
+    }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     template = resources.files("lightning_freescale.cli").joinpath("report.html").read_text()
     return template.replace(_PLACEHOLDER, text)

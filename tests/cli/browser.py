@@ -87,8 +87,18 @@ class Browser:
     def open(self, page: Path | str) -> None:
         """Open a file or an address and wait until it is loaded."""
         self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
+        self.wait_until("document.readyState === 'complete'")
+
+    def resize(self, width: int, scheme: str = "light") -> None:
+        """Set the width of the window, and whether the user prefers the ``light`` or the ``dark`` color scheme."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def wait_until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + 30
-        while self.evaluate("document.readyState") != "complete" and time.monotonic() < deadline:
+        while not self.evaluate(expression):
+            assert time.monotonic() < deadline, expression
             time.sleep(0.05)
 
     def evaluate(self, expression: str) -> Any:

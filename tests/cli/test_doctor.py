@@ -9,6 +9,8 @@ import torch
 
 from lightning_freescale.cli import doctor
 from lightning_freescale.cli import main as cli
+from lightning_freescale.runtime.requirements import FBGEMM_FOR_TORCH
+from lightning_freescale.transport.choice import Capabilities
 from lightning_freescale.transport.choice_table import choice_rows, choice_table
 from tests.ranks import run_ranks
 
@@ -25,10 +27,50 @@ def test_the_doctor_finds_what_is_installed() -> None:
     )  # in a process of its own, because it looks for a driver and remembers the result
     found = {finding.name: finding for finding in findings}
     assert found["torch"].value == torch.__version__
-    assert found["torch"].fix == found["FBGEMM"].fix == found["torchrec"].fix == ""
+    packages = ("Python", "torch", "FBGEMM", "torchrec", "lightning", "training")
+    assert [found[name].fix for name in packages] == [""] * 6
+    release = ".".join(torch.__version__.split(".")[:2])
+    assert found["FBGEMM"].fits == f"{FBGEMM_FOR_TORCH[release]} for torch {release}"
+    assert found["training"].value == "can start"
     assert found["shared memory"].value.endswith("MiB free in /dev/shm")
     if not torch.cuda.is_available():
         assert found["transport='auto', one host"].value.startswith("gloo: ")
+
+
+def _without_torchrec(rank: int) -> dict[str, doctor.Finding]:
+    doctor.TORCHREC_PROBLEM = "it needs TorchRec. Run: pip install --no-deps torchrec"
+    installed = {"fbgemm-gpu-cpu": "1.2.0", "lightning": "2.4.9"}
+    doctor._version = installed.get
+    return {finding.name: finding for finding in doctor.inspect()}
+
+
+def test_the_doctor_names_what_does_not_fit() -> None:
+    (found,) = run_ranks(_without_torchrec, 1)
+    release = ".".join(torch.__version__.split(".")[:2])
+    package = "fbgemm-gpu" if torch.cuda.is_available() else "fbgemm-gpu-cpu"
+    assert found["FBGEMM"].fix == f"pip install {package}=={FBGEMM_FOR_TORCH[release]}"
+    assert (found["torchrec"].value, found["torchrec"].fix) == ("missing", "pip install --no-deps torchrec")
+    assert (found["lightning"].value, found["lightning"].fix) == ("2.4.9", "pip install lightning")
+    assert "pip install --no-deps torchrec" in found["training"].fix
+    assert found["Python"].fix == ""
+
+
+@pytest.mark.parametrize(
+    ("driver", "devices", "built", "works", "words"),
+    [
+        ("13.0", 8, "13.0", True, ""),
+        (None, 0, None, False, ""),
+        (None, 0, "13.0", False, ""),
+        ("13.0", 2, None, False, "this machine has 2 GPUs, but torch is built without CUDA"),
+        ("12.8", 1, "13.0", False, "the driver is too old for CUDA 13.0: update it, or install a torch for CUDA 12"),
+        ("13.0", 1, "12.8", False, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_advice_about_the_driver(driver: str | None, devices: int, built: str | None, works: bool, words: str) -> None:
+    found = Capabilities(False, "", driver, devices, 0, "", False)
+    advice = doctor.driver_advice(found, built, works)
+    assert words in advice
+    assert bool(words) == bool(advice)
 
 
 def _advice(rank: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.bubbles.analysis import analyse
+from lightning_freescale.bubbles.comparison import comparison_sentence
 from lightning_freescale.bubbles.records import RecordWriter, histogram, rank_file, read_run, to_record
 from lightning_freescale.bubbles.spans import Step
 from lightning_freescale.bubbles.trace import write_trace
@@ -126,6 +127,32 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert ["straggler", "ms", "20.00", "0.00", "0.00"] in lines
     assert ["embedding/collision_rate", "12.0%", "12.0%", "1.00"] in lines
     assert all((run / "freescale" / "trace.json").exists() for run in (before, after))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "sentence"),
+    [
+        ([(10.0, 50.0)], [(30.0, 30.0)], "B is 1.51x faster: the wait for stragglers fell from 34% to 0% of a step."),
+        ([(30.0, 30.0)], [(10.0, 50.0)], "B is 1.51x slower: the wait for stragglers rose from 0% to 34% of a step."),
+        ([(60.0, 60.0)], [(30.0, 30.0)], "B is 1.77x faster: useful work fell from 60 ms to 30 ms per step."),
+        ([(30.0, 30.0)], [(30.1, 30.1)], "A and B are equally fast: a step takes 39 ms in A and 39.1 ms in B."),
+    ],
+)
+def test_a_comparison_starts_with_one_sentence(
+    a: list, b: list, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    runs = write_run(tmp_path / "a", a * 4), write_run(tmp_path / "b", b * 4)
+    command(*runs)
+    assert f"\n\n{sentence}\n\nA  " in capsys.readouterr().out
+    assert json.dumps(sentence) in report.page([analyse(read_run(run)) for run in runs])
+
+
+def test_a_share_that_rises_while_its_time_falls_is_told_in_ms(tmp_path: Path) -> None:
+    """The time of the exchange falls from 20 to 9.7 ms, but its share of the much shorter step rises."""
+    first = analyse(read_run(write_run(tmp_path / "a", [(15.0, 15.0)] * 4, 20.0)))
+    second = analyse(read_run(write_run(tmp_path / "b", [(5.0, 5.0)] * 4, 9.7)))
+    sentence = comparison_sentence(first, second)
+    assert sentence == "B is 2.09x faster: the exposed embedding exchange fell from 20 ms to 9.7 ms per step."
 
 
 def test_main_parses_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -245,15 +272,61 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert len(browser.complaints()) == 1
 
 
+def press(browser: browsers.Browser, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode={"Tab": 9}.get(key, 0)
+        )
+
+
 @needs_chromium
 def test_two_runs_in_a_browser(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "a", STEPS), write_run(tmp_path / "b", [(15.0, 15.0)] * 5)
+    """On a phone and on a wide screen, in light and dark, with the mouse and with the keyboard."""
+    first = write_run(tmp_path / "a_folder_with_a_name_that_is_much_longer_than_a_phone_is_wide", STEPS)
+    second = write_run(tmp_path / "b", [(15.0, 15.0)] * 5)
     command(first, second, "--html", tmp_path / "out.html")
+    picked = "document.querySelector('#picked-{} h2')?.textContent"
     with browsers.Browser(tmp_path / "profile") as browser:
-        browser.open(tmp_path / "out.html")
-        assert "ms31.224.0" in browser.evaluate("document.querySelector('#compared').textContent")
-        assert browser.evaluate("document.querySelectorAll('.gantt').length") == 4
+        papers = set()
+        for width, scheme in ((400, "light"), (1400, "dark")):
+            browser.resize(width, scheme)
+            browser.open(tmp_path / "out.html")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert (
+                browser.evaluate(
+                    "Math.min(...[...document.querySelectorAll('.gantt')].map(g => g.viewBox.baseVal.width))"
+                )
+                <= width
+            )
+            papers.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert "ms31.224.0" in browser.evaluate("document.querySelector('#compared').textContent")
+            assert browser.evaluate("document.querySelectorAll('.gantt').length") == 4
+        assert len(papers) == 2, "the dark page has another background"
+        sentence = "B is 1.30x faster: the wait for stragglers fell from 20% to 0% of a step."
+        assert browser.evaluate("document.querySelector('#comparison p').textContent") == sentence
         browser.click('#run-1 .step-bar[data-step="1"] .hit')
         assert browser.evaluate("document.querySelectorAll('#spans-1 tbody tr').length") == 2 * 4
         assert browser.evaluate("document.querySelector('#spans-0')") is None
+        press(browser, "Tab")  # to the table of the spans
+        assert browser.evaluate("document.activeElement.getAttribute('aria-label')") == "Spans of step 1"
+        browser.evaluate("document.querySelector('#run-0 .over-time').focus()")
+        for key, step in (
+            ("ArrowRight", 0),
+            ("ArrowRight", 1),
+            ("End", 8),
+            ("ArrowRight", 8),
+            ("ArrowLeft", 7),
+            ("Home", 0),
+        ):
+            press(browser, key)
+            assert browser.evaluate(picked.format(0)) == f"Step {step}", key
+        assert browser.evaluate("document.activeElement.getAttribute('aria-valuetext')").startswith("step 0: ")
+        browser.resize(700, "dark")  # draws again, and keeps the chosen steps
+        browser.wait_until("document.querySelector('.gantt').viewBox.baseVal.width < 700")
+        assert [browser.evaluate(picked.format(run)) for run in (0, 1)] == ["Step 0", "Step 1"]
         assert browser.complaints() == []
+        # Show that the check of the width can fail.
+        browser.evaluate(
+            "document.body.append(Object.assign(document.createElement('div'), {style: 'width: 2000px; height: 1px'}))"
+        )
+        assert browser.evaluate("document.documentElement.scrollWidth") > 1400

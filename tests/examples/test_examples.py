@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
@@ -121,8 +122,8 @@ def test_the_demo_by_plain_python(tmp_path: Path) -> None:
         assert noise not in output, output
 
 
-def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
-    output = launch([sys.executable, "-m", "lightning_freescale.cli.main", "demo", *TINY, "--limit-train-batches", "4"])
+def check_comparison(output: str, folder: Path) -> None:
+    """The output of ``freescale demo`` in ``folder`` with four steps. ``tests/test_packaging.py`` runs it from the wheel."""
     assert output.count("2 x cpu") == 2
     assert re.search(r"^ +freescale_sync +freescale$", output, re.MULTILINE)
     assert re.search(r"^HR@10 +0\.\d{3} +0\.\d{3}$", output, re.MULTILINE)
@@ -132,7 +133,7 @@ def test_the_demo_compares_both_strategies(tmp_path: Path) -> None:
     assert output.count("3 steps recorded (1 to 3)") == 2  # the first step is not recorded
     assert re.search(r"^  straggler ms( +\d+\.\d\d){2}", output, re.MULTILINE)
     assert re.search(r"^Straggler wait: \d+% of the ranks' time in A, \d+% in B", output, re.MULTILINE)
-    page = (tmp_path / "runs" / "report.html").read_text()
+    page = (folder / "runs" / "report.html").read_text()
     assert "runs/freescale_sync/version_0" in page
     assert "See every step:    runs/report.html" in output
     for noise in ("Warning", "Tip:", "is_fx_tracing", "LeafSpec", "INFO:"):
@@ -195,6 +196,27 @@ def test_slurm() -> None:
     tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)} for rank in range(2)]
     outputs = run_ranks(run_script, args=([[*here(command[1:], per_node=1), *TINY]] * 2, tasks))
     assert [has_trained(output) for output in outputs] == [True, False]
+
+
+def test_kubernetes_runs_the_command_of_two_machines() -> None:
+    """The test above runs this command of torchrun. In a pod, only the names of rank, machine and log folder differ."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (EXAMPLES / "torchrun.md").read_text(), re.DOTALL)
+    service, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    words = shlex.split(container["args"][0])
+    first, _ = documented("--node-rank")
+    assert words[-2:] == ["--log-dir", "/checkpoints"]
+    names = {"$JOB_COMPLETION_INDEX": "0", "hstu-0.hstu": "node0"}
+    assert [names.get(word, word) for word in words[:-2]] == first
+    # The first pod of a job is JOB-0, and the headless service gives it the name JOB-0.SUBDOMAIN.
+    assert job["metadata"]["name"] == pod["subdomain"] == service["metadata"]["name"] == "hstu"
+    assert service["spec"] == {"clusterIP": "None", "selector": {"job-name": "hstu"}}
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert str(job["spec"]["completions"]) == str(job["spec"]["parallelism"]) == words[words.index("--nnodes") + 1]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(words[words.index("--nproc-per-node") + 1])
 
 
 # ---- the README --------------------------------------------------------------------------------------------------------
