@@ -22,7 +22,7 @@ PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|h|cpp|cu|cuh|svg|png|toml))`")
 FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
-OUTSIDE = {"freescale/", "meta.pt"}  # names of files that a training writes
+OUTSIDE = {"freescale/", "meta.pt", ".versions/"}  # files that a training or a make target writes
 
 
 def exists(name: str, page: Path) -> bool:

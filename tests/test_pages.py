@@ -63,6 +63,7 @@ QUICK = (
 SHORTER = {  # page: what is replaced, so that the code takes little time and memory
     "CONTRIBUTING.md": {},
     "docs/checkpoints.md": {},
+    "docs/exchange.md": {},
     "docs/failures.md": {'strategy="freescale", callbacks': f'strategy="freescale", {QUICK}, callbacks'},
     "docs/metrics.md": {},
     "docs/migrating.md": {'"nccl"': '"gloo"', 'accelerator="cuda", devices=8,': "accelerator='cpu', logger=False,"},
@@ -165,6 +166,7 @@ def context(page: str) -> dict[str, Any]:
         "dim": 8,
     }
     known: Mapping[str, Any] = {
+        "docs/exchange.md": lambda: {"FreeScaleStrategy": __import__("lightning_freescale").FreeScaleStrategy},
         "docs/options.md": lambda: {"model": SimpleNamespace(bags=bags)},
         "docs/your_own_model.md": lambda: {**own_model, "torch": torch, "nn": nn},
         "docs/migrating.md": lambda: {
@@ -266,7 +268,8 @@ def test_the_command_of_export(tmp_path: Path) -> None:
 
 
 def test_torchrun_accepts_the_options_of_a_changing_number_of_machines() -> None:
-    (command,) = commands("docs/failures.md")
+    (variable, command) = commands("docs/failures.md")
+    assert variable[0] == "export"
     options = get_args_parser().parse_args(command[1:])
     assert (options.nnodes, options.nproc_per_node, options.training_script) == ("1:4", "8", "train.py")
 
