@@ -62,6 +62,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def current_stream_handle(device: torch.device) -> int:
+    """The handle of the current CUDA stream of ``device``. ``torch.cuda.current_stream`` takes longer: it makes an object."""
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+
+
 class Readback:
     """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`."""
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
+from lightning_freescale.runtime.streams import current_stream_handle
 from lightning_freescale.transport.addresses import Place, address_of, shared_secret
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.options import Options
@@ -75,7 +76,7 @@ class _HostStagedWork(dist._Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         with _as_transport_error():
             if self._device.type == "cuda":
-                self._exchange.block_stream(torch.cuda.current_stream(self._device).cuda_stream)
+                self._exchange.block_stream(current_stream_handle(self._device))
             else:
                 # Without a timeout of the caller, the queue's own timeout comes first, whose error says what is missing.
                 self._exchange.wait(timeout.total_seconds() if timeout else 2 * self._timeout + 60)
@@ -191,7 +192,7 @@ class HostStagedMover:
 
         ``kind`` is the name of the collective, for messages. It must be the same on every rank.
         """
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self._streams else 0
+        stream = current_stream_handle(self.device) if self._streams else 0
         with _as_transport_error():
             exchange = self._queue.exchange(
                 kind,
