@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks import large_tables
 from benchmarks.harness.power_law import PowerLawWorkload
+from benchmarks.harness.tables import large_tables_block
 from benchmarks.large_tables import BEHIND_CACHE, ON_DEVICE, PRIORITIZED_MODE, SYNCHRONOUS
 from lightning_freescale.embedding.table_optimizer import kernels_of
 from tests.embedding.training import build
@@ -64,6 +65,33 @@ def test_bubbles_are_taken_within_a_round() -> None:
     on_gpu, behind_cache = large_tables.summarize(rounds)
     assert (on_gpu["tables"], on_gpu["bubble ms"], on_gpu["hits"]) == (ON_DEVICE, 3.0, None)
     assert (behind_cache["bubble ms by round"], behind_cache["hits"]) == ([1.0, 4.0], 0.5)
+
+
+def test_the_table_of_the_page() -> None:
+    rows = large_tables.summarize(
+        [
+            {
+                "dense": 10.0,
+                f"{ON_DEVICE}, {SYNCHRONOUS}": {"step ms": 12.0},
+                f"{BEHIND_CACHE}, {PRIORITIZED_MODE}": {"step ms": 14.0, "hits": 0.5, "rows from host memory": 7000.0},
+            }
+        ]
+    )
+    found = {
+        "benchmark": "large_tables",
+        "command": "python -m benchmarks.large_tables",
+        "date": "2026-01-01T00:00:00",
+        "machine": "2 cores (aarch64)",
+        "parameters": {"ranks": 2, "gigabytes": 60.0, "cache": 0.05, "rounds": 1},
+        "workload": {"rows": ROWS, "dim": 8, "ids_per_rank": 5},
+        "collisions": 0.25,
+        "dense_ms": [10.0],
+        "step_times": rows,
+    }
+    text = large_tables_block.block({"made_up": found})
+    assert "| on the device | synchronous | 12.0 (12.0 to 12.0) | 2.0 (2.0 to 2.0) |  |  |" in text
+    assert "| 14.0 (14.0 to 14.0) | 4.0 (4.0 to 4.0) | 50.0% | 7,000 |" in text
+    assert large_tables_block.block({}) == "No result is stored yet."
 
 
 def test_options() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
 from benchmarks.harness.labels import value_label
 from benchmarks.harness.results import StoredResult, command, short_machine
-from benchmarks.harness.tables import markdown
+from benchmarks.harness.tables import large_tables_block, markdown
 from benchmarks.harness.tables.claims import (
     Claim,
     claims,
@@ -54,6 +54,7 @@ def blocks(results: Results) -> dict[str, str]:
         "bound by the host": markdown.table(list(bound_by_host(results))),
         "index work": _with_commands(results, "exchange_index", index_work(results)),
         "exposed exchange": _with_commands(results, "exposed", exposed(results)),
+        "large tables": large_tables_block.block(results),
         "stragglers": _with_commands(results, "straggler", straggler(results)),
         "compute beside communication": _with_commands(results, "sm_free", sm_free(results)),
         "no speed-up expected": _with_commands(results, "cannot_help", cannot_help(results)),
