@@ -52,3 +52,9 @@ def short_machine(found: StoredResult) -> str:
         return f"{cores[1]} CPU cores" if cores else text
     sms = "not reserved" if "not reserved" in text else "reserved" if "reserved" in text else ""
     return f"one {gpu[1]}" + (f", SMs {sms}" if sms else "")
+
+
+def trained_on(found: StoredResult) -> str:
+    """What an end-to-end result was trained on, for a table cell: the longest history, or the bags of a DLRM."""
+    workload = found["workload"]
+    return f"{workload['clicks']} bags (DLRM)" if "clicks" in workload else f"{workload['longest']:,}"

@@ -56,7 +56,7 @@ def compare(quick: bool) -> dict[str, list[Row]]:
         benchmark: [
             {"measured in": name} | row
             for name, found in results.items()
-            if found["benchmark"] == benchmark and host_was_ahead(found)
+            if found["benchmark"] == benchmark and host_was_ahead(found) and "clicks" not in found.get("workload", {})
             for row in make(found)
         ]
         for benchmark, make in made.items()

@@ -104,6 +104,13 @@ def test_end_to_end_has_its_summary_and_its_tables() -> None:
     ]
 
 
+def test_end_to_end_of_a_dlrm() -> None:
+    found = end_to_end(**{TORCHREC_BASE: 50.0, ALL: 4.0}) | {"workload": {"clicks": 26}}
+    (claim,) = claims({"end_to_end_h200_dlrm": found})
+    assert claim.setting.startswith("26 bags (DLRM), ")
+    assert {row["longest history"] for row in results_blocks.end_to_end({"one": found})} == {"26 bags (DLRM)"}
+
+
 def test_end_to_end_over_the_same_link() -> None:
     found = end_to_end(**{TORCHREC_BASE: 50.0, SM_FREE: 20.0, ALL_OVER_NCCL: 10.0, ALL: 4.0})
     rows = list(results_blocks.same_link({"one": found}))

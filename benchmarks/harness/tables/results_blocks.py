@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
 from benchmarks.harness.labels import value_label
-from benchmarks.harness.results import StoredResult, command, short_machine
+from benchmarks.harness.results import StoredResult, command, short_machine, trained_on
 from benchmarks.harness.tables import large_tables_block, markdown
 from benchmarks.harness.tables.claims import (
     Claim,
@@ -181,7 +181,7 @@ def _whole(results: Results) -> Iterator[StoredResult]:
 
 def _setting(found: StoredResult) -> Row:
     return {
-        "longest history": f"{found['workload']['longest']:,}",
+        "longest history": trained_on(found),
         "ranks": found["parameters"]["ranks"],
         "machine": short_machine(found),
     }
@@ -215,7 +215,7 @@ def same_link(results: Results) -> Iterator[Row]:
             if before in variants and after in variants:
                 ms = variants[before]["bubble_ms"], variants[after]["bubble_ms"]
                 yield {
-                    "longest history": f"{found['workload']['longest']:,}",
+                    "longest history": trained_on(found),
                     "link": link,
                     "before": f"{before}: {ms[0]:.1f} ms",
                     "after": f"{after}: {ms[1]:.1f} ms",
