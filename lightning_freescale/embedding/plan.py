@@ -95,7 +95,7 @@ def make_sharders(
         add_cpu_kernel()
     _refuse_types_without_kernel(module, device)
     if has_own_optimizer(embedding_modules(module).values()):
-        check_own_optimizers(embedding_modules(module).values())
+        check_own_optimizers(embedding_modules(module).values(), device)
         if options is not None:
             raise ConfigurationError(
                 "embedding_optimizer: the tables have an optimizer already (apply_optimizer_in_backward); use one of the two"

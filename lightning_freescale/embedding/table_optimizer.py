@@ -61,9 +61,9 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
             "(their update of a row depends on that row alone, which keeps sharded and overlapped training exact)"
         )
     if name in MOMENT_OPTIMIZERS and device.type != "cuda":
-        on_cpu = [other for other in TABLE_OPTIMIZERS if other not in MOMENT_OPTIMIZERS]
         raise ConfigurationError(
-            f"embedding_optimizer: optimizer {name!r} needs a CUDA device; on {device.type} choose one of {', '.join(on_cpu)}"
+            f"embedding_optimizer: optimizer {name!r} needs a CUDA device; on {device.type} choose one of "
+            f"{', '.join(_optimizers_on(device))}"
         )
     params: dict[str, Any] = {
         "optimizer": TABLE_OPTIMIZERS[name],
@@ -85,6 +85,10 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
     return params
 
 
+def _optimizers_on(device: torch.device) -> list[str]:
+    return [name for name in TABLE_OPTIMIZERS if device.type == "cuda" or name not in MOMENT_OPTIMIZERS]
+
+
 def _check_values(name: str, params: Mapping[str, Any]) -> None:
     if params["learning_rate"] < 0:
         raise ConfigurationError(f"embedding_optimizer: lr={params['learning_rate']} must not be negative")
@@ -104,20 +108,20 @@ def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
     )
 
 
-def check_own_optimizers(collections: Iterable[nn.Module]) -> None:
-    """Refuse optimizers that ``apply_optimizer_in_backward`` has attached to tables and that are not in the list above.
+def check_own_optimizers(collections: Iterable[nn.Module], device: torch.device) -> None:
+    """Refuse optimizers that ``apply_optimizer_in_backward`` has attached to tables and that do not exist on ``device``.
 
     Raises:
         ConfigurationError: it names the table and the optimizer.
     """
-    known = set(TABLE_OPTIMIZERS.values())
+    known = {name: TABLE_OPTIMIZERS[name] for name in _optimizers_on(device)}
     for collection in collections:
         for table, parameter in collection.named_parameters():
             for optimizer in getattr(parameter, "_optimizer_classes", ()):
-                if optimizer_type_to_emb_opt_type(optimizer) not in known:
+                if optimizer_type_to_emb_opt_type(optimizer) not in known.values():
                     raise ConfigurationError(
-                        f"apply_optimizer_in_backward: {optimizer.__name__} of {table} is not supported; use the optimizer of "
-                        f"torch or TorchRec for one of {', '.join(TABLE_OPTIMIZERS)}"
+                        f"apply_optimizer_in_backward: {optimizer.__name__} of {table} is not supported on {device.type}; use "
+                        f"the optimizer of torch or TorchRec for one of {', '.join(known)}"
                     )
 
 
