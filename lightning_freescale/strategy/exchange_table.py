@@ -66,8 +66,12 @@ def _collections() -> list[ExchangeDecision]:
             "the prioritized exchange does not know these shardings; data-parallel tables are not exchanged",
         ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
+        ExchangeDecision(f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows are read where they are"),
         ExchangeDecision(
-            f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows behind a cache are read and updated by FBGEMM"
+            f"compute kernels {_names(support.NOT_COMPARED_KERNELS)}, and on CUDA bags with the sharding "
+            f"{_names(support.NOT_COMPARED_BAGS)}",
+            Treatment.SYNCHRONOUS,
+            "no run on a GPU has compared the two exchanges",
         ),
         ExchangeDecision(
             "tables with another compute kernel",
@@ -93,8 +97,9 @@ def _modules() -> list[ExchangeDecision]:
 
 
 def _tables() -> list[ExchangeDecision]:
-    optimizers = [name for name in table_optimizer.TABLE_OPTIMIZERS if name not in table_optimizer.MOMENT_OPTIMIZERS]
-    cuda_only = _names(table_optimizer.MOMENT_OPTIMIZERS)
+    compared, moments = table_optimizer.compared_optimizers(), table_optimizer.MOMENT_OPTIMIZERS
+    optimizers = [name for name in compared if name not in moments]
+    cuda_only = _names([name for name in compared if name in moments])
     types = [kind.name for kind in CPU_TABLE_TYPES if kind.name != "FP32"]
     return [
         ExchangeDecision(
@@ -104,9 +109,9 @@ def _tables() -> list[ExchangeDecision]:
         ),
         ExchangeDecision(f"optimizers {cuda_only} on CPU", Treatment.REFUSED, "FBGEMM has no CPU kernel for them"),
         ExchangeDecision(
-            f"optimizer {_names(table_optimizer.NOT_COMPARED_OPTIMIZERS)}",
+            f"optimizers {_names(table_optimizer.NOT_COMPARED_OPTIMIZERS)}",
             Treatment.REFUSED,
-            "FBGEMM has it on CUDA only, and no run on a GPU has compared it",
+            "FBGEMM has them on CUDA only, and no run on a GPU has compared them",
         ),
         ExchangeDecision(
             f"`weight_decay` with optimizers other than {_names(table_optimizer.MOMENT_OPTIMIZERS)}",

@@ -16,7 +16,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
-from lightning_freescale.embedding.support import reason_against_prioritizing
+from lightning_freescale.embedding.support import NOT_COMPARED, reason_against_prioritizing
 from tests import toy
 from tests.ranks import run_ranks
 from tests.strategy.test_against_torchrec import STEPS, by_hand, plan_by_hand
@@ -173,12 +173,12 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 
 def reasons(rank: int) -> list[str | None]:
-    """Of plans that can be prioritized, one with a cache; of one with rows on a disk, and of one with a data-parallel table."""
+    """Of plans without and with host memory, and with a cache; of one with rows on a disk, and of one with a data-parallel table."""
     model = toy.Model()
     toy.trainer(FreeScaleStrategy(plan=make_plan("row_wise", False)), 2, max_steps=1).fit(model, toy.loader())
     module: Any = model.embeddings
     found = [reason_against_prioritizing(module)]
-    for kernel in ("fused_uvm_caching", "key_value"):
+    for kernel in ("fused_uvm", "fused_uvm_caching", "key_value"):
         module.module_sharding_plan["item"].compute_kernel = kernel
         found.append(reason_against_prioritizing(module))
     module.module_sharding_plan["item"].sharding_type = "data_parallel"
@@ -189,6 +189,7 @@ def test_what_the_prioritized_exchange_does_not_know_stays_synchronous() -> None
     expected = [
         None,
         None,
+        f"has a table 'item' with the compute kernel fused_uvm_caching, {NOT_COMPARED}",
         "has a table 'item' with the compute kernel key_value",
         "has a table 'item' with data_parallel sharding",
     ]
