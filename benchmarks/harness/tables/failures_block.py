@@ -74,7 +74,7 @@ def save_costs(results: Mapping[str, StoredResult]) -> str:
                 "training waits": f"{row['stall_ms']:,.0f} ms",
                 "complete after": f"{row['complete_ms']:,.0f} ms",
                 "written": f"{row['written_mib']:,.1f} MiB",
-                "resume reads it in": f"{row['load_ms']:,.0f} ms",
+                "resume, to the first step": f"{row['load_ms']:,.0f} ms",
             }
             for row in found["rows"]
         ]
