@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables [--check]
 
-No figure in these tables is typed by hand. README.md, docs/results.md, docs/models.md, docs/install.md and
-docs/zero_collision.md keep their text: only the blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are
-replaced. The other two pages are generated completely.
+No figure in these tables is typed by hand. README.md and the other pages of docs/ keep their
+text: only the blocks between ``<!-- results: ... -->`` and ``<!-- end of results -->`` are replaced. The other two pages are
+generated completely.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 from benchmarks.harness.results import load_results
 from benchmarks.harness.tables import (
     benchmarks_page,
+    failures_block,
     paper_page,
     personal_tokens_block,
     readme_block,
@@ -42,6 +43,14 @@ def pages() -> dict[Path, str]:
     ids_text = ids.read_text()
     for name, block in zero_collision_block.blocks(stored).items():
         ids_text = fill_block(ids.name, ids_text, name, block)
+    failures, checkpoints = ROOT / "docs" / "failures.md", ROOT / "docs" / "checkpoints.md"
+    filled = {failures: failures.read_text(), checkpoints: checkpoints.read_text()}
+    for page, blocks in (
+        (failures, failures_block.failures(stored)),
+        (checkpoints, failures_block.checkpoints(stored)),
+    ):
+        for name, block in blocks.items():
+            filled[page] = fill_block(page.name, filled[page], name, block)
     models = ROOT / "docs" / "models.md"
     models_text = models.read_text()
     for name, make in (
@@ -51,6 +60,7 @@ def pages() -> dict[Path, str]:
         models_text = fill_block(models.name, models_text, name, make(stored))
     install = ROOT / "docs" / "install.md"
     return {
+        **filled,
         install: fill_block(install.name, install.read_text(), "versions", versions_block.block(stored)),
         models: models_text,
         ids: ids_text,

@@ -24,7 +24,7 @@ from lightning_freescale.balance.planner import Planner, default_cost_model
 from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.balance.sampler import GlobalBatchSampler
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.process_groups import leave
+from lightning_freescale.runtime.process_groups import leave, new_gloo_group
 
 UNTIMED_STEPS = 3  # the first steps are slower, because they create kernels, buffers and connections
 
@@ -101,7 +101,7 @@ class Balancer:
         self._balanced.clear()
 
     def _new_group(self) -> dist.ProcessGroup:
-        return dist.new_group(backend="gloo", timeout=self._timeout)
+        return new_gloo_group(self._timeout)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
     def watch(self, model: torch.nn.Module, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from lightning_freescale.bubbles.summary import Summary, peak_flops
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
-from lightning_freescale.runtime.process_groups import are_complete, leave
+from lightning_freescale.runtime.process_groups import are_complete, leave, new_gloo_group
 
 if TYPE_CHECKING:  # at run time the base is Callback of ``lightning`` or of ``pytorch_lightning``
     _Base = pl.Callback
@@ -89,7 +89,7 @@ class BubbleMonitorMixin(_Base):
         timeline = self.timeline = getattr(strategy, "timeline", None) or self.timeline
         timeline.open(strategy.root_device)
         _name_streams(strategy, timeline)
-        self._group = dist.new_group(backend="gloo", timeout=compat.timeout_of(strategy)) if world > 1 else None
+        self._group = new_gloo_group(compat.timeout_of(strategy)) if world > 1 else None
         self._offset = clock_offset(self._group, timeline.clock) if self._group is not None else 0.0
         self._exchange = ExchangeProbe(pl_module, timeline)
         self._experts = ExpertProbe(pl_module, timeline)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_freescale.runtime.process_groups import new_gloo_group
+
 FITTING = "fit"  # The value of TrainerFn.FITTING in `lightning` and in `pytorch_lightning`.
 
 
@@ -123,11 +125,12 @@ class PrepareDataBarrier:
     """
 
     def __init__(self, timeout: timedelta):
-        self._timeout, self._group = timeout, None
+        self._timeout = timeout
+        self._group: Any = None
 
     def __enter__(self) -> PrepareDataBarrier:
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._group = new_gloo_group(self._timeout)
         return self
 
     def __call__(self) -> None:

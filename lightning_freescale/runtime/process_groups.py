@@ -10,13 +10,17 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_freescale.runtime.bounded import within
+
 CONNECT_PAUSE = 0.1  # seconds between two attempts to reach the store
+CONNECT_FACTOR = 1.25  # gloo gives up after its timeout, or never; this limit is a little longer
+Made = TypeVar("Made")
 
 
 @functools.cache
@@ -65,6 +69,27 @@ def await_store(environment: Any, timeout: timedelta) -> None:
             if left <= 0:
                 raise ConnectionError(f"{address}:{port}: {error}") from error
         time.sleep(CONNECT_PAUSE)
+
+
+def bounded_connect(connect: Callable[[], Made], timeout: timedelta) -> Made:
+    """The result of ``connect()``, which connects the ranks. Raises ConnectionError if it takes longer than ``timeout``.
+
+    If a rank dies while the ranks connect, the constructor of a gloo group may wait without end, whatever its timeout is. So
+    it runs in a thread of its own, which is left behind then.
+    """
+    seconds = CONNECT_FACTOR * timeout.total_seconds()
+    try:
+        return within(seconds, connect)
+    except TimeoutError as error:
+        message = f"the ranks are not connected after {seconds:.0f} s: gloo waits for a rank that has died or is stuck"
+        raise ConnectionError(message) from error
+
+
+def new_gloo_group(timeout: timedelta | None) -> Any:
+    """A gloo group of all ranks. A collective."""
+    if timeout is None:
+        return dist.new_group(backend="gloo")
+    return bounded_connect(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_freescale.runtime import errors
 from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.errors import FreeScaleError
-from lightning_freescale.runtime.process_groups import are_complete, describe_missing_ranks, leave
+from lightning_freescale.runtime.process_groups import are_complete, describe_missing_ranks, leave, new_gloo_group
 from lightning_freescale.runtime.streams import Readback
 from lightning_freescale.strategy.failure_watch import FailureWatch
 
@@ -122,7 +122,7 @@ class Control:
     def group(self) -> Any:
         """The group of agreements. Opening it is a collective."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._group = new_gloo_group(self.timeout)
         return self._group
 
     @group.setter
@@ -133,7 +133,7 @@ class Control:
     def header_group(self) -> Any:
         """The group of headers. Opening it is a collective."""
         if self._header_group is None:
-            self._header_group = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._header_group = new_gloo_group(self.timeout)
         return self._header_group
 
     def open(self) -> None:

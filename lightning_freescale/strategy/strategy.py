@@ -28,12 +28,12 @@ from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.process_groups import await_store, is_connection_error, keep_from_forked_processes
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
 from lightning_freescale.strategy.checkpoints.incremental import Incremental
-from lightning_freescale.strategy.control import Control, Request, missing_at_start
+from lightning_freescale.strategy.connecting import BoundedSetup
+from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.expert_groups import ExpertGroup
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
@@ -58,7 +58,7 @@ else:
 FIT_INTERVAL = 50  # Steps between two updates of the cost model, with fit_costs=True.
 
 
-class FreeScaleMixin(StepHooks, _Base):
+class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
     """Trains models with sharded TorchRec tables. All other parameters are data parallel.
 
     The user's LightningModule needs no change. It has an ordinary ``training_step(self, batch, batch_idx)`` and members
@@ -104,8 +104,8 @@ class FreeScaleMixin(StepHooks, _Base):
         checkpoint: the format of checkpoints. ``"file"`` writes one plain Lightning file with full tensors, which every
             strategy and ``Model.load_from_checkpoint`` can read; rank 0 gathers the tables for it. ``"sharded"`` writes a
             folder to which every rank adds its shards. ``"auto"`` writes a file if there is one rank or if all tables
-            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks. An
-            :class:`~lightning_freescale.Incremental` writes folders with the rows that have changed since the last full one.
+            together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks.
+            ``fs.Incremental()`` writes folders with the rows that have changed since the last full one.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         monitor: measure the bubbles and log them, if the Trainer has a logger. Plain DDP is not measured, unless you add a
             ``BubbleMonitor`` to the callbacks.
@@ -213,14 +213,7 @@ class FreeScaleMixin(StepHooks, _Base):
 
     # ---- set-up: process groups, then the model --------------------------------------------------------------------
     def setup_environment(self) -> None:
-        keep_from_forked_processes()
-        try:
-            await_store(self.cluster_environment, self._wait)
-            super().setup_environment()
-        except (RuntimeError, ConnectionError) as error:
-            if not is_connection_error(error):
-                raise
-            raise missing_at_start(error, self.cluster_environment, self._wait) from error
+        super().setup_environment()
         if self.control is None:
             self.control = Control(self._wait)
         self._failed, self._in_run, self._came_to_save = False, True, None

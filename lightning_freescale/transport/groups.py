@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_freescale.runtime.process_groups import new_gloo_group
 from lightning_freescale.transport.backend import BACKEND_NAME
 from lightning_freescale.transport.options import Options
 
@@ -24,6 +25,8 @@ def new_group(backend: str, priority: Literal["high", "low"], timeout: timedelta
         options = Options(priority=priority)
     elif backend == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
+    if backend == "gloo":
+        return new_gloo_group(timeout)
     group = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
     assert isinstance(group, dist.ProcessGroup)  # new_group returns something else on ranks that are not members
     return group

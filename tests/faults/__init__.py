@@ -7,3 +7,8 @@
 
 ``python -m tests.faults --kills 100 --seed 0`` runs a campaign.
 """
+
+import os
+
+# Without it, a question for the GPUs initializes CUDA in this process, and forked ranks cannot use CUDA then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.report import head
+from tests.faults.attempt import START
 from tests.faults.campaign import TIMEOUTS, WORLDS, TrainingResult, campaign
 
 
@@ -21,8 +23,6 @@ def device_name(device: str) -> str | None:
     """The name of the GPU. Asking torch would initialize CUDA here, and the ranks are forked from this process."""
     if device == "cpu":
         return None
-    import subprocess
-
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     name = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
     return f"{name}, all ranks on one GPU"
@@ -44,8 +44,10 @@ def main() -> int:
     parser.add_argument("--device", choices=sorted(TIMEOUTS), default="cpu", help="cuda: all ranks share one GPU")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks that are used")
     parser.add_argument("--timeout", type=float, help="timeout of the strategy in seconds")
+    parser.add_argument("--start-method", choices=["fork", "spawn"], default="fork", help="how ranks are started")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     options = parser.parse_args()
+    START["method"] = options.start_method
     found = campaign(options.kills, options.seed, show, options.ranks, options.device, options.timeout)
     result = {"seed": options.seed, **found}
     print(json.dumps(result, indent=2))

@@ -18,6 +18,7 @@ from tests.faults.training import Settings, train
 from tests.ranks import free_port, run_rank
 
 POLL_SECONDS = 0.002
+START = {"method": "fork"}  # how processes are started; "spawn" is slower, but allows a parent that has used CUDA
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run_attempt(
     limit: float = 60.0,
 ) -> Outcome:
     """Start ``world`` ranks, kill ``victim`` at ``moment``, and wait up to ``limit`` seconds after that for the others."""
-    context = mp.get_context("fork")
+    context = mp.get_context(START["method"])
     port, all_done, started = free_port(), context.Event(), time.time()
     processes, pipes = [], []
     for rank in range(world):

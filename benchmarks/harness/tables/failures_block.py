@@ -1,0 +1,92 @@
+"""The generated tables of ``docs/failures.md`` and ``docs/checkpoints.md``. The text of the pages is written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.harness.results import StoredResult, command, short_machine
+from benchmarks.harness.tables import markdown
+
+
+def failures(results: Mapping[str, StoredResult]) -> dict[str, str]:
+    """The blocks of ``docs/failures.md``, by name."""
+    return {"kills": kills(results), "soak": soak(results)}
+
+
+def checkpoints(results: Mapping[str, StoredResult]) -> dict[str, str]:
+    """The blocks of ``docs/checkpoints.md``, by name."""
+    return {"cost of a save": save_costs(results)}
+
+
+def kills(results: Mapping[str, StoredResult]) -> str:
+    """What became of the trainings whose ranks were killed, one row per seed."""
+    parts = []
+    for name, found in results.items():
+        if found["benchmark"] != "faults":
+            continue
+        rows = [
+            {
+                "seed": row["seed"],
+                "kills": row["kills"],
+                "trainings": row["trainings"],
+                "with another number of ranks": row["with_resharding"],
+                "other ranks that ended": row["survivors"],
+                "median end": f"{row['median_end_seconds']:.1f} s",
+                "latest end": f"{row['longest_end_seconds']:.1f} s",
+                "median restart": f"{row['median_restart_seconds']:.1f} s",
+                "trainings with a problem": len(row["problems"]),
+            }
+            for row in found["rows"]
+        ]
+        parts += [markdown.table(rows), _origin(name, found)]
+    return "\n\n".join(parts)
+
+
+def soak(results: Mapping[str, StoredResult]) -> str:
+    """What the processes of a long training held at its end, compared with its second quarter."""
+    parts = []
+    for name, found in results.items():
+        if found["benchmark"] != "soak":
+            continue
+        rows = [
+            {
+                "rank": row["rank"],
+                **{what: f"{grown:+g}" for what, grown in row["grown"].items()},
+                "steps/s": f"{row['steps_per_second']:.1f}",
+                "change of steps/s": f"{row['rate_change_percent']:+.1f}%",
+            }
+            for row in found["rows"]
+        ]
+        parts += [f"{found['steps']:,} steps on {found['ranks']} ranks:", markdown.table(rows), _origin(name, found)]
+    return "\n\n".join(parts)
+
+
+def save_costs(results: Mapping[str, StoredResult]) -> str:
+    """How long a save holds the training up, and what it writes."""
+    parts = []
+    for name, found in results.items():
+        if found["benchmark"] != "checkpoints":
+            continue
+        size = found["parameters"]
+        rows = [
+            {
+                "save": row["save"],
+                "training waits": f"{row['stall_ms']:,.0f} ms",
+                "complete after": f"{row['complete_ms']:,.0f} ms",
+                "written": f"{row['written_mib']:,.1f} MiB",
+                "resume, to the first step": f"{row['load_ms']:,.0f} ms",
+            }
+            for row in found["rows"]
+        ]
+        parts += [
+            f"A table of {size['rows']:,} x {size['dim']} on {size['ranks']} ranks, {size['changed_percent']:.1f}% of whose "
+            f"rows have changed since the last full save; a step takes {found['step_ms']:,.0f} ms:",
+            markdown.table(rows),
+            _origin(name, found),
+        ]
+    return "\n\n".join(parts)
+
+
+def _origin(name: str, found: StoredResult) -> str:
+    link = f"[{name}](../benchmarks/results/{name}.json)"
+    return f"{short_machine(found)}, {found['date'][:10]}, `{command(found)}` ({link})"

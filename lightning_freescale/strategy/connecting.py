@@ -1,0 +1,41 @@
+"""The set-up of the default process group: it ends with a named error if a rank dies meanwhile."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from lightning_freescale.runtime.process_groups import (
+    await_store,
+    bounded_connect,
+    is_connection_error,
+    keep_from_forked_processes,
+)
+from lightning_freescale.strategy.control import missing_at_start
+
+if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class BoundedSetup(_Base):
+    """Lightning's hooks that connect the ranks, as a part of the strategy class."""
+
+    _wait: timedelta  # The strategy's timeout.
+
+    def setup_environment(self) -> None:
+        keep_from_forked_processes()
+        try:
+            await_store(self.cluster_environment, self._wait)
+            super().setup_environment()
+        except (RuntimeError, ConnectionError) as error:
+            if not is_connection_error(error):
+                raise
+            raise missing_at_start(error, self.cluster_environment, self._wait) from error
+
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cpu":  # The default group is gloo.
+            bounded_connect(super().setup_distributed, self._wait)
+        else:
+            super().setup_distributed()

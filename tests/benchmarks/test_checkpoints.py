@@ -1,0 +1,19 @@
+"""``benchmarks.checkpoints``: every variant saves and resumes, and incremental saves write less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.benchmarks.command import run_benchmark
+
+
+def test_every_variant_is_measured(tmp_path: Path) -> None:
+    found = run_benchmark("checkpoints", tmp_path, "--quick", "--steps", "2", "--ranks", "2", "--device", "cpu").json
+    rows = {row["save"]: row for row in found["rows"]}
+    assert list(rows) == ["full", "full, asynchronous", "incremental", "incremental, asynchronous"]
+    assert all(0 < row["stall_ms"] <= row["complete_ms"] for row in rows.values())
+    assert all(row["load_ms"] > 0 for row in rows.values())
+    changed = found["parameters"]["changed_percent"] / 100
+    assert 0.1 < changed < 0.9
+    for kind in ("incremental", "incremental, asynchronous"):
+        assert rows[kind]["written_mib"] < (changed + 0.1) * rows["full"]["written_mib"]
