@@ -173,7 +173,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 
 def reasons(rank: int) -> list[str | None]:
-    """Of plans without and with host memory, and with a cache; of one with rows on a disk, and of one with a data-parallel table."""
+    """Of plans without and with host memory, with a cache, with rows on a disk, and with a data-parallel table."""
     model = toy.Model()
     toy.trainer(FreeScaleStrategy(plan=make_plan("row_wise", False)), 2, max_steps=1).fit(model, toy.loader())
     module: Any = model.embeddings
