@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-import torch.distributed as dist
+from lightning_freescale.runtime.process_groups import own_store
 
 WATCH_SECONDS = 0.5  # Between two looks at the store. A rank that fails stays longer than that.
 
@@ -22,7 +22,7 @@ class FailureWatch:
         self.explanation: str | None = None
         self._key = key
         self._end = threading.Event()
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = own_store()
         self._thread = threading.Thread(target=self._run, daemon=True, name="freescale-failures")
         self._thread.start()
 
