@@ -73,7 +73,8 @@ def await_store(environment: Any, timeout: timedelta) -> None:
 
 def own_store() -> Any:
     """A connection of its own to the rendezvous store. One that is shared is blocked while another thread waits in it."""
-    return dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()  # torch's types do not know this method.
 
 
 def bounded_connect(connect: Callable[[], Made], timeout: timedelta) -> Made:
