@@ -71,6 +71,12 @@ def await_store(environment: Any, timeout: timedelta) -> None:
         time.sleep(CONNECT_PAUSE)
 
 
+def own_store() -> Any:
+    """A connection of its own to the rendezvous store. One that is shared is blocked while another thread waits in it."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()  # torch's types do not know this method.
+
+
 def bounded_connect(connect: Callable[[], Made], timeout: timedelta) -> Made:
     """The result of ``connect()``, which connects the ranks. Raises ConnectionError if it takes longer than ``timeout``.
 

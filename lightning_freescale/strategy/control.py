@@ -24,7 +24,13 @@ from torch import Tensor
 from lightning_freescale.runtime import errors
 from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.errors import FreeScaleError
-from lightning_freescale.runtime.process_groups import are_complete, describe_missing_ranks, leave, new_gloo_group
+from lightning_freescale.runtime.process_groups import (
+    are_complete,
+    describe_missing_ranks,
+    leave,
+    new_gloo_group,
+    own_store,
+)
 from lightning_freescale.runtime.streams import Readback
 from lightning_freescale.strategy.failure_watch import FailureWatch
 
@@ -265,7 +271,7 @@ class Control:
         """
         text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
         try:
-            store = dist.distributed_c10d._get_default_store()
+            store = within(REPORT_SECONDS, own_store)
             within(REPORT_SECONDS, lambda: store.set(f"freescale/ended/{self.rank}", text))
         except Exception:
             known = self._watch.explanation if self._watch is not None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-import torch.distributed as dist
+from lightning_freescale.runtime.process_groups import own_store
 
 WATCH_SECONDS = 0.5  # Between two looks at the store. A rank that fails stays longer than that.
 
@@ -22,13 +22,12 @@ class FailureWatch:
         self.explanation: str | None = None
         self._key = key
         self._end = threading.Event()
-        self._store = dist.distributed_c10d._get_default_store()
         self._thread = threading.Thread(target=self._run, daemon=True, name="freescale-failures")
         self._thread.start()
 
     def publish(self, explanation: str) -> None:
         """Tell the other ranks why this one ends. The first explanation counts."""
-        self._store.compare_set(self._key, "", explanation)
+        own_store().compare_set(self._key, "", explanation)
 
     def close(self) -> None:
         """End the thread."""
@@ -39,7 +38,8 @@ class FailureWatch:
 
     def _run(self) -> None:
         with suppress(Exception):  # The store has ended.
+            store = own_store()  # Connects here, because that takes long if the host of the store is gone.
             while not self._end.wait(WATCH_SECONDS):
-                if self._store.check([self._key]):
-                    self.explanation = self._store.get(self._key).decode()
+                if store.check([self._key]):
+                    self.explanation = store.get(self._key).decode()
                     return

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from tests.faults.attempt import run_attempt
 from tests.faults.campaign import check_samples, check_weights
 from tests.faults.elastic import run_agent
-from tests.faults.training import SAVE_EVERY, Settings
+from tests.faults.training import SAVE_EVERY, STEPS, Settings
 from tests.ranks import free_port
 
 HOLD_ON_TWO, HOLD_ON_ONE = (
@@ -88,8 +88,10 @@ def wait_until_trained(folder: Path, world: int, step: int, seconds: float = 90.
 
 @pytest.mark.timeout(300)
 def test_hosts_come_and_go(tmp_path: Path, start_host: Callable[[], Host]) -> None:
-    gates = [tmp_path / "gates" / name for name in (f"2.{HOLD_ON_TWO}", f"1.{HOLD_ON_ONE}")]
+    gates = [tmp_path / "gates" / f"2.{HOLD_ON_TWO}"]
     gates[0].parent.mkdir()
+    # One rank alone never comes to the end. On a busy machine the third host may miss the first rendezvous after it has come.
+    gates += [tmp_path / "gates" / f"1.{step}" for step in range(HOLD_ON_ONE, STEPS + 1)]
     for gate in gates:
         gate.touch()
     first, second = start_host(), start_host()
@@ -102,7 +104,9 @@ def test_hosts_come_and_go(tmp_path: Path, start_host: Callable[[], Host]) -> No
         host.process.join(40.0)
         assert host.process.exitcode == 0
     begins = [[entry["begin"] for entry in start if "begin" in entry] for start in starts(tmp_path)]
-    assert begins == [[0, 0], [SAVE_EVERY], [HOLD_ON_ONE, HOLD_ON_ONE]]
+    assert begins[:2] == [[0, 0], [SAVE_EVERY]]
+    assert len(begins[-1]) == 2
+    assert begins[-1][0] == begins[-1][1] >= HOLD_ON_ONE  # The checkpoint that was saved after SIGTERM.
     assert check_samples(tmp_path) == []
     undisturbed = run_attempt(2, tmp_path / "undisturbed", 0, Settings(timeout=60.0))
     weights = torch.load(tmp_path / "weights.pt")

@@ -70,7 +70,7 @@ def save(path: str, sharded: Mapping[str, Any], meta: Mapping[str, Any], control
     except BaseException as failure:  # DCP's CheckpointException is no Exception. It is raised on every rank.
         if isinstance(failure, KeyboardInterrupt):
             raise
-        raise CheckpointError(f"rank {control.rank}: saving {path} failed: {failure}") from failure
+        raise CheckpointError(f"rank {control.rank}: saving {path} failed: {_reason(failure, control)}") from failure
     if control.rank == 0:
         try:
             with storage.open_file(storage.join(folder, META), "wb") as stream:
@@ -87,6 +87,11 @@ def save(path: str, sharded: Mapping[str, Any], meta: Mapping[str, Any], control
         except Exception as failure:
             error = failure
     raise_together(control, error, where=f"saving {path}")
+
+
+def _reason(failure: BaseException, control: Control) -> str:
+    """Why DCP has failed. If a connection broke, the rank that is missing is named."""
+    return f"{control.exchange_reports(failure)} ({failure})" if "gloo" in str(failure) else str(failure)
 
 
 def _writer(folder: str) -> FileSystemWriter:
@@ -156,7 +161,7 @@ def load_sharded(path: str, state: Mapping[str, Any], control: Control) -> None:
     except BaseException as failure:  # DCP's CheckpointException is no Exception. It is raised on every rank.
         if isinstance(failure, KeyboardInterrupt):
             raise
-        raise CheckpointError(f"rank {control.rank}: {path} cannot be loaded: {failure}") from failure
+        raise CheckpointError(f"rank {control.rank}: {path} cannot be loaded: {_reason(failure, control)}") from failure
     error: Exception | None = None
     try:
         flat = {f"{part}.{name}": value for part, values in wanted.items() for name, value in values.items()}
