@@ -61,7 +61,8 @@ def blocks(results: Results) -> dict[str, str]:
         "quality": _with_commands(results, "quality", quality(results)),
         "forecast": markdown.table(list(forecast(results))),
         "simulator": _with_commands(results, "simulate", simulator(results)),
-        "learning": _with_commands(results, "learning", learning(results)),
+        "learning": _learning_block(results, experts=False),
+        "learning with experts": _learning_block(results, experts=True),
         "attention": _with_commands(results, "hstu_attention", attention(results)),
         "dense step": _with_commands(results, "dense_step", dense_step(results)),
         "mixture of experts": _with_commands(results, "moe", mixture_of_experts(results)),
@@ -115,6 +116,16 @@ def attention(results: Results) -> Iterator[Row]:
                 "TFLOP/s": f"{row['both TFLOP/s']:.0f} ({row['both spread']})",
                 "relative to flash": f"{row['both TFLOP/s'] / softmax[row['case'], row['width']]:.2f}x",
             }
+
+
+def _learning_block(results: Results, experts: bool) -> str:
+    """The results of ``benchmarks.learning`` with or without the variant "experts", which has a section of its own."""
+    own = {
+        name: found
+        for name, found in results.items()
+        if found["benchmark"] == "learning" and any(row["variant"] == "experts" for row in found["rows"]) == experts
+    }
+    return _with_commands(own, "learning", learning(own))
 
 
 def learning(results: Results) -> Iterator[Row]:
