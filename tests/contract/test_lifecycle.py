@@ -24,7 +24,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.soak import MAX_GROWTH_MIB, held, problems, summarise
 
 # ``FREESCALE_SOAK=200`` runs the long soak: it takes minutes. Leaks of one Trainer show after a few.
-TRAINERS = int(os.environ.get("FREESCALE_SOAK", "12"))
+TRAINERS = int(os.environ.get("FREESCALE_SOAK", "8"))
 WARM_UP_TRAINERS = 4
 MAX_TRAINER_GROWTH_MIB = 24 + TRAINERS // 4  # The allocator's pools and the rendezvous store grow a little.
 
@@ -67,7 +67,8 @@ def test_nothing_grows_from_trainer_to_trainer() -> None:
     for found in run_ranks(soak, args=(trainers, True), timeout=50 + 6 * trainers):
         grown = growth(found)
         resident = grown.pop("MiB")
-        assert grown == {"threads": 0, "descriptors": 0, "shared memory": 0, "process groups": 0}
+        assert grown.keys() == {"threads", "descriptors", "shared memory", "process groups"}
+        assert max(grown.values()) <= 0, grown
         assert resident < MAX_TRAINER_GROWTH_MIB
 
 
