@@ -12,6 +12,8 @@ from lightning_freescale.transport.errors import TransportError
 # A call of the store that waits would keep all other threads of the process from the store. So a rank asks again and again,
 # in intervals that grow to this many seconds.
 _LONGEST_INTERVAL = 0.1
+# Rank 0 usually hosts the store, which ends with it. After a failure it stays for this many seconds, so that the others can ask.
+_LAST_QUESTIONS = 1.0
 
 
 class Rendezvous:
@@ -38,9 +40,11 @@ class Rendezvous:
         return [value.decode() for value in self._values(keys)]
 
     def report_failure(self, error: Exception) -> None:
-        """Tell all ranks that this rank has failed. Does not wait for them. The first failure of a group counts."""
+        """Tell all ranks that this rank has failed. The first failure of a group counts."""
         with contextlib.suppress(Exception):  # without the store, the other ranks have to wait for their timeout
             self._store.compare_set("failed", "", f"rank {self._rank}: {error}")
+        if self._rank == 0:
+            time.sleep(_LAST_QUESTIONS)
 
     def raise_failure(self) -> None:
         """Raise the failure that a rank has reported, if there is one."""
