@@ -107,11 +107,7 @@ def publish(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    arguments = parse()
-    if "RANK" in os.environ:
-        return run_rank(arguments)
-    gpu = arguments.device == "cuda"
-    return launcher.launch("benchmarks.exposed", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu)
+    return launcher.on_every_rank("benchmarks.exposed", parse(), run_rank)
 
 
 if __name__ == "__main__":

@@ -302,13 +302,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = parse()
-    if "RANK" in os.environ:
-        return run_rank(arguments)
-    gpu = arguments.device == "cuda"
-    return launcher.launch(
-        "benchmarks.large_tables", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu
-    )
+    return launcher.on_every_rank("benchmarks.large_tables", parse(), run_rank)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def sampled_softmax(
     negatives, negative_ids = negatives.view(num_sets, -1, negatives.shape[-1]), negative_ids.view(num_sets, -1)
     # The last event of each history has a wrong target here. It predicts nothing.
     correction = None if log_q is None else (log_q[item_ids.roll(-1)], log_q[negative_ids])
-    histories, scale = SampledHistories(offsets, sets), 1.0 / temperature
+    histories, scale = SampledHistories(offsets.contiguous(), sets), 1.0 / temperature
     return _SampledSoftmax.apply(outputs, items, negatives, item_ids, negative_ids, correction, histories, scale)
 
 

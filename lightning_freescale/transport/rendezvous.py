@@ -12,8 +12,9 @@ from lightning_freescale.transport.errors import TransportError
 # A call of the store that waits would keep all other threads of the process from the store. So a rank asks again and again,
 # in intervals that grow to this many seconds.
 _LONGEST_INTERVAL = 0.1
-# Rank 0 usually hosts the store, which ends with it. After a failure it stays for this many seconds, so that the others can ask.
-_LAST_QUESTIONS = 1.0
+# Rank 0 usually hosts the store, which ends with it. After a failure rank 0 stays for this many seconds, so that the other ranks
+# can read the reason.
+_STAY_SECONDS = 1.0
 
 
 class Rendezvous:
@@ -44,7 +45,7 @@ class Rendezvous:
         with contextlib.suppress(Exception):  # without the store, the other ranks have to wait for their timeout
             self._store.compare_set("failed", "", f"rank {self._rank}: {error}")
         if self._rank == 0:
-            time.sleep(_LAST_QUESTIONS)
+            time.sleep(_STAY_SECONDS)
 
     def raise_failure(self) -> None:
         """Raise the failure that a rank has reported, if there is one."""

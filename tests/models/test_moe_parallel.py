@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -148,6 +150,16 @@ def test_one_process_computes_alone() -> None:
     moe.zero_grad()
     plain = results(moe, x, dout)
     assert all(torch.equal(shared[name], plain[name]) for name in plain)
+
+
+def test_a_copy_has_an_exchange_without_the_group_of_the_run() -> None:
+    moe = make_shared(2, "ab")
+    assert moe.expert_exchange is not None
+    moe.expert_exchange.group = threading.Lock()  # type: ignore[assignment]  # like a process group, it cannot be copied
+    copied = copy.deepcopy(moe)
+    assert copied.expert_exchange is not None
+    assert copied.expert_exchange is not moe.expert_exchange
+    assert copied.expert_exchange.group is None
 
 
 @pytest.mark.parametrize("setting", [True, False])

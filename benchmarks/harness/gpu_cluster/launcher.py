@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -102,6 +102,14 @@ def launch(
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status
     return 0
+
+
+def on_every_rank(module: str, arguments: argparse.Namespace, run_rank: Callable[[argparse.Namespace], int]) -> int:
+    """Run ``run_rank`` if this process is a rank. Otherwise start ``python -m module`` on every rank, with the same options."""
+    if "RANK" in os.environ:
+        return run_rank(arguments)
+    gpu = arguments.device == "cuda"
+    return launch(module, sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu)
 
 
 # ---- options that benchmarks share -------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class CudaPlan:
             return hopper.plan(self.offsets, total, self.times if self.bias else None, edges)
         from lightning_freescale.models.attention.hopper_plan import HopperPlan  # Triton is on CUDA machines only
 
-        return HopperPlan(self.offsets.long(), total, self.timestamps if self.bias else None, edges)
+        times = self.timestamps.contiguous() if self.bias else None  # the kernels need offsets and times without gaps
+        return HopperPlan(self.offsets.long().contiguous(), total, times, edges)
 
     @cached_property
     def triton(self) -> TritonPlan:
@@ -63,7 +64,7 @@ class CudaPlan:
         return triton_attention.plan(self.offsets, self.times)
 
     def runs_hopper(self, q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:
-        """:func:`select_hopper`, which all layers of a batch need to ask only once."""
+        """The result of :func:`select_hopper`. It is found once for all layers of a batch."""
         key = q.dtype, q.shape[-1], v.shape[-1]
         if key not in self._selected:
             self._selected[key] = select_hopper(q, k, v, biases)

@@ -32,14 +32,17 @@ class ExpertExchange:
 
     Attributes:
         group: process group of the exchange; ``None`` is the default group. All of its ranks must take part in every forward
-        and
-            backward of training, in the same order.
+            and backward of training, in the same order.
         observe: called with the bytes that this rank sends; the exchange runs within the context that it returns.
     """
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
         self.observe: Callable[[int], AbstractContextManager[Any]] = _unobserved
+
+    def __reduce__(self) -> Any:
+        """A copy of a model has an exchange of its own. A process group belongs to one run and cannot be copied."""
+        return ExpertExchange, ()
 
     @property
     def world_size(self) -> int:
