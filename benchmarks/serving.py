@@ -35,7 +35,7 @@ from lightning_freescale.batch.plain_jagged import PlainJagged
 from lightning_freescale.batch.seq_batch import HISTORY
 from lightning_freescale.models import HSTU, PersonalTokens
 from lightning_freescale.models.norm import unit_rows
-from lightning_freescale.models.personalization import UserStates, recent_attention
+from lightning_freescale.models.personalization import UserStates
 from lightning_freescale.models.sequences import LayerState
 from lightning_freescale.models.top_k import top_k
 
@@ -165,10 +165,7 @@ class Served:
             if self.store is None:
                 outputs = self.model.encode(embedded, given)
             else:
-                states = self.store.select(given.users)
-                x = self.model.layer_input(embedded, given, states)
-                attention = recent_attention(given.lengths, given.timestamps, states, self.model.has_bias)
-                outputs = self.model.apply_layers(x, attention)
+                outputs = self.model.continue_from(self.store.select(given.users), embedded, given)
             return outputs[given.lengths.cumsum(0) - 1].float()
 
     @torch.no_grad()

@@ -72,17 +72,25 @@ class SampleDropout(nn.Module):
             raise ConfigurationError(f"dropout: {rate} is not a rate; it must be at least 0 and less than 1")
         self.rate, self.number = rate, number
 
-    def forward(self, x: Tensor, keys: Tensor | None, scale: float = 1.0) -> Tensor:
-        """``x [N, D]`` times ``scale`` with its dropped elements; ``keys [N]`` int32. Nothing is dropped without training."""
-        if not self.training or self.rate == 0:
-            return x if scale == 1 else x * scale
-        assert keys is not None, "keys: None; dropout needs the result of row_keys"
-        if not x.is_cuda:
-            x = x if scale == 1 else x * scale
-            return torch.where(kept(keys, x.shape[1], self.number, self.rate), x / (1 - self.rate), 0.0)
-        from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
+    def forward(self, x: Tensor, keys: Tensor | None, scale: float = 1.0, total: int | None = None) -> Tensor:
+        """``x [N, D]`` times ``scale`` with its dropped elements. Nothing is dropped without training.
 
-        return dropout_triton.drop(x, keys, self.number, self.rate, scale)
+        Args:
+            x: ``[N, D]``.
+            keys: ``[N]`` int32, or longer.
+            scale: factor.
+            total: number of rows of the result; those after the rows of ``x`` are 0. By default ``N``.
+        """
+        dropping = self.training and self.rate > 0
+        assert not dropping or keys is not None, "keys: None; dropout needs the result of row_keys"
+        if dropping and x.is_cuda:
+            from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
+
+            return dropout_triton.drop(x, keys, self.number, self.rate, scale, total)
+        x = x if scale == 1 else x * scale
+        if dropping and keys is not None:
+            x = torch.where(kept(keys[: len(x)], x.shape[1], self.number, self.rate), x / (1 - self.rate), 0.0)
+        return x if total is None else F.pad(x, (0, 0, 0, total - len(x)))
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"

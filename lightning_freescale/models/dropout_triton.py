@@ -104,19 +104,22 @@ class _Dropout(torch.autograd.Function):
     """:func:`drop` with its gradient, which is the same function of the gradient of the output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, number: int, rate: float, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keys: Tensor, number: int, rate: float, scale: float, total: int) -> Tensor:
         ctx.save_for_backward(keys)
         ctx.options = number, rate, scale
-        return _launch(x, keys, *ctx.options)
+        ctx.rows = x.shape[0]
+        return _launch(x, keys, *ctx.options, total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys,) = ctx.saved_tensors
-        return _launch(grads[0], keys, *ctx.options), None, None, None, None
+        return _launch(grads[0][: ctx.rows], keys, *ctx.options, ctx.rows), None, None, None, None, None
 
 
-def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float) -> Tensor:
-    x, out = unit_stride(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float, total: int) -> Tensor:
+    x, out = unit_stride(x), torch.empty(total, x.shape[1], dtype=x.dtype, device=x.device)
+    if total > x.shape[0]:
+        out[x.shape[0] :].zero_()
     if x.shape[0]:
         cols = power_of_2(x.shape[1])
         rows = max(1, TILE_ELEMENTS // cols)
@@ -126,9 +129,9 @@ def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float) -> 
     return out
 
 
-def drop(x: Tensor, keys: Tensor, number: int, rate: float, scale: float = 1.0) -> Tensor:
+def drop(x: Tensor, keys: Tensor, number: int, rate: float, scale: float = 1.0, total: int | None = None) -> Tensor:
     """``x [N, D]`` times ``scale`` with its dropped elements.
 
     Other arguments as in :class:`~.dropout.SampleDropout`; ``keys`` is contiguous.
     """
-    return _Dropout.apply(x, keys, number, rate, scale)
+    return _Dropout.apply(x, keys, number, rate, scale, x.shape[0] if total is None else total)

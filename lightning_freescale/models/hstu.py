@@ -1,4 +1,4 @@
-"""HSTU (arXiv 2402.17152), a generative sequence recommender. No tensor is padded between the lookup and the loss."""
+"""HSTU (arXiv 2402.17152), a generative sequence recommender. No history is padded between the lookup and the loss."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightning_freescale.batch.torchrec_types import EmbeddingCollection
 from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
+from lightning_freescale.models.even_rows import add_entries, add_histories, even
 from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
 from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwards, take_router_losses
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
@@ -225,6 +226,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
         keys = self.dropout_keys(batch)
+        if self._adds_rows(batch):
+            return self._encode_even(embedded, batch, keys)
         x = self.layer_input(embedded, batch, keys=keys)
         if self.personalization is None:
             return self.apply_layers(x, Attention(_offsets(batch), batch.timestamps, self.has_bias), keys)
@@ -233,16 +236,31 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         )
         return self.apply_layers(rows, attention, keys)[attention.sequences.events]
 
+    def _adds_rows(self, batch: SeqBatch) -> bool:
+        """Whether rows are added (:mod:`.even_rows`). Routers of experts would count them."""
+        experts = any(layer.settings.experts > 1 for layer in self.feed_forwards)  # type: ignore[union-attr,operator]
+        return batch.timestamps.is_cuda and self.personalization is None and not experts
+
+    def _encode_even(self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None) -> Tensor:
+        """:meth:`encode` with rows that are added (:mod:`.even_rows`)."""
+        rows = len(batch.timestamps)
+        total = even(rows)
+        x = self.layer_input(embedded, batch, keys=keys, total=total)
+        offsets, times = add_histories(_offsets(batch), rows, total), add_entries(batch.timestamps, total)
+        keys = None if keys is None else add_entries(keys, total)
+        return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, rows)
+
     def layer_input(
         self,
         embedded: Mapping[str, Any],
         batch: SeqBatch,
         states: UserStates | None = None,
         keys: Tensor | None = None,
+        total: int | None = None,
     ) -> Tensor:
         """The input of the layers, ``[sum(L), D]``. With ``states`` the events follow histories that the batch does not have.
 
-        Without ``keys`` nothing is dropped.
+        Without ``keys`` nothing is dropped. With ``total`` the result has so many rows; the added ones are 0.
         """
         x, scale = embedded[HISTORY].values(), self.input_scale
         for name in self.feature_names[2:]:
@@ -250,14 +268,19 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         if self.event_encoding is not None:
             before = None if states is None else (states.lengths, states.last_times)
             x, scale = self.event_encoding(x * scale, _offsets(batch), batch.timestamps, before), 1.0
-        return x * scale if keys is None else self.input_dropout(x, keys, scale)
+        if keys is None:
+            x = x * scale
+            return x if total is None else F.pad(x, (0, 0, 0, total - len(x)))
+        return self.input_dropout(x, keys, scale, total)
 
-    def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
-        """All layers, then rows of length 1."""
+    def apply_layers(
+        self, x: Tensor, attention: Attention, keys: Tensor | None = None, rows: int | None = None
+    ) -> Tensor:
+        """All layers, then the first ``rows`` rows, by default all, each scaled to length 1."""
         for layer, after in zip_longest(self.layers, self.feed_forwards):
             x = layer(x, attention, keys, total=after is not None or layer is self.layers[-1])
             x = x if after is None else after(x, keys)
-        return unit_rows(x)
+        return unit_rows(x, rows)
 
     @property
     def has_bias(self) -> bool:

@@ -37,13 +37,13 @@ def gated_layer_norm(norm: nn.LayerNorm, x: Tensor, gate: Tensor) -> Tensor:
     return _on_cuda(norm, x, gate) if x.is_cuda else norm(x) * gate
 
 
-def unit_rows(x: Tensor) -> Tensor:
-    """The rows of ``x [N, D]``, each scaled to length 1; float32. A row of zeros stays a row of zeros."""
+def unit_rows(x: Tensor, rows: int | None = None) -> Tensor:
+    """The first ``rows`` rows of ``x [N, D]``, by default all, each scaled to length 1; float32. Zeros stay zeros."""
     if not x.is_cuda:
-        return F.normalize(x.float(), dim=-1)
+        return F.normalize(x[:rows].float(), dim=-1)
     from lightning_freescale.models import norm_triton  # Triton is installed on CUDA machines only
 
-    return norm_triton.unit_rows(x)
+    return norm_triton.unit_rows(x, rows)
 
 
 def _on_cuda(norm: nn.LayerNorm, x: Tensor, gate: Tensor | None) -> Tensor:

@@ -179,24 +179,27 @@ class _UnitRows(torch.autograd.Function):
     """:func:`unit_rows` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float, rows: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.eps = eps
-        out = torch.empty(x.shape, device=x.device)
-        if x.shape[0]:
+        out = torch.empty(rows, x.shape[1], device=x.device)
+        if rows:
             tile = _tile(x, ELEMENTS, WARPS)
-            _unit_forward[(cdiv(x.shape[0], tile["ROWS"]),)](x, out, x.stride(0), x.shape[0], eps, **tile)
+            _unit_forward[(cdiv(rows, tile["ROWS"]),)](x, out, x.stride(0), rows, eps, **tile)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dout, dx = unit_stride(grads[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if x.shape[0]:
+        rows = dout.shape[0]
+        if rows < x.shape[0]:
+            dx[rows:].zero_()
+        if rows:
             tile = _tile(x, ELEMENTS, WARPS)
-            grid = (cdiv(x.shape[0], tile["ROWS"]),)
-            _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), x.shape[0], ctx.eps, **tile)
-        return dx, None
+            grid = (cdiv(rows, tile["ROWS"]),)
+            _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), rows, ctx.eps, **tile)
+        return dx, None, None
 
 
 class Drop(NamedTuple):
@@ -345,6 +348,6 @@ def layer_norm(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps
     return _LayerNorm.apply(unit_stride(x), None if gate is None else unit_stride(gate), weight, bias, eps, dtype)
 
 
-def unit_rows(x: Tensor, eps: float = 1e-12) -> Tensor:
-    """The rows of ``x [N, D]``, each divided by its length or by ``eps``, whichever is larger. Returns ``[N, D]`` float32."""
-    return _UnitRows.apply(unit_stride(x), eps)
+def unit_rows(x: Tensor, rows: int | None = None, eps: float = 1e-12) -> Tensor:
+    """The first ``rows`` rows of ``x [N, D]``, each divided by its length or by ``eps``, whichever is larger; float32."""
+    return _UnitRows.apply(unit_stride(x), eps, x.shape[0] if rows is None else rows)

@@ -186,8 +186,13 @@ class Personalizing(_Base):
 
         The samples of ``recent`` and the users of ``states`` have the same order.
         """
-        x = self.layer_input(self.embedding(recent.features), recent, states)
-        return self.apply_layers(x, recent_attention(recent.lengths.long(), recent.timestamps, states, self.has_bias))
+        return self.continue_from(states, self.embedding(recent.features), recent)
+
+    def continue_from(self, states: UserStates, embedded: Any, recent: SeqBatch) -> Tensor:
+        """:meth:`encode_recent` after the lookup. ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
+        attention = recent_attention(recent.lengths.long(), recent.timestamps, states, self.has_bias)
+        rows = attention.insert(self.layer_input(embedded, recent, states))
+        return self.apply_layers(rows, attention)[attention.recent]
 
 
 def split_history(batch: SeqBatch, cut: PersonalTokens) -> tuple[SeqBatch, SeqBatch]:

@@ -105,6 +105,9 @@ class RecordingAttention(TokenAttention):
 class StateAttention(Attention):
     """Attention of recent events over ``[tokens, recent]``, where the keys and values of the tokens come from a state.
 
+    The rows of the layers are those of the attention: :meth:`insert` puts rows of zeros where the tokens are. A layer computes
+    them like all others, and the state replaces their keys and values. So no other row has to be copied in a layer.
+
     Args:
         lengths: ``[B]`` int64, recent events of each user.
         timestamps: ``[sum(lengths)]`` int64, seconds.
@@ -121,24 +124,27 @@ class StateAttention(Attention):
         users, tokens = token_times.shape
         total = len(timestamps)
         user = torch.repeat_interleave(torch.arange(users, device=lengths.device), lengths, output_size=total)
-        self._recent = torch.arange(total, device=lengths.device) + (user + 1) * tokens
+        self.recent = torch.arange(total, device=lengths.device) + (user + 1) * tokens  # the rows of the events
         ends = (lengths + tokens).cumsum(0)
         first = ends - lengths - tokens
         self._tokens = (first[:, None] + torch.arange(tokens, device=lengths.device)).flatten()
         times = timestamps.new_empty(total + users * tokens)
-        times[self._recent], times[self._tokens] = timestamps, token_times.flatten()
+        times[self.recent], times[self._tokens] = timestamps, token_times.flatten()
         super().__init__(F.pad(ends, (1, 0)), times, bias)
         self._layers = iter(layers)
 
+    def insert(self, x: Tensor) -> Tensor:
+        """The rows of the layers, from ``x [sum(lengths), D]``, those of the events."""
+        rows = x.new_zeros(len(self.recent) + len(self._tokens), x.shape[1])
+        return rows.index_copy(0, self.recent, x)
+
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> Projections:
         state = next(self._layers)
-        queries = self._join(q, torch.zeros_like(state.keys))  # the outputs of the tokens are dropped
-        return queries, self._join(k, state.keys), self._join(v, state.values)
+        return q, self._replace(k, state.keys), self._replace(v, state.values)
 
-    def collect(self, out: Tensor) -> Tensor:
-        return out[self._recent]
-
-    def _join(self, recent: Tensor, tokens: Tensor) -> Tensor:
-        joined = recent.new_empty(len(self._recent) + len(self._tokens), *recent.shape[1:])
-        joined[self._recent], joined[self._tokens] = recent, tokens.flatten(0, 1).to(recent.dtype)
-        return joined
+    def _replace(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """``rows`` with those of the tokens replaced: in place if nothing is differentiated."""
+        tokens = tokens.flatten(0, 1).to(rows.dtype)
+        if torch.is_grad_enabled():
+            return rows.index_copy(0, self._tokens, tokens)
+        return rows.index_copy_(0, self._tokens, tokens)

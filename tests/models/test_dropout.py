@@ -107,6 +107,11 @@ for rows, width, elements, number in ((1, 8, 64, 0), (37, 12, 64, 3), (50, 16, 4
     assert not torch.equal(out == 0, SampleDropout(0.2, number + 1)(x, keys) == 0) or rows == 1
     grads = [torch.autograd.grad(value, x, torch.ones_like(x))[0] for value in (out, expected)]
     assert torch.allclose(*grads, rtol=1e-6)
+    total = rows + 5
+    more = [dropout_triton.drop(x, keys, number, 0.2, 3.0, total), SampleDropout(0.2, number)(x, keys, 3.0, total)]
+    assert more[0].shape == (total, width) and not more[0][rows:].any() and torch.allclose(*more, rtol=1e-6)
+    grads = [torch.autograd.grad(value, x, torch.ones_like(value))[0] for value in more]
+    assert torch.allclose(*grads, rtol=1e-6) and grads[0].any()
 assert dropout_triton.drop(torch.empty(0, 8), random_keys(0), 1, 0.2).shape == (0, 8)
 """
 

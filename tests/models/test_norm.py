@@ -70,6 +70,7 @@ def test_on_a_cpu_pytorch_computes_the_norms() -> None:
 
 SCRIPT = """
 import torch
+import torch.nn.functional as F
 from lightning_freescale.models import norm_triton
 from tests.models.cases import assert_close, relative_errors
 from tests.models.test_norm import EPS, exact, exact_unit_rows, norm_inputs, run_norm, short_and_empty_rows
@@ -87,6 +88,11 @@ for rows, width, elements, programs in ((1, 8, 64, 4), (37, 12, 64, 3), (50, 16,
     assert_close(run_norm(norm_triton.unit_rows, lone), exact_unit_rows(lone), 1e-6)
     inner = {"x": inputs["x"]}
     assert_close(run_norm(norm_triton.unit_rows, inner), exact_unit_rows(inner), 1e-6)
+    first = (rows + 1) // 2
+    given = run_norm(lambda x: norm_triton.unit_rows(x, first), inner)
+    expected = run_norm(lambda x: F.normalize(x[:first], dim=-1), inner)
+    assert given["out"].shape == (first, width) and not given["x"][first:].any()
+    assert_close(given, expected, 1e-6)
 wrong = inputs | {"bias": inputs["bias"] + 1e-3}
 assert relative_errors(run_norm(interpreted, wrong), exact(inputs))["out"] > 1e-4
 assert relative_errors(run_norm(norm_triton.unit_rows, inner), exact_unit_rows({"x": inner["x"] + 1e-3}))["out"] > 1e-4

@@ -1,0 +1,66 @@
+"""Rows that HSTU adds on CUDA: they change no output and no gradient. The same code runs here on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_freescale.batch.seq_batch import SeqBatch
+from lightning_freescale.models import HSTU, even_rows
+from tests.models.test_hstu import planted, tiny, training_batch
+
+
+def outputs_and_gradients(model: HSTU, batch: SeqBatch, added: bool) -> dict[str, Tensor]:
+    """Outputs of the layers, and the gradients of all parameters for a fixed gradient of the outputs."""
+    model.zero_grad()
+    embedded, keys = model.embedding(batch.features), model.dropout_keys(batch)
+    outputs = model._encode_even(embedded, batch, keys) if added else model.encode(embedded, batch)
+    outputs.backward(torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs))
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {"outputs": outputs.detach()} | found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", [{"bias": "relative"}, {"bias": "input"}, {"feed_forward": {"experts": 1}}])
+def test_added_rows_change_nothing(options: dict, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(**options).train(training)
+    batch = training_batch(planted(20)[0])
+    given = outputs_and_gradients(model, batch, added=False)
+    assert even_rows.even(len(batch.timestamps)) > len(batch.timestamps)
+    more = outputs_and_gradients(model, batch, added=True)
+    assert more.keys() == given.keys()
+    for name, value in given.items():
+        torch.testing.assert_close(more[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+    # Negative control: rows that are inserted before those of the events would change them.
+    monkeypatch.setattr("lightning_freescale.models.hstu.add_histories", shifted)
+    wrong = outputs_and_gradients(model, batch, added=True)
+    assert not torch.allclose(wrong["outputs"], given["outputs"], rtol=1e-3, atol=1e-3)
+
+
+def shifted(offsets: Tensor, rows: int, total: int) -> Tensor:
+    """Offsets that cut the rows at other places."""
+    return torch.cat([offsets[:1], offsets[1:-1] + 1, offsets.new_tensor([total])])
+
+
+def test_few_numbers_of_rows_and_few_added_rows() -> None:
+    for lowest in (1 << 13, 1 << 16, 1 << 19):
+        sizes = {even_rows.even(rows) for rows in range(lowest + 1, 2 * lowest + 1, 7)}
+        assert len(sizes) <= even_rows.SIZES
+    for rows in (*range(300), 12_345, 100_001, 1_000_000):
+        assert rows <= even_rows.even(rows) < rows + max(64, rows / 100)
+        assert even_rows.even(even_rows.even(rows)) == even_rows.even(rows)
+
+
+def test_added_histories_are_short() -> None:
+    offsets = even_rows.add_histories(torch.tensor([0, 10, 30]), 30, 200)
+    assert offsets.tolist() == [0, 10, 30, 94, 158, 200]
+    assert even_rows.add_histories(torch.tensor([0, 64]), 64, 64).tolist() == [0, 64]
+
+
+def test_batches_without_events() -> None:
+    model = tiny().train()
+    batch = training_batch(planted(3)[0]).to(torch.device("cpu"))
+    assert not model._adds_rows(batch)  # on a CPU
+    assert even_rows.even(0) == 0
