@@ -27,6 +27,7 @@ from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.gradient_return import GradientReturn, JoinRows
 from lightning_freescale.embedding.index import feature_and_requester, inverse_permutation, own_rank_last
 from lightning_freescale.embedding.local_tables import LocalTables
+from lightning_freescale.embedding.owner_counts import KnownCounts
 from lightning_freescale.embedding.row_stats import RowExchangeStats
 from lightning_freescale.embedding.stages import (
     ComputingBatch,
@@ -80,6 +81,7 @@ class PrioritizedEmbedding:
             self.collection = module
         self.timeline = timeline or Timeline()
         self.wire = wire_types_of(self.collection)
+        self._counts = KnownCounts(module)
         self.stats = RowExchangeStats()
         self.tables: Any = self.tables_type(self.collection)
         self.device = self.tables.device
@@ -141,7 +143,7 @@ class PrioritizedEmbedding:
         parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
         mark_used_on(self.ids_stream, parts)
         with self.ids_stream.work(self.copies):
-            return RequestedBatch(kjt, context, self.module.input_dist(context, kjt), contents_version(kjt))
+            return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt), contents_version(kjt))
 
     def send_ids(self, batch: RequestedBatch) -> Awaitable:
         """Wait for the numbers of ids, and start to send the ids themselves, unless they are on their way."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.models.even_rows import pad_rows
 from lightning_freescale.runtime.errors import ConfigurationError
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd; the constants of SplitMix64, as signed numbers
@@ -81,16 +82,16 @@ class SampleDropout(nn.Module):
             scale: factor.
             total: number of rows of the result; those after the rows of ``x`` are 0. By default ``N``.
         """
-        dropping = self.training and self.rate > 0
-        assert not dropping or keys is not None, "keys: None; dropout needs the result of row_keys"
-        if dropping and x.is_cuda:
-            from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
+        if not self.training or self.rate == 0:
+            return pad_rows(x if scale == 1 else x * scale, total)
+        assert keys is not None, "keys: None; dropout needs the result of row_keys"
+        if not x.is_cuda:
+            x = x if scale == 1 else x * scale
+            masks = kept(keys[: len(x)], x.shape[1], self.number, self.rate)
+            return pad_rows(torch.where(masks, x / (1 - self.rate), 0.0), total)
+        from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
 
-            return dropout_triton.drop(x, keys, self.number, self.rate, scale, total)
-        x = x if scale == 1 else x * scale
-        if dropping and keys is not None:
-            x = torch.where(kept(keys[: len(x)], x.shape[1], self.number, self.rate), x / (1 - self.rate), 0.0)
-        return x if total is None else F.pad(x, (0, 0, 0, total - len(x)))
+        return dropout_triton.drop(x, keys, self.number, self.rate, scale, total)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"

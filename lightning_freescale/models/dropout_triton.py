@@ -108,12 +108,13 @@ class _Dropout(torch.autograd.Function):
         ctx.save_for_backward(keys)
         ctx.options = number, rate, scale
         ctx.rows = x.shape[0]
-        return _launch(x, keys, *ctx.options, total)
+        return _launch(x, keys, number, rate, scale, total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys,) = ctx.saved_tensors
-        return _launch(grads[0][: ctx.rows], keys, *ctx.options, ctx.rows), None, None, None, None, None
+        number, rate, scale = ctx.options
+        return _launch(grads[0][: ctx.rows], keys, number, rate, scale, ctx.rows), None, None, None, None, None
 
 
 def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float, total: int) -> Tensor:

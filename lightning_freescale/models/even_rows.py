@@ -29,12 +29,28 @@ def even(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def add_rows(offsets: Tensor, timestamps: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Add histories until the number of rows is one of :func:`even`.
+
+    Args:
+        offsets: ``[B + 1]`` integer, the histories.
+        timestamps: ``[N]``, a time for each row. Added rows have the time 0.
+        keys: ``[N]`` of :func:`~.dropout.row_keys`, or ``None``. Added rows have the key 0.
+    """
+    rows = len(timestamps)
+    more = even(rows) - rows
+    if not more:
+        return offsets, timestamps, keys
+    padded = [None if part is None else F.pad(part, (0, more)) for part in (timestamps, keys)]
+    return add_histories(offsets, rows, rows + more), padded[0], padded[1]  # type: ignore[return-value]
+
+
 def add_histories(offsets: Tensor, rows: int, total: int) -> Tensor:
     """``offsets [B + 1]``, which end at ``rows``, with further histories of at most 64 events up to ``total``."""
     ends = torch.arange(rows + ADDED_LENGTH, total + ADDED_LENGTH, ADDED_LENGTH, device=offsets.device)
     return torch.cat([offsets, ends.clamp(max=total).to(offsets.dtype)])
 
 
-def add_entries(values: Tensor, total: int) -> Tensor:
-    """``values [N]`` with zeros up to the length ``total``."""
-    return F.pad(values, (0, total - len(values)))
+def pad_rows(x: Tensor, total: int | None) -> Tensor:
+    """``x [N, D]`` with rows of zeros up to ``total`` rows, if that is given."""
+    return x if total in (None, len(x)) else F.pad(x, (0, 0, 0, total - len(x)))  # type: ignore[operator]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -21,9 +21,10 @@ from lightning_freescale.batch.torchrec_types import EmbeddingCollection
 from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
-from lightning_freescale.models.even_rows import add_entries, add_histories, even
+from lightning_freescale.models.even_rows import add_rows, pad_rows
 from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
 from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwards, take_router_losses
+from lightning_freescale.models.hstu_options import Bias, LinearInit, check_options
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
@@ -31,11 +32,8 @@ from lightning_freescale.models.personal_tokens import PersonalTokens, attention
 from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention
-from lightning_freescale.runtime.errors import ConfigurationError
 
 ITEM_TABLE = "item"
-Bias = Literal["relative", "input"]
-LinearInit = Literal["hstu", "torch"]
 
 
 class HSTULayer(nn.Module):
@@ -189,7 +187,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        _check_options(self.hparams)
+        check_options(self.hparams)
         self.num_items = num_items
         self.feature_names = [HISTORY, NEGATIVES, *(feature_sizes or {})]
         tables = [table_config(ITEM_TABLE, num_items, embedding_dim, [HISTORY, NEGATIVES], table_std)]
@@ -226,29 +224,22 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
         keys = self.dropout_keys(batch)
+        if self.personalization is not None:
+            x = self.layer_input(embedded, batch, keys=keys)
+            rows, arranged, keys = self.personalization.insert(
+                x, batch.lengths.long(), batch.timestamps, keys, self.has_bias
+            )
+            return self.apply_layers(rows, arranged, keys)[arranged.sequences.events]
+        offsets, times = _offsets(batch), batch.timestamps
         if self._adds_rows(batch):
-            return self._encode_even(embedded, batch, keys)
-        x = self.layer_input(embedded, batch, keys=keys)
-        if self.personalization is None:
-            return self.apply_layers(x, Attention(_offsets(batch), batch.timestamps, self.has_bias), keys)
-        rows, attention, keys = self.personalization.insert(
-            x, batch.lengths.long(), batch.timestamps, keys, self.has_bias
-        )
-        return self.apply_layers(rows, attention, keys)[attention.sequences.events]
+            offsets, times, keys = add_rows(offsets, times, keys)
+        x = self.layer_input(embedded, batch, keys=keys, total=len(times))
+        return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, len(batch.timestamps))
 
     def _adds_rows(self, batch: SeqBatch) -> bool:
         """Whether rows are added (:mod:`.even_rows`). Routers of experts would count them."""
         experts = any(layer.settings.experts > 1 for layer in self.feed_forwards)  # type: ignore[union-attr,operator]
-        return batch.timestamps.is_cuda and self.personalization is None and not experts
-
-    def _encode_even(self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None) -> Tensor:
-        """:meth:`encode` with rows that are added (:mod:`.even_rows`)."""
-        rows = len(batch.timestamps)
-        total = even(rows)
-        x = self.layer_input(embedded, batch, keys=keys, total=total)
-        offsets, times = add_histories(_offsets(batch), rows, total), add_entries(batch.timestamps, total)
-        keys = None if keys is None else add_entries(keys, total)
-        return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, rows)
+        return batch.timestamps.is_cuda and not experts
 
     def layer_input(
         self,
@@ -268,10 +259,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         if self.event_encoding is not None:
             before = None if states is None else (states.lengths, states.last_times)
             x, scale = self.event_encoding(x * scale, _offsets(batch), batch.timestamps, before), 1.0
-        if keys is None:
-            x = x * scale
-            return x if total is None else F.pad(x, (0, 0, 0, total - len(x)))
-        return self.input_dropout(x, keys, scale, total)
+        return pad_rows(x * scale, total) if keys is None else self.input_dropout(x, keys, scale, total)
 
     def apply_layers(
         self, x: Tensor, attention: Attention, keys: Tensor | None = None, rows: int | None = None
@@ -392,21 +380,6 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
 class HSTU(HSTUMixin, pl.LightningModule):
     __doc__ = HSTUMixin.__doc__
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigurationError` if arguments of :class:`HSTU` do not fit together or are unknown."""
-    dim, heads = options["embedding_dim"], options["num_heads"]
-    if dim % heads and (options["qk_dim"] is None or options["v_dim"] is None):
-        raise ConfigurationError(
-            f"num_heads: {heads} does not divide embedding_dim {dim}; choose another num_heads, or set qk_dim and v_dim"
-        )
-    if options["top_k"] < 1:
-        raise ConfigurationError(f"top_k: must be at least 1, not {options['top_k']}")
-    for name, kind in (("bias", Bias), ("linear_init", LinearInit)):
-        known = get_args(kind)
-        if options[name] not in known:
-            raise ConfigurationError(f"{name}: {options[name]!r} is unknown; choose one of {', '.join(known)}")
 
 
 def _offsets(batch: SeqBatch) -> Tensor:

@@ -25,6 +25,7 @@ from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.batch.checks import check_batch
 from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.bubbles.timeline import Timeline
+from lightning_freescale.embedding import owner_counts
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
@@ -156,6 +157,10 @@ class BatchPipeline:
 
         with self._timeline.span("h2d", stream=self._copies.stream):
             moved, copied = copy_in_advance(move, self._copies)
+        if self.rows and self._device.type == "cuda":
+            given, copies = (list(find_parts(part, KeyedJaggedTensor)) for part in (batch, moved))
+            for host, copy in zip(given, copies, strict=True):
+                owner_counts.attach(host, copy, self.rows, self._control.world_size)
         return Prepared(moved, weight, moved=True, copied=copied, cost_sums=sums)
 
     def _hands_out_plain_batches(self) -> bool:

@@ -14,8 +14,9 @@ from tests.models.test_hstu import planted, tiny, training_batch
 def outputs_and_gradients(model: HSTU, batch: SeqBatch, added: bool) -> dict[str, Tensor]:
     """Outputs of the layers, and the gradients of all parameters for a fixed gradient of the outputs."""
     model.zero_grad()
-    embedded, keys = model.embedding(batch.features), model.dropout_keys(batch)
-    outputs = model._encode_even(embedded, batch, keys) if added else model.encode(embedded, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_adds_rows", lambda batch: added)
+        outputs = model(batch)
     outputs.backward(torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs))
     found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     return {"outputs": outputs.detach()} | found
@@ -34,7 +35,7 @@ def test_added_rows_change_nothing(options: dict, training: bool, monkeypatch: p
         torch.testing.assert_close(more[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
     # Negative control: rows that are inserted before those of the events would change them.
-    monkeypatch.setattr("lightning_freescale.models.hstu.add_histories", shifted)
+    monkeypatch.setattr(even_rows, "add_histories", shifted)
     wrong = outputs_and_gradients(model, batch, added=True)
     assert not torch.allclose(wrong["outputs"], given["outputs"], rtol=1e-3, atol=1e-3)
 
@@ -59,8 +60,7 @@ def test_added_histories_are_short() -> None:
     assert even_rows.add_histories(torch.tensor([0, 64]), 64, 64).tolist() == [0, 64]
 
 
-def test_batches_without_events() -> None:
-    model = tiny().train()
-    batch = training_batch(planted(3)[0]).to(torch.device("cpu"))
-    assert not model._adds_rows(batch)  # on a CPU
-    assert even_rows.even(0) == 0
+def test_a_cpu_and_experts_get_no_rows() -> None:
+    model = tiny()
+    assert not model._adds_rows(training_batch(planted(3)[0]))
+    assert not tiny(feed_forward={"experts": 2})._adds_rows(training_batch(planted(3)[0]))

@@ -1,0 +1,124 @@
+"""How many ids of a batch each rank owns, counted while the ids are still in host memory.
+
+TorchRec's row-wise exchange of ids first tells every rank how many ids it will get. TorchRec counts the ids on the device, and
+the host waits for the result. In short steps this wait is a large part of the host's time: the kernels that count share the GPU
+with the compute of the step. A batch that comes from a loader is in host memory before, so the ids are counted there, and
+TorchRec's tensor gets the counts before it asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.embedding.stages import contents_version
+
+_ATTRIBUTE = "_freescale_owner_counts"
+_ROW_POSITIONS = (
+    "zch_bucketize_row_pos",
+    "kvzch_bucketize_row_pos",
+)  # of tables with buckets; the name depends on the release
+
+
+@dataclass(frozen=True)
+class OwnerCounts:
+    """Of one KeyedJaggedTensor on the device.
+
+    Attributes:
+        by_feature: for each feature, the ids of each owner, ``[ranks]``.
+        blocks: for each feature, the rows of its table on each rank.
+        version: ``contents_version`` of the tensor on the device when it was made.
+    """
+
+    by_feature: dict[str, list[int]]
+    blocks: dict[str, int]
+    version: int
+
+
+def count(host: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The ids of each owner and the rows of each rank, by feature, of tables that are divided row-wise.
+
+    Args:
+        host: in host memory. Its ids are at least 0 and below the number of rows.
+        rows: rows of the table of each feature. Other features are left out.
+        ranks: number of ranks.
+    """
+    counts, blocks = {}, {}
+    for name, ids in zip(host.keys(), host.values().split(host.length_per_key()), strict=True):
+        if name in rows:
+            blocks[name] = -(-rows[name] // ranks)
+            owners = torch.div(ids, blocks[name], rounding_mode="trunc")
+            counts[name] = torch.bincount(owners, minlength=ranks).tolist()
+    return counts, blocks
+
+
+def attach(host: KeyedJaggedTensor, moved: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> None:
+    """Count the ids of ``host`` and keep the counts with its copy on the device, ``moved``."""
+    if host.device().type == "cpu" and not host.variable_stride_per_key():
+        setattr(moved, _ATTRIBUTE, OwnerCounts(*count(host, rows, ranks), contents_version(moved)))
+
+
+def counts_of(kjt: KeyedJaggedTensor) -> OwnerCounts | None:
+    """The counts that :func:`attach` has kept; ``None`` without them, or if the ids were changed in place since."""
+    found: OwnerCounts | None = getattr(kjt, _ATTRIBUTE, None)
+    return found if found is not None and found.version == contents_version(kjt) else None
+
+
+class KnownCounts:
+    """Gives the counts of a batch to the row-wise exchanges of ids of one module.
+
+    Args:
+        module: the sharded collection.
+    """
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._counts: OwnerCounts | None = None
+        plain = type(module) in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
+        self._possible = plain and not getattr(module, "_use_index_dedup", False)  # dedup changes the numbers of ids
+        self._installed = False
+
+    def input_dist(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
+        """``module.input_dist(context, kjt)``, with the counts of ``kjt`` if they are known."""
+        if self._possible and not self._installed and getattr(self._module, "_input_dists", None):
+            self._install()
+        self._counts = counts_of(kjt) if self._installed else None
+        try:
+            return self._module.input_dist(context, kjt)
+        finally:
+            self._counts = None
+
+    def _install(self) -> None:
+        """TorchRec makes the exchanges of ids when the module is called for the first time."""
+        self._installed = True
+        for exchange in self._module._input_dists:
+            if isinstance(exchange, RwSparseFeaturesDist) and _in_equal_blocks(exchange):
+                blocks = exchange._feature_block_sizes_tensor.tolist()
+                exchange._dist.forward = partial(self._send, exchange._dist.forward, blocks, exchange._world_size)
+
+    def _send(
+        self, forward: Callable[[KeyedJaggedTensor], Any], blocks: list[int], ranks: int, divided: KeyedJaggedTensor
+    ) -> Any:
+        """The exchange of ids that are ordered by owner, then by feature."""
+        names = divided.keys()[: len(blocks)]
+        known = self._counts
+        if known is not None and [known.blocks.get(name) for name in names] == blocks:
+            divided._length_per_key = list(
+                chain.from_iterable([known.by_feature[name][owner] for name in names] for owner in range(ranks))
+            )
+        return forward(divided)
+
+
+def _in_equal_blocks(exchange: RwSparseFeaturesDist) -> bool:
+    """Whether owner ``r`` of a row is the row's number divided by the rows of a rank."""
+    positions = any(getattr(exchange, name, None) is not None for name in _ROW_POSITIONS)
+    return not positions and not exchange._has_multiple_blocks_per_shard
