@@ -36,7 +36,6 @@ from lightning_freescale.batch.seq_batch import HISTORY
 from lightning_freescale.models import HSTU, PersonalTokens
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.personalization import UserStates
-from lightning_freescale.models.sequences import LayerState
 from lightning_freescale.models.top_k import top_k
 
 PAST, RECENT, TOKENS, BEST = 1024, 256, 4, 10
@@ -198,9 +197,9 @@ def make_store(model: HSTU, shape: ServingShape, device: torch.device) -> UserSt
     """States of ``STORED`` users of the right shape, with random numbers."""
     heads, width = shape.heads, shape.width // shape.heads
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    parts = [torch.randn(2, STORED, TOKENS, heads, width, device=device, dtype=kind) for _ in model.layers]
+    keys, values = torch.randn(2, len(model.layers), STORED, TOKENS, heads, width, device=device, dtype=kind)
     lengths = torch.full((STORED,), PAST, device=device)
-    return UserStates([LayerState(*part) for part in parts], lengths, torch.zeros(STORED, 1, device=device).long())
+    return UserStates(keys, values, lengths, torch.zeros(STORED, 1, device=device).long())
 
 
 class Measured(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,15 +38,22 @@ class UserStates(NamedTuple):
     """What recent events need of the histories of ``B`` users.
 
     Attributes:
-        layers: keys and values of the tokens, for every layer.
+        keys: ``[layers, B, n * k, H, Dqk]``, the keys of the tokens.
+        values: ``[layers, B, n * k, H, Dv]``, their values.
         lengths: ``[B]`` int64, events of each history.
         segment_times: ``[B, n]`` int64, the time of the last event of each of the ``n`` segments, that of the first event for
             the empty segments before it; 0 if the history is empty.
     """
 
-    layers: Sequence[LayerState]
+    keys: Tensor
+    values: Tensor
     lengths: Tensor
     segment_times: Tensor
+
+    @property
+    def layers(self) -> list[LayerState]:
+        """The state in each layer."""
+        return [LayerState(keys, values) for keys, values in zip(self.keys, self.values, strict=True)]
 
     @property
     def last_times(self) -> Tensor:
@@ -54,7 +61,7 @@ class UserStates(NamedTuple):
         return self.segment_times[:, -1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, for a file such as ``safetensors.torch.save_file(states.tensors(), path)``."""
+        """Tensors by name, a row for each user, for a file such as ``safetensors.torch.save_file(states.tensors(), path)``."""
         found = {"lengths": self.lengths, "segment_times": self.segment_times}
         for number, layer in enumerate(self.layers):
             found |= {f"keys.{number}": layer.keys, f"values.{number}": layer.values}
@@ -67,13 +74,13 @@ class UserStates(NamedTuple):
         missing = {"lengths", "segment_times", *(f"values.{number}" for number in range(count))} - tensors.keys()
         if missing or not count:
             raise InputError(f"states: no tensor named {min(missing or {'keys.0'})!r}; the file is not of UserStates")
-        layers = [LayerState(tensors[f"keys.{number}"], tensors[f"values.{number}"]) for number in range(count)]
-        return UserStates(layers, tensors["lengths"], tensors["segment_times"])
+        keys, values = (torch.stack([tensors[f"{kind}.{n}"] for n in range(count)]) for kind in ("keys", "values"))
+        return UserStates(keys, values, tensors["lengths"], tensors["segment_times"])
 
     def select(self, users: Tensor) -> UserStates:
         """The states of some users, by their index ``[n]``."""
-        layers = [LayerState(layer.keys[users], layer.values[users]) for layer in self.layers]
-        return UserStates(layers, self.lengths[users], self.segment_times[users])
+        keys, values = self.keys.index_select(1, users), self.values.index_select(1, users)
+        return UserStates(keys, values, self.lengths[users], self.segment_times[users])
 
 
 class Personalization(nn.Module):
@@ -138,7 +145,7 @@ def recent_attention(lengths: Tensor, timestamps: Tensor, states: UserStates, bi
         raise InputError(f"states: of {len(states.lengths)} users, but the batch has {len(lengths)}")
     first = timestamps[lengths.cumsum(0) - lengths]
     segment_times = torch.where(states.lengths[:, None] > 0, states.segment_times, first[:, None])
-    per_segment = states.layers[0].keys.shape[1] // segment_times.shape[1]
+    per_segment = states.keys.shape[2] // segment_times.shape[1]
     token_times = segment_times.repeat_interleave(per_segment, dim=1)
     return StateAttention(lengths, timestamps, token_times, states.layers, bias)
 
@@ -179,7 +186,8 @@ class Personalizing(_Base):
         assert isinstance(attention, RecordingAttention)
         self.apply_layers(rows, attention)
         times = torch.where(lengths[:, None] > 0, _at(history.timestamps, attention.sequences.token_times), 0)
-        return UserStates(attention.layers, lengths, times)
+        keys, values = (torch.stack(parts) for parts in zip(*attention.layers, strict=True))
+        return UserStates(keys, values, lengths, times)
 
     def encode_recent(self, recent: SeqBatch, states: UserStates) -> Tensor:
         """Output at every recent event, ``[sum(R), D]``, as if the batch held the whole histories.
