@@ -65,14 +65,10 @@ class FusedIndex(ABC):
 
     def bounds(self, a: Requests, b: Requests) -> Tensor:
         """``[len(BOUNDS), W]`` int64: the places of each rank in the wire orders and request orders of two batches."""
-        rows = []
-        for side in ("by_requester", "by_owner"):
-            for batch in (a, b):
-                rows += _wire_bounds(np.array(getattr(batch, side)), self._rank)
-        for batch in (a, b):
-            counts = np.array(batch.by_owner)
-            rows.append(counts.cumsum() - counts)
-        table = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
+        counts = np.array([a.by_requester, b.by_requester, a.by_owner, b.by_owner])
+        starts, ends = _wire_bounds(counts, self._rank)
+        wire = np.stack([starts, ends], 1).reshape(8, -1)  # starts and ends of each of the four take turns
+        table = torch.from_numpy(np.concatenate([wire, counts[2:].cumsum(1) - counts[2:]]))
         return (table.pin_memory() if self._device.type == "cuda" else table).to(self._device, non_blocking=True)
 
     def mark(self, a: Requests, b: Requests, bounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,10 +166,10 @@ def places_of(second: bool) -> tuple[str, str, str, str]:
     return "request_start_a", "receive_start_a", "receive_end_a", "receive_start_b"
 
 
-def _wire_bounds(counts: np.ndarray, rank: int) -> list[np.ndarray]:
-    """Starts and ends of each rank in wire order, see ``index.wire_bounds``."""
+def _wire_bounds(counts: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends of each rank in wire order, see ``index.wire_bounds``, for each row of ``counts [n, W]``."""
     others = counts.copy()
-    others[rank] = 0
-    starts = others.cumsum() - others
-    starts[rank] = others.sum()
-    return [starts, starts + counts]
+    others[:, rank] = 0
+    starts = others.cumsum(1) - others
+    starts[:, rank] = others.sum(1)
+    return starts, starts + counts
