@@ -27,6 +27,7 @@ from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwa
 from lightning_freescale.models.hstu_options import Bias, LinearInit, check_options
 from lightning_freescale.models.initialization import draw_linear_maps, table_config
 from lightning_freescale.models.loss import sampled_softmax
+from lightning_freescale.models.micro_chunks import LayerInput, Samples, apply_in_chunks, count_chunks
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
 from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
@@ -224,6 +225,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
         keys = self.dropout_keys(batch)
+        chunks = count_chunks(self.feed_forwards, batch.timestamps.device)  # type: ignore[arg-type]
+        if chunks > 1:
+            return self._encode_in_chunks(embedded, batch, keys, chunks)
         if self.personalization is not None:
             x = self.layer_input(embedded, batch, keys=keys)
             rows, arranged, keys = self.personalization.insert(
@@ -235,6 +239,18 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             offsets, times, keys = add_rows(offsets, times, keys)
         x = self.layer_input(embedded, batch, keys=keys, total=len(times))
         return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, len(batch.timestamps))
+
+    def _encode_in_chunks(self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None, count: int) -> Tensor:
+        """:meth:`encode` in ``count`` parts of the batch (:mod:`.micro_chunks`)."""
+        samples = Samples(self.layer_input(embedded, batch, keys=keys), _offsets(batch), batch.timestamps, keys)
+        parts = [self._arrange(part) for part in samples.split(count)]
+        return unit_rows(apply_in_chunks(self.layers, self.feed_forwards, parts))  # type: ignore[arg-type]
+
+    def _arrange(self, samples: Samples) -> LayerInput:
+        x, offsets, timestamps, keys = samples
+        if self.personalization is None:
+            return LayerInput(x, Attention(offsets, timestamps, self.has_bias), keys)
+        return LayerInput(*self.personalization.insert(x, offsets.diff(), timestamps, keys, self.has_bias))
 
     def _adds_rows(self, batch: SeqBatch) -> bool:
         """Whether rows are added (:mod:`.even_rows`). Routers of experts would count them."""

@@ -49,7 +49,7 @@ def test_the_routers_are_part_of_the_loss() -> None:
         model.encode(embedded, batch)
         terms = [layer.moe.take_terms() for layer in model.feed_forwards]  # type: ignore[union-attr, operator]
         losses.append((float(model.loss(embedded, batch)), terms))
-        assert all(layer.moe.terms is None for layer in model.feed_forwards)  # type: ignore[union-attr]
+        assert all(layer.moe.sums is None for layer in model.feed_forwards)  # type: ignore[union-attr]
     (plain, _), (balanced, terms), (scored, _) = losses
     assert balanced - plain == pytest.approx(0.5 * float(sum(x.balance for x in terms)), rel=1e-4)
     assert scored - plain == pytest.approx(2.0 * float(sum(x.z for x in terms)), rel=1e-4)
