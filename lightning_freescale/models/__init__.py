@@ -2,7 +2,7 @@
 
 Modules:
 
-* :mod:`.hstu`: the model :class:`HSTU`, a LightningModule.
+* :mod:`.hstu`: the model :class:`HSTU`, a LightningModule; :mod:`.hstu_layer`: one of its layers.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
 * :mod:`.item_catalogue`: the ids of the items.
 * :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.

@@ -58,6 +58,22 @@ class FeedForward:
                 f"feed_forward: micro_chunks={self.micro_chunks} needs expert_parallel=True: without it no events travel"
             )
 
+    @staticmethod
+    def of(option: FeedForward | MoE | Mapping[str, Any] | None, dim: int) -> FeedForward | None:
+        """From the argument of a model of width ``dim``, which may come from a checkpoint or a YAML file.
+
+        Of a :class:`MoE` the sizes are taken. Every layer draws weights of its own.
+        """
+        if isinstance(option, Mapping):
+            return FeedForward(**option)
+        if not isinstance(option, MoE):
+            return option
+        experts, width, hidden = option.w_in.shape[0], option.w_in.shape[1], option.w_out.shape[1]
+        if width != dim:
+            raise ConfigurationError(f"feed_forward: MoE(dim={width}, ...) does not fit embedding_dim {dim}")
+        shared = option.expert_exchange is not None
+        return FeedForward(experts, option.top_k, hidden, option.save, expert_parallel=shared)
+
     def layers(self, dim: int, count: int, dropout: float) -> list[FeedForwardLayer]:
         """``count`` layers of width ``dim``. Their dropout masks differ from those of as many layers of HSTU."""
         return [FeedForwardLayer(self, dim, dropout, count + number) for number in range(1, count + 1)]
@@ -124,17 +140,16 @@ def take_router_losses(layers: Iterable[FeedForwardLayer]) -> tuple[Tensor | flo
 
 
 def make_feed_forwards(
-    option: FeedForward | Mapping[str, Any] | None, dim: int, count: int, dropout: float
+    settings: FeedForward | None, dim: int, count: int, dropout: float
 ) -> tuple[dict[str, Any] | None, nn.ModuleList]:
     """The settings as plain numbers and strings, so that every ``torch.load`` reads them, and the layers.
 
     Args:
-        option: the argument of a model, which may come from a checkpoint or a YAML file.
+        settings: of all layers.
         dim: width of the layers.
         count: number of layers.
         dropout: dropout rate of the output of the experts.
     """
-    settings = FeedForward(**option) if isinstance(option, Mapping) else option
     if settings is None:
         return None, nn.ModuleList()
     return asdict(settings), nn.ModuleList(settings.layers(dim, count, dropout))

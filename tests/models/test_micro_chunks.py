@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.models import HSTU, FeedForward, PersonalTokens
 from lightning_freescale.models.micro_chunks import Samples, count_chunks
+from lightning_freescale.models.moe.parallel import TravellingTokens
 from lightning_freescale.runtime.errors import ConfigurationError
 from tests.models.cases import make_batch
 from tests.models.test_hstu import ITEMS, planted, tiny
@@ -99,7 +100,8 @@ def run_cases(rank: int) -> list[list[dict[str, Tensor]]]:
     for options, dtype in CASES:
         events = [len(part.timestamps) for part in make_parts()]
         dout = upstream(sum(events), dtype).split(events)[rank]
-        found.append([results(make_model(chunks, options, dtype), batch, dout) for chunks in (1, 2, 3, 2)])
+        counts = (2, 1) if found else (2, 1, 3, 2)
+        found.append([results(make_model(chunks, options, dtype), batch, dout) for chunks in counts])
     return found
 
 
@@ -112,30 +114,41 @@ def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     )
 
 
+def without_loss(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the loss of a batch, which is a mean over the events of a rank and not of all ranks."""
+    return {name: value for name, value in found.items() if not name.startswith("loss")}
+
+
 def test_chunks_equal_one_chunk_and_one_process() -> None:
     """In float64 within 1e-12, in float32 within 1e-6, and repeatable to the bit."""
     ranks = run_ranks(run_cases, world=WORLD, timeout=120)
     for number, (options, dtype) in enumerate(CASES):
         tolerance = 1e-12 if dtype == torch.float64 else 1e-6
         for found in ranks:
-            one, two, three, again = found[number]
-            assert difference(two, one) < tolerance, options
-            assert difference(three, one) < tolerance, options
-            assert all(torch.equal(again[name], value) for name, value in two.items()), options
+            two, *others = found[number]
+            assert all(difference(other, two) < tolerance for other in others), options
+            assert all(torch.equal(found[0][-1][name], value) for name, value in found[0][0].items())
         batch = whole_batch()
         model, dout = make_model(None, options, dtype), upstream(len(batch.timestamps), dtype)
-        want = {name: value for name, value in results(model, batch, dout).items() if not name.startswith("loss")}
-        got = ranks[0][number][1] | {"out": torch.cat([found[number][1]["out"] for found in ranks])}
+        want = without_loss(results(model, batch, dout))
+        got = ranks[0][number][0] | {"out": torch.cat([found[number][0]["out"] for found in ranks])}
         assert difference(got, want) < tolerance, options
         with torch.no_grad():  # negative control: one weight of one expert
             model.feed_forwards[1].moe.w_out[3, 2, 1] += 1e-3  # type: ignore[union-attr, operator, index]
-        assert difference(got, results(model, batch, dout) | {"loss": torch.zeros(())}) > 1e-5
+        assert difference(got, without_loss(results(model, batch, dout))) > 1e-5
 
 
-def record_order(rank: int, chunks: int) -> list[str]:
-    """What the first layer does in forward and backward: transfers that start and are awaited, attention, and experts."""
+def open_as_on_cuda(tokens: TravellingTokens) -> None:
+    """``TravellingTokens.open`` on CUDA, where the host does not wait for the counts at once."""
+    tokens._counts = tokens._trip.exchange.start_counts(tokens._trip.index.counts, None)
+
+
+def record_order(rank: int, as_on_cuda: bool) -> tuple[list[str], Tensor]:
+    """What a layer does in forward and backward: transfers that start and are awaited, and attention. And its output."""
     dist.init_process_group("gloo")
-    model = make_model(chunks, {"num_layers": 1}, torch.float32)
+    if as_on_cuda:
+        TravellingTokens.open = open_as_on_cuda  # type: ignore[method-assign]  # of this process alone
+    model = make_model(2, {"num_layers": 1}, torch.float32)
     log: list[str] = []
     exchange = model.feed_forwards[0].moe.expert_exchange  # type: ignore[union-attr]
     count = 0
@@ -157,20 +170,19 @@ def record_order(rank: int, chunks: int) -> list[str]:
     layer = model.layers[0]
     layer.register_forward_hook(lambda *_: log.append("attention"))
     layer.register_full_backward_hook(lambda *_: log.append("attention backward"))
-    model(make_parts()[rank]).sum().backward()
-    return log
+    out = model(make_parts()[rank])
+    out.sum().backward()
+    return log, out.detach()
 
 
 def test_the_order_of_exchanges() -> None:
     """With two chunks, A and B, every exchange of one chunk runs during the compute of the other, where there is some."""
-    ranks = run_ranks(record_order, world=WORLD, args=(2,))
-    starts = [[entry for entry in log if entry.startswith(("start", "wait"))] for log in ranks]
-    assert all(other == starts[0] for other in starts)  # also the rank without samples
-    log = ranks[0]
-    assert log == [
-        *("attention", "start 1", "wait 1", "start 2"),  # A: counts, copies
-        *("attention", "start 3", "wait 3", "start 4"),  # B
-        *("wait 2", "start 5"),  # the experts of A, while the copies of B travel; outputs of A
+    at_once, later = ([*run_ranks(record_order, world=WORLD, args=(as_on_cuda,))] for as_on_cuda in (False, True))
+    for ranks in (at_once, later):
+        exchanges = [[entry for entry in log if entry.startswith(("start", "wait"))] for log, _ in ranks]
+        assert all(other == exchanges[0] for other in exchanges)  # also the rank without samples
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(at_once, later, strict=True))
+    rest = [
         *("wait 4", "start 6"),  # the experts of B, while the outputs of A travel; outputs of B
         *("wait 5", "wait 6"),
         *("start 7", "start 8"),  # gradients of the outputs: B, A
@@ -178,6 +190,18 @@ def test_the_order_of_exchanges() -> None:
         *("wait 8", "start 10"),  # A, while those of B travel
         *("wait 9", "attention backward"),  # B, while those of A travel
         *("wait 10", "attention backward"),
+    ]
+    assert at_once[0][0] == [
+        *("attention", "start 1", "wait 1", "start 2"),  # A: counts, copies
+        *("attention", "start 3", "wait 3", "start 4"),  # B
+        *("wait 2", "start 5"),  # the experts of A, while the copies of B travel; outputs of A
+        *rest,
+    ]
+    assert later[0][0] == [
+        *("attention", "start 1"),  # A: counts
+        *("attention", "wait 1", "start 2", "start 3"),  # B is queued; copies of A; counts of B
+        *("wait 2", "wait 3", "start 4", "start 5"),  # the experts of A are queued; copies of B; outputs of A
+        *rest,
     ]
 
 
