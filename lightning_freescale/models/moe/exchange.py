@@ -90,9 +90,12 @@ class ExpertExchange:
             ready: on CUDA, when the arrays are computed; when all work of the current stream is done, by default.
         """
         sent = [array.contiguous() for array in arrays]
-        # The side stream writes before the compute stream is done with memory that the host has released: it needs its own.
+        received = None if ready is not None else _new_rows(sent, sum(receive))
         with side_stream(sent[0].device).work(compute=ready is None, event=ready):
-            received = [array.new_empty(sum(receive), *array.shape[1:]) for array in sent]
+            if received is None:
+                # With ``ready`` the transfer may write before the compute stream is done with memory that the host has
+                # released. So the memory must be the side stream's own.
+                received = _new_rows(sent, sum(receive))
             works = [
                 dist.all_to_all_single(into, array, receive, send, group=self.group, async_op=True)
                 for into, array in zip(received, sent, strict=True)
@@ -114,6 +117,10 @@ class ExpertExchange:
                 work.wait()
             mark_used_on(current_stream(counts.device), [counts])
             return PendingCounts(pending, (Readback(counts), Readback(pending.received[0])))
+
+
+def _new_rows(arrays: list[Tensor], rows: int) -> list[Tensor]:
+    return [array.new_empty(rows, *array.shape[1:]) for array in arrays]
 
 
 @cache

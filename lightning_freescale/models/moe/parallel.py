@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_freescale.models.moe import products
-from lightning_freescale.models.moe.dispatch import arrange_plain
+from lightning_freescale.models.moe.dispatch import arrange_copies
 from lightning_freescale.models.moe.exchange import ExpertExchange, PendingCounts, PendingRows
 from lightning_freescale.models.moe.experts import Save, apply_experts
+from lightning_freescale.models.tiles import unit_stride
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.streams import work_so_far
 
@@ -60,7 +61,7 @@ class _Trip:
 
     def __init__(self, experts: SharedExperts, chosen: Tensor):
         self.exchange = experts.exchange
-        self.index = arrange_plain(chosen, experts.ranks * experts.share, 1)
+        self.index = arrange_copies(chosen, experts.ranks * experts.share, tile=1)
         self.send: list[int] = []  # copies for each rank
         self.receive: list[int] = []  # copies from each rank
         self.copies: tuple[Tensor, Tensor] | None = None  # rows and gates that have not been sent
@@ -156,7 +157,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        trip.copies = products.gather(x, trip.index), gates.flatten()[trip.index.copies]
+        trip.copies = products.gather(unit_stride(x), trip.index), gates.flatten()[trip.index.copies]
         trip.ready = work_so_far(x.device)
         return x.new_empty(0)
 
