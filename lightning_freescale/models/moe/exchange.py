@@ -110,9 +110,8 @@ class ExpertExchange:
         pending = self.start([counts], share, share, ready)
         if not counts.is_cuda:
             return PendingCounts(pending, None)
-        with side_stream(
-            counts.device
-        ).work():  # by copy engines: a kernel would wait behind those of the compute stream
+        # Copy engines bring the counts to the host. A kernel would wait behind those of the compute stream.
+        with side_stream(counts.device).work():
             for work in pending.works:
                 work.wait()
             mark_used_on(current_stream(counts.device), [counts])
