@@ -41,7 +41,8 @@ from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.workload import LongTailWorkload
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models.attention import hopper
-from lightning_freescale.models.hstu import HSTU, HSTULayer
+from lightning_freescale.models.hstu import HSTU
+from lightning_freescale.models.hstu_layer import HSTULayer
 from lightning_freescale.models.sequences import Attention
 
 ITEMS = 10_000

@@ -60,6 +60,8 @@ class SeqBatch(Pipelineable):
     @property
     def by_key(self) -> dict[str, JaggedTensor]:
         """The ids of each key, with offsets. TorchRec keeps the result: its ``features[key]`` does the same work every time."""
+        if not self.num_samples:  # TorchRec's to_dict fails without samples
+            return {key: self.features[key] for key in self.features.keys()}  # noqa: SIM118 - not a mapping
         return self.features.to_dict()
 
     @property

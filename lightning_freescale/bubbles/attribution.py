@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from lightning_freescale.bubbles.spans import EMBEDDING_EXCHANGES, ENGINE, EXCHA
 
 PARTS = ("straggler", "exposed_embedding", "exposed_experts", "exposed_dense", "input_wait", "other")
 SLOTS = 16  # waits of one kind in a step that are matched between ranks; further waits count as exposed
+EXPERT_SLOTS = 80  # the same for exchanges of experts, of which each layer has five for each micro-chunk
 
 # What a rank counts in a step, besides time.
 # Of tables with zero-collision ids: distinct ids of the batch, those that got a row, rows taken from other ids for them, ids
@@ -41,7 +43,12 @@ _EXPOSED = {  # the kinds of exchange of each part of the bubble
 }
 _UNMATCHED = tuple(f"unmatched_{part}" for part in _EXPOSED)
 _SCALARS = ("start", "wall", "useful", "input_wait", "hidden", *_UNMATCHED, *COUNTS)
-WIDTH = len(_SCALARS) + len(EXCHANGES) * SLOTS * 3
+_SLOTS = {kind: EXPERT_SLOTS if kind is Kind.EXPERT_EXCHANGE else SLOTS for kind in EXCHANGES}
+_FIRST = dict(
+    zip(EXCHANGES, accumulate(_SLOTS.values(), initial=0), strict=False)
+)  # the place of each kind's first wait
+_PLACES = sum(_SLOTS.values())
+WIDTH = len(_SCALARS) + _PLACES * 3
 
 
 class Segment(NamedTuple):
@@ -121,11 +128,11 @@ def account(step: Step, offset: float = 0.0) -> NDArray[np.float64]:
     for start, end, span in segments:
         busy[span] = busy.get(span, 0.0) + end - start
     values["input_wait"] = sum(seconds for span, seconds in busy.items() if span.kind.role is Role.WAITING)
-    waits = np.full((len(EXCHANGES), SLOTS, 3), np.nan)
+    waits = np.full((_PLACES, 3), np.nan)
     for span, slot in _slots(step.spans).items():
         seconds = busy.get(span, 0.0)
-        if slot < SLOTS:
-            waits[EXCHANGES.index(span.kind), slot] = (span.joined + offset, span.start + offset, seconds)
+        if slot < _SLOTS[span.kind]:
+            waits[_FIRST[span.kind] + slot] = (span.joined + offset, span.start + offset, seconds)
         else:
             part = next(name for name, kinds in _EXPOSED.items() if span.kind in kinds)
             values[f"unmatched_{part}"] += seconds
@@ -160,15 +167,15 @@ def attribute(accounts: NDArray[np.float64]) -> Bubbles:
         accounts: ``[ranks, steps, WIDTH]``, rows of :func:`account` of the same steps on all ranks.
     """
     scalars = {name: accounts[..., index] for index, name in enumerate(_SCALARS)}
-    waits = accounts[..., len(_SCALARS) :].reshape(*accounts.shape[:2], len(EXCHANGES), SLOTS, 3)
+    waits = accounts[..., len(_SCALARS) :].reshape(*accounts.shape[:2], _PLACES, 3)
     joined, start, busy = waits[..., 0], waits[..., 1], np.nan_to_num(waits[..., 2])
     # If no rank knows when it joined, the wait counts as exposed: ``last`` is then -inf.
     last = np.where(np.isnan(joined), -np.inf, joined).max(axis=0)
-    straggling = np.clip(np.nan_to_num(last - start, neginf=0.0), 0.0, busy)  # [ranks, steps, kinds, slots]
-    exposed = (busy - straggling).sum(axis=3)
-    parts = {"straggler": straggling.sum(axis=(2, 3)), "input_wait": scalars["input_wait"]}
+    straggling = np.clip(np.nan_to_num(last - start, neginf=0.0), 0.0, busy)  # [ranks, steps, places]
+    exposed = busy - straggling
+    parts = {"straggler": straggling.sum(axis=2), "input_wait": scalars["input_wait"]}
     for part, kinds in _EXPOSED.items():
-        own = [EXCHANGES.index(kind) for kind in kinds]
+        own = [place for kind in kinds for place in range(_FIRST[kind], _FIRST[kind] + _SLOTS[kind])]
         parts[f"exposed_{part}"] = exposed[..., own].sum(axis=2) + scalars[f"unmatched_{part}"]
     # The remainder of the bubble: engine time outside of all spans, or in a span of overhead.
     bubble = scalars["wall"] - scalars["useful"]

@@ -142,7 +142,7 @@ class _GradientProbe:
 
 # ---- experts ---------------------------------------------------------------------------------------------------------------
 class ExpertProbe:
-    """Records the exchanges of modules that have an ``expert_exchange``, whose ``observe`` is a context around each transfer."""
+    """Records the exchanges of modules that have an ``expert_exchange``, which calls ``observe`` with each transfer."""
 
     def __init__(self, model: nn.Module, timeline: Timeline):
         found = (getattr(module, "expert_exchange", None) for module in model.modules())
@@ -156,9 +156,8 @@ class ExpertProbe:
         for exchange, before in self._restore:
             exchange.observe = before
 
-    def _observe(self, sent_bytes: int) -> AbstractContextManager[None]:
-        self._timeline.count("bytes", sent_bytes)
-        return self._timeline.span(Kind.EXPERT_EXCHANGE)
+    def _observe(self, work: Any, sent_bytes: int) -> Callable[[], AbstractContextManager[None]]:
+        return self._timeline.transfer(Kind.EXPERT_EXCHANGE, work, sent_bytes).waiting
 
 
 # ---- dense AllReduce ---------------------------------------------------------------------------------------------------

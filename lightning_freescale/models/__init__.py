@@ -2,7 +2,7 @@
 
 Modules:
 
-* :mod:`.hstu`: the model :class:`HSTU`, a LightningModule.
+* :mod:`.hstu`: the model :class:`HSTU`, a LightningModule; :mod:`.hstu_layer`: one of its layers.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
 * :mod:`.item_catalogue`: the ids of the items.
 * :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.
@@ -12,7 +12,8 @@ Modules:
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
 * :mod:`.fused_layer`: a layer of HSTU on CUDA as one function; :mod:`.elementwise_triton`: its elementwise passes.
-* :mod:`.feed_forward`: a feed-forward layer after each layer; :mod:`.moe`: its mixture of experts.
+* :mod:`.feed_forward`: a feed-forward layer after each layer; :mod:`.moe`: its mixture of experts;
+  :mod:`.micro_chunks`: layers in parts of the batch, while events travel to experts.
 * :mod:`.norm` and :mod:`.norm_triton`: layer norms, and scaling of rows to length 1.
 * :mod:`.dropout` and :mod:`.dropout_triton`: dropout whose mask is a function of the sample.
 * :mod:`.loss` and :mod:`.loss_triton`: sampled softmax over the next item.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_freescale.models.dropout import SampleDropout
 from lightning_freescale.models.moe.experts import Save
 from lightning_freescale.models.moe.layer import MoE, check_shape
+from lightning_freescale.models.moe.parallel import SharedExperts
 from lightning_freescale.models.norm import layer_norm
 from lightning_freescale.runtime.errors import ConfigurationError
 
@@ -28,10 +29,12 @@ class FeedForward:
         hidden: hidden units of an expert; four times the width by default.
         save: what is kept for backward (:class:`~.moe.layer.MoE`).
         balance_loss: weight of the balance loss of each router in the loss, which is least if all experts get equally many
-        events. z_loss: weight of the z-loss of each router, which keeps its scores small. Both losses are means over the events
-        of a rank.
-            Trainings that distribute the samples to ranks differently are equal only if both weights are 0.
+            events.
+        z_loss: weight of the z-loss of each router, which keeps its scores small. Both losses are means over the events of a
+            rank. Trainings that distribute the samples to ranks differently are equal only if both weights are 0.
         expert_parallel: in training, the ranks share the experts, and events travel to them (:mod:`.moe.parallel`).
+        micro_chunks: with ``expert_parallel``, the number of parts of a batch. The events of one part travel while the layers
+            compute another (:mod:`.micro_chunks`). ``None``: 2 on CUDA if there are several ranks, 1 otherwise.
     """
 
     experts: int = 1
@@ -41,12 +44,35 @@ class FeedForward:
     balance_loss: float = 0.01
     z_loss: float = 0.001
     expert_parallel: bool = False
+    micro_chunks: int | None = None
 
     def __post_init__(self) -> None:
         check_shape(1 if self.hidden is None else self.hidden, self.experts, self.top_k, self.save)
         for name in ("balance_loss", "z_loss"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"feed_forward: {name} must not be negative, not {getattr(self, name)}")
+        if self.micro_chunks is not None and self.micro_chunks < 1:
+            raise ConfigurationError(f"feed_forward: micro_chunks must be at least 1, not {self.micro_chunks}")
+        if (self.micro_chunks or 1) > 1 and not self.expert_parallel:
+            raise ConfigurationError(
+                f"feed_forward: micro_chunks={self.micro_chunks} needs expert_parallel=True: without it no events travel"
+            )
+
+    @staticmethod
+    def of(option: FeedForward | MoE | Mapping[str, Any] | None, dim: int) -> FeedForward | None:
+        """From the argument of a model of width ``dim``, which may come from a checkpoint or a YAML file.
+
+        Of a :class:`MoE` the sizes are taken. Every layer draws weights of its own.
+        """
+        if isinstance(option, Mapping):
+            return FeedForward(**option)
+        if not isinstance(option, MoE):
+            return option
+        experts, width, hidden = option.w_in.shape[0], option.w_in.shape[1], option.w_out.shape[1]
+        if width != dim:
+            raise ConfigurationError(f"feed_forward: MoE(dim={width}, ...) does not fit embedding_dim {dim}")
+        shared = option.expert_exchange is not None
+        return FeedForward(experts, option.top_k, hidden, option.save, expert_parallel=shared)
 
     def layers(self, dim: int, count: int, dropout: float) -> list[FeedForwardLayer]:
         """``count`` layers of width ``dim``. Their dropout masks differ from those of as many layers of HSTU."""
@@ -75,6 +101,22 @@ class FeedForwardLayer(nn.Module):
         """``x`` and the result are ``[N, D]``; ``keys [N]`` from ``row_keys`` is for dropout in training."""
         return x + self.dropout(self.moe(layer_norm(self.norm, x)), keys)
 
+    def start(self, x: Tensor, keys: Tensor | None, experts: SharedExperts) -> StartedFeedForward:
+        """:meth:`forward` of some events, up to the moment at which they leave for the ranks of their experts."""
+        return StartedFeedForward(self, x, keys, experts)
+
+
+class StartedFeedForward:
+    """A feed-forward layer of some events, which are on their way to their experts."""
+
+    def __init__(self, layer: FeedForwardLayer, x: Tensor, keys: Tensor | None, experts: SharedExperts) -> None:
+        self._layer, self._x, self._keys = layer, x, keys
+        self.tokens = layer.moe.start(layer_norm(layer.norm, x), experts)
+
+    def finish(self) -> Tensor:
+        """Wait for the outputs of the experts, and return the result of the layer."""
+        return self._x + self._layer.dropout(self.tokens.result(), self._keys)
+
 
 def take_router_losses(layers: Iterable[FeedForwardLayer]) -> tuple[Tensor | float, dict[str, Tensor]]:
     """What the routers add to the loss of the last forward, and what is logged about them. Without experts, 0 and nothing."""
@@ -98,17 +140,16 @@ def take_router_losses(layers: Iterable[FeedForwardLayer]) -> tuple[Tensor | flo
 
 
 def make_feed_forwards(
-    option: FeedForward | Mapping[str, Any] | None, dim: int, count: int, dropout: float
+    settings: FeedForward | None, dim: int, count: int, dropout: float
 ) -> tuple[dict[str, Any] | None, nn.ModuleList]:
     """The settings as plain numbers and strings, so that every ``torch.load`` reads them, and the layers.
 
     Args:
-        option: the argument of a model, which may come from a checkpoint or a YAML file.
+        settings: of all layers.
         dim: width of the layers.
         count: number of layers.
         dropout: dropout rate of the output of the experts.
     """
-    settings = FeedForward(**option) if isinstance(option, Mapping) else option
     if settings is None:
         return None, nn.ModuleList()
     return asdict(settings), nn.ModuleList(settings.layers(dim, count, dropout))

@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -22,92 +21,21 @@ from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
 from lightning_freescale.models.even_rows import add_rows, pad_rows
-from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
+from lightning_freescale.models.event_encoding import EventEncoding
 from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwards, take_router_losses
+from lightning_freescale.models.hstu_layer import HSTULayer
 from lightning_freescale.models.hstu_options import Bias, LinearInit, check_options
-from lightning_freescale.models.initialization import draw_linear_maps, table_config
+from lightning_freescale.models.initialization import table_config
 from lightning_freescale.models.loss import sampled_softmax
-from lightning_freescale.models.norm import gated_layer_norm, layer_norm, unit_rows
+from lightning_freescale.models.micro_chunks import LayerInput, Samples, apply_in_chunks, count_chunks
+from lightning_freescale.models.moe import MoE
+from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention
 
 ITEM_TABLE = "item"
-
-
-class HSTULayer(nn.Module):
-    """One layer: ``x + f2(norm(attention(q, k, v)) * u)`` with ``u, v, q, k = silu(f1(norm(x)))``.
-
-    Args:
-        dim: width ``D`` of the input and the output.
-        heads: attention heads.
-        qk_dim: width of a head's queries and keys.
-        v_dim: width of a head's values.
-        position_buckets: size of the position bias; 0 for attention without bias.
-        dropout: dropout rate of the gated attention output.
-        linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
-        number: number of the layer in its model. The dropout masks of layers with different numbers differ.
-    """
-
-    position_bias: Tensor | None
-    time_bias: Tensor | None
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        qk_dim: int,
-        v_dim: int,
-        position_buckets: int,
-        dropout: float = 0.0,
-        linear_init: LinearInit = "hstu",
-        number: int = 1,
-    ) -> None:
-        super().__init__()
-        self.heads = heads
-        self.split = [heads * v_dim, heads * v_dim, heads * qk_dim, heads * qk_dim]
-        self.norm = nn.LayerNorm(dim)
-        self.f1 = nn.Linear(dim, sum(self.split))
-        for name, buckets in (("position_bias", position_buckets), ("time_bias", TIME_BUCKETS)):
-            self.register_parameter(name, nn.Parameter(torch.zeros(buckets)) if position_buckets else None)
-        self.attention_norm = nn.LayerNorm(heads * v_dim)
-        self.dropout = SampleDropout(dropout, number)
-        self.f2 = nn.Linear(heads * v_dim, dim)
-        if linear_init == "hstu":
-            draw_linear_maps(self.f1, self.f2)
-
-    def forward(self, x: Tensor, attention: Attention, keys: Tensor | None = None, *, total: bool = True) -> Tensor:
-        """``x`` and the result are flat, ``[N, D]``, a row for each event.
-
-        ``attention`` has the sequences of the events; ``keys [N]`` from ``row_keys`` is for dropout in training. On CUDA, with
-        ``total=False``, the result is not added up, and the next layer takes it so (:class:`~.fused_layer.Summands`).
-        """
-        rows = x if isinstance(x, Tensor) else x.x
-        if rows.is_cuda and len(rows) and (attention.differentiable_when_fused or not torch.is_grad_enabled()):
-            out = self._fused(x, attention.plan, keys, attention)
-            return out.total() if total else out
-        return self.plain(x, attention, keys)
-
-    def plain(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
-        """:meth:`forward` part by part: on a CPU, and what the fused layer is compared with."""
-        u, v, q, k = F.silu(self.f1(layer_norm(self.norm, x))).split(self.split, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
-        attended = attention(q, k, v, self.position_bias, self.time_bias)
-        return x + self.f2(self.dropout(gated_layer_norm(self.attention_norm, attended.flatten(1), u), keys))
-
-    def _fused(self, x: Any, plan: Any, keys: Tensor | None, attention: Attention | None = None) -> Any:
-        from lightning_freescale.models.fused_layer import fused_layer  # Triton is installed on CUDA machines only
-        from lightning_freescale.models.norm_triton import Drop
-
-        drop = None
-        if self.training and self.dropout.rate:
-            assert keys is not None, "keys: None; dropout needs the result of row_keys"
-            drop = Drop(keys, self.dropout.number, self.dropout.rate)
-        biases = self.position_bias, self.time_bias
-        norms = self.norm, self.f1, biases, self.attention_norm, self.f2
-        arranged = None if attention is None or type(attention) is Attention else attention
-        return fused_layer(x, *norms, self.heads, self.split, plan, drop, arranged)
 
 
 class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
@@ -130,7 +58,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         position_embedding: add an embedding of the position to the input. By default only with ``bias="input"``.
         personalization: compress long histories into a few learned tokens, to which recent events attend
             (:mod:`.personal_tokens`). ``None``: every event attends to all events before it.
-        feed_forward: add a feed-forward layer after each layer, dense or a mixture of experts (:mod:`.feed_forward`).
+        feed_forward: add a feed-forward layer after each layer, dense or a mixture of experts (:mod:`.feed_forward`). A ``MoE``
+            gives the sizes alone: every layer has its own weights.
         table_std: standard deviation of the initial values of the tables. ``None`` draws rows of length about 1.
         scale_input: multiply the rows of the tables by ``sqrt(D)`` where they enter the layers.
         linear_init: initial values of the linear maps: ``"hstu"`` as published, ``"torch"`` as ``nn.Linear`` draws them.
@@ -169,7 +98,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         bias: Bias = "relative",
         position_embedding: bool | None = None,
         personalization: PersonalTokens | Mapping[str, int] | None = None,
-        feed_forward: FeedForward | Mapping[str, Any] | None = None,
+        feed_forward: FeedForward | MoE | Mapping[str, Any] | None = None,
         table_std: float | None = 0.02,
         scale_input: bool = True,
         linear_init: LinearInit = "hstu",
@@ -186,6 +115,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         meta_tables: bool = False,
     ) -> None:
         super().__init__()
+        feed_forward = FeedForward.of(feed_forward, embedding_dim)
         self.save_hyperparameters()
         check_options(self.hparams)
         self.num_items = num_items
@@ -194,8 +124,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         for name, rows in (feature_sizes or {}).items():
             tables.append(table_config(name, rows, embedding_dim, [name], table_std))
         self.embedding = EmbeddingCollection(tables=tables, device=torch.device("meta" if meta_tables else "cpu"))
-        self.qk_dim = qk_dim or embedding_dim // num_heads
-        self.v_dim = v_dim or embedding_dim // num_heads
+        self.qk_dim, self.v_dim = (width or embedding_dim // num_heads for width in (qk_dim, v_dim))
         self.input_scale = math.sqrt(embedding_dim) if scale_input else 1.0
         embeds_positions = bias == "input" if position_embedding is None else position_embedding
         self.event_encoding = None
@@ -224,6 +153,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
         keys = self.dropout_keys(batch)
+        chunks = count_chunks(self.feed_forwards, batch.timestamps.device)  # type: ignore[arg-type]
+        if chunks > 1:
+            return self._encode_in_chunks(embedded, batch, keys, chunks)
         if self.personalization is not None:
             x = self.layer_input(embedded, batch, keys=keys)
             rows, arranged, keys = self.personalization.insert(
@@ -235,6 +167,20 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             offsets, times, keys = add_rows(offsets, times, keys)
         x = self.layer_input(embedded, batch, keys=keys, total=len(times))
         return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, len(batch.timestamps))
+
+    def _encode_in_chunks(
+        self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None, count: int
+    ) -> Tensor:
+        """:meth:`encode` in ``count`` parts of the batch (:mod:`.micro_chunks`)."""
+        samples = Samples(self.layer_input(embedded, batch, keys=keys), _offsets(batch), batch.timestamps, keys)
+        parts = [self._arrange(part) for part in samples.split(count)]
+        return unit_rows(apply_in_chunks(self.layers, self.feed_forwards, parts))  # type: ignore[arg-type]
+
+    def _arrange(self, samples: Samples) -> LayerInput:
+        x, offsets, timestamps, keys = samples
+        if self.personalization is None:
+            return LayerInput(x, Attention(offsets, timestamps, self.has_bias), keys)
+        return LayerInput(*self.personalization.insert(x, offsets.diff(), timestamps, keys, self.has_bias))
 
     def _adds_rows(self, batch: SeqBatch) -> bool:
         """Whether rows are added (:mod:`.even_rows`). Routers of experts would count them."""

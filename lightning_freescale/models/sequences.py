@@ -46,6 +46,10 @@ class Attention:
         """The output of each row of the layer, from the rows of the attention."""
         return out
 
+    def events_of(self, rows: Tensor) -> Tensor:
+        """The rows of the events, from all rows of a layer."""
+        return rows
+
 
 class TokenAttention(Attention):
     """Attention over the events of each user and the tokens between them (:mod:`.personal_tokens`).
@@ -66,6 +70,9 @@ class TokenAttention(Attention):
 
     def collect(self, out: Tensor) -> Tensor:
         return out[self.sequences.kept]
+
+    def events_of(self, rows: Tensor) -> Tensor:
+        return rows[self.sequences.events]
 
     def collect_backward(self, grad: Tensor) -> Tensor:
         """The gradient of the argument of :meth:`collect`."""

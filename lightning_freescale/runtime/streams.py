@@ -22,12 +22,15 @@ class SideStream:
     def __init__(self, device: torch.device, high_priority: bool = False):
         self.stream = torch.cuda.Stream(device, priority=-int(high_priority)) if device.type == "cuda" else None
 
-    def work(self, *after: SideStream | None, compute: bool = False) -> AbstractContextManager[None]:
+    def work(
+        self, *after: SideStream | None, compute: bool = False, event: torch.cuda.Event | None = None
+    ) -> AbstractContextManager[None]:
         """Queue the work of the ``with`` block on this stream.
 
         Args:
             after: the work starts when everything that these streams hold now is done.
             compute: the work also starts after everything that the current stream holds now.
+            event: the work also starts after this event.
         """
         if self.stream is None:
             return nullcontext()
@@ -36,6 +39,8 @@ class SideStream:
                 self.stream.wait_stream(other.stream)
         if compute:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        if event is not None:
+            self.stream.wait_event(event)
         return _Selected(self.stream)
 
     def join(self) -> None:
@@ -77,6 +82,12 @@ def mark_used_on(stream: torch.cuda.Stream | SideStream | None, tensors: Iterabl
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The current CUDA stream of ``device``; None on other devices."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def work_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """An event after everything that the current stream of ``device`` holds now; None on other devices."""
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
 
 
 def current_stream_handle(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.bubbles.attribution import (
+    EXPERT_SLOTS,
     PARTS,
     SLOTS,
     WIDTH,
@@ -167,11 +168,26 @@ def test_a_wait_with_unknown_join_times_is_exposed() -> None:
     assert parts(bubbles(first, known), 0)["straggler"] == 2
 
 
-def test_more_waits_than_slots_are_exposed() -> None:
-    many = [span("id_exchange", i, i + 0.5) for i in range(SLOTS + 3)]
-    result = bubbles(step(*many), step(*(item._replace(joined=item.start + 0.25) for item in many)))
-    assert parts(result, 0)["straggler"] == 0.25 * SLOTS
-    assert parts(result, 0)["exposed_embedding"] == 0.25 * SLOTS + 0.5 * 3
+@pytest.mark.parametrize(
+    ("kind", "part", "slots"),
+    [("id_exchange", "exposed_embedding", SLOTS), ("expert_exchange", "exposed_experts", EXPERT_SLOTS)],
+)
+def test_more_waits_than_slots_are_exposed(kind: str, part: str, slots: int) -> None:
+    many = [span(kind, i, i + 0.5) for i in range(slots + 3)]
+    late = [item._replace(joined=item.start + 0.25) for item in many]
+    result = bubbles(step(*many, end=slots + 4), step(*late, end=slots + 4))
+    assert parts(result, 0)["straggler"] == 0.25 * slots
+    assert parts(result, 0)[part] == 0.25 * slots + 0.5 * 3
+
+
+def test_only_the_wait_of_an_overlapped_expert_exchange_is_exposed() -> None:
+    """A transfer from 2 to 8 during compute until 7: one second is waited for, and five are hidden."""
+    transfer = span("expert_exchange", 2, 8, track="expert_exchange (async)")
+    only = step(span("dense_forward", 0, 7), transfer, span("expert_exchange", 7, 8, joined=2))
+    result = bubbles(only, only)
+    assert parts(result, 0)["exposed_experts"] == 1
+    assert "straggler" not in parts(result, 0)
+    assert float(result.hidden[0, 0]) == 5
 
 
 def test_interrupted_wait() -> None:

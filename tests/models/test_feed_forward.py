@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_freescale.models import HSTU, FeedForward
+from lightning_freescale.models import HSTU, FeedForward, MoE
 from lightning_freescale.models.feed_forward import FeedForwardLayer, take_router_losses
 from lightning_freescale.runtime.errors import ConfigurationError
 from tests.models.test_hstu import ITEMS, loader, planted, tiny, trainer, training_batch, unlogged  # noqa: F401
@@ -49,7 +49,7 @@ def test_the_routers_are_part_of_the_loss() -> None:
         model.encode(embedded, batch)
         terms = [layer.moe.take_terms() for layer in model.feed_forwards]  # type: ignore[union-attr, operator]
         losses.append((float(model.loss(embedded, batch)), terms))
-        assert all(layer.moe.terms is None for layer in model.feed_forwards)  # type: ignore[union-attr]
+        assert all(layer.moe.sums is None for layer in model.feed_forwards)  # type: ignore[union-attr]
     (plain, _), (balanced, terms), (scored, _) = losses
     assert balanced - plain == pytest.approx(0.5 * float(sum(x.balance for x in terms)), rel=1e-4)
     assert scored - plain == pytest.approx(2.0 * float(sum(x.z for x in terms)), rel=1e-4)
@@ -89,6 +89,21 @@ def test_cost_counts_the_experts_of_an_event() -> None:
 
     assert counted(model) - counted(plain) == 3 * added
     assert added == 2 * 6 * 16 * (2 * 3 * 8 + 4)  # two layers
+
+
+def test_a_mixture_of_experts_gives_the_sizes(recwarn: pytest.WarningsRecorder) -> None:
+    given = MoE(16, 8, 4, 2, "x", expert_parallel=True)
+    model = tiny(feed_forward=given)
+    assert not [warning for warning in recwarn if "nn.Module" in str(warning.message)]
+    assert (
+        model.hparams["feed_forward"]
+        == tiny(feed_forward=FeedForward(4, 2, 8, "x", expert_parallel=True)).hparams["feed_forward"]
+    )
+    first, second = (layer.moe for layer in model.feed_forwards)
+    assert first.w_in.shape == given.w_in.shape
+    assert not torch.equal(first.w_in, second.w_in)
+    with pytest.raises(ConfigurationError, match=r"feed_forward: MoE\(dim=8, ...\) does not fit embedding_dim 16"):
+        tiny(feed_forward=MoE(8, 8))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale.models.attention import cuda
-from lightning_freescale.models.hstu import HSTULayer
+from lightning_freescale.models.hstu_layer import HSTULayer
 from lightning_freescale.models.personal_tokens import PersonalTokens, TokenSequences, arrange
 from lightning_freescale.models.sequences import Attention, TokenAttention
 from tests.models.cases import attention_inputs

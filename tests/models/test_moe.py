@@ -199,6 +199,8 @@ for tokens, *sizes in ((40, 8, 24, 3, 2), (200, 24, 8, 2, 1)):
         got = dispatch_triton.arrange_copies(chosen, count, 128)
         expected = dispatch.arrange_plain(chosen, count, 128)
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
+        dense, expected = dispatch_triton.arrange_copies(chosen, count, 1), dispatch.arrange_plain(chosen, count, 1)
+        assert all(torch.equal(a, b) for a, b in zip(dense, expected))
         return got
     experts.arrange_copies = arrange
     products.gather, products.combine = rows_triton.gather, lambda y, index, gates=None: rows_triton.combine(y, index, gates)
@@ -253,8 +255,9 @@ def test_compiled_kernels_equal_float64(shape: tuple[int, ...], save: str, dtype
 def test_compiled_arrangement() -> None:
     for tokens, count, top_k in ((40_000, 16, 4), (1000, 3, 1), (5, 130, 7), (0, 4, 2)):
         chosen = torch.rand(tokens, count, device="cuda").topk(top_k)[1]
-        got, want = arrange_copies(chosen, count), arrange_plain(chosen, count, 128)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        for tile in (128, 1):
+            got, want = arrange_copies(chosen, count, tile), arrange_plain(chosen, count, tile)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def largest_norm_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:

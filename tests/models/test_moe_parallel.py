@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import BubbleMonitor, FreeScaleStrategy
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Step
 from lightning_freescale.models import FeedForward
 from lightning_freescale.models.moe import MoE
 from lightning_freescale.runtime.errors import ConfigurationError
@@ -68,7 +69,7 @@ def share_experts(rank: int) -> list[Any]:
     moe = make_shared(2, "ab")
     assert moe.expert_exchange is not None
     observe = moe.expert_exchange.observe
-    moe.expert_exchange.observe = lambda nbytes: sent.append(nbytes) or observe(nbytes)  # type: ignore[func-returns-value]
+    moe.expert_exchange.observe = lambda work, nbytes: sent.append(nbytes) or observe(work, nbytes)  # type: ignore[func-returns-value]
     moe(x)
     found.append(sent)
     try:
@@ -91,8 +92,8 @@ def test_four_ranks_equal_one() -> None:
                 torch.testing.assert_close(found[number][name] * WORLD, want[name], rtol=1e-5, atol=2e-6)
                 assert torch.equal(found[number][name], ranks[0][number][name])
         assert not torch.allclose(ranks[0][number]["w_in"] * WORLD, 1.01 * want["w_in"], rtol=1e-5, atol=2e-6)
-    counts, rows, gates, back = ranks[0][-2]
-    assert (counts, rows, gates) == (8 * EXPERTS, 4 * DIM * 2 * SPLIT[0], 4 * 2 * SPLIT[0])
+    counts, rows, back = ranks[0][-2]
+    assert (counts, rows) == (8 * EXPERTS, 4 * (DIM + 1) * 2 * SPLIT[0])  # copies with their gates
     assert back % (4 * DIM) == 0
     assert all("experts: 6 cannot be divided among 4 ranks" in found[-1] for found in ranks)
 
@@ -108,39 +109,67 @@ class RecordingBackends(pl.Callback):
         self.found |= {dist.get_backend(exchange.group) for exchange in exchanges if exchange is not None}
 
 
-def train(rank: int, shared: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+class RecordingWaits(pl.Callback):
+    """Counts the waits for the exchange of experts on the timeline, and those whose transfer had started before other work."""
+
+    def __init__(self, monitor: BubbleMonitor) -> None:
+        self.monitor, self.waits, self.early = monitor, 0, 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        take = self.monitor.timeline.take
+
+        def taken(upto: int | None = None) -> list[Step]:
+            steps = take(upto)
+            for span in (span for step in steps for span in step.spans if span.kind is Kind.EXPERT_EXCHANGE):
+                if span.track == ENGINE:
+                    self.waits += 1
+                    self.early += span.joined < span.start
+            return steps
+
+        self.monitor.timeline.take = taken  # type: ignore[method-assign]
+
+
+def train(rank: int, chunks: int) -> tuple[dict[str, Tensor], dict[str, float], RecordingWaits]:
+    """Train with shared experts in ``chunks``, or without shared experts if there are 0."""
     pl.seed_everything(0, verbose=False)
     histories, _ = planted(32)
     batches = [training_batch(histories[i : i + 8][rank::2], seed=i + rank) for i in range(0, 32, 8)]
-    settings = FeedForward(experts=4, top_k=2, hidden=8, expert_parallel=shared)
+    settings = FeedForward(experts=4, top_k=2, hidden=8, expert_parallel=chunks > 0, micro_chunks=chunks or None)
     model = tiny(lr=1e-3, feed_forward=settings, meta_tables=True)
     strategy = FreeScaleStrategy(sharding="row_wise", balance="off", transport="host")
     monitor, logger = BubbleMonitor(every=1, image_every=0), Remembering()
-    backends = RecordingBackends()
-    options: dict[str, Any] = {"callbacks": [monitor, backends], "logger": logger, "log_every_n_steps": 2}
+    backends, waits = RecordingBackends(), RecordingWaits(monitor)
+    options: dict[str, Any] = {"callbacks": [monitor, backends, waits], "logger": logger, "log_every_n_steps": 2}
     toy.trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False, **options).fit(model, loader(batches))
     logged = {name: value for values in logger.logged.values() for name, value in values.items()}  # rank 0 logs
-    assert backends.found == ({"freescale"} if shared else set())
+    assert backends.found == ({"freescale"} if chunks else set())
     assert all(
         layer.moe.expert_exchange is None or layer.moe.expert_exchange.group is None for layer in model.feed_forwards
     )
-    return toy.weights(model), logged
+    return toy.weights(model), logged, waits
 
 
-def train_both(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
-    return [train(rank, shared) for shared in (True, False)]
+def train_all(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float], tuple[int, int]]]:
+    found = [train(rank, chunks) for chunks in (0, 1, 2)]
+    return [(weights, logged, (waits.waits, waits.early)) for weights, logged, waits in found]
 
 
 def test_training_equals_one_without_and_shows_its_exchange() -> None:
-    ranks = run_ranks(train_both)
-    for (weights, _), (plain_weights, _) in ranks:
-        for name, want in plain_weights.items():
-            torch.testing.assert_close(weights[name], want, rtol=1e-3, atol=1e-5, msg=name)
-    (_, logged), (_, plain) = ranks[0]
-    assert logged["bubble/exposed_experts"] > 0
-    assert plain["bubble/exposed_experts"] == 0
-    assert logged["comm/mbytes_per_step"] > plain["comm/mbytes_per_step"]
-    assert {"experts/busiest", "experts/layer_2/busiest"} <= logged.keys()
+    ranks = run_ranks(train_all)
+    for (plain, *_), *shared in ranks:
+        for weights, *_ in shared:
+            for name, want in plain.items():
+                torch.testing.assert_close(weights[name], want, rtol=1e-3, atol=1e-5, msg=name)
+    (_, plain_log, plain_waits), *shared_runs = ranks[0]
+    assert plain_log["bubble/exposed_experts"] == 0
+    assert plain_waits == (0, 0)
+    for chunks, (_, logged, (waits, early)) in enumerate(shared_runs, 1):
+        assert logged["bubble/exposed_experts"] > 0
+        assert logged["comm/mbytes_per_step"] > plain_log["comm/mbytes_per_step"]
+        assert {"experts/busiest", "experts/layer_2/busiest"} <= logged.keys()
+        assert waits > 0
+        assert waits % (2 * 5 * chunks) == 0  # layers, exchanges of a layer and chunk
+        assert early == waits  # only the wait counts as exposed, not what ran between start and wait
 
 
 def test_one_process_computes_alone() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.harness.long_history.trial import make_batch
 from lightning_freescale.models import HSTU, PersonalTokens
-from lightning_freescale.models.hstu import HSTULayer
+from lightning_freescale.models.hstu_layer import HSTULayer
 from lightning_freescale.models.personal_tokens import attention_work
 from lightning_freescale.models.sequences import Attention
 

@@ -66,6 +66,7 @@ def blocks(results: Results) -> dict[str, str]:
         "attention": _with_commands(results, "hstu_attention", attention(results)),
         "dense step": _with_commands(results, "dense_step", dense_step(results)),
         "mixture of experts": _with_commands(results, "moe", mixture_of_experts(results)),
+        "shared experts": shared_experts(results),
         "other costs": _claims_block(results, ("balance", "balance_exchange", "monitor_overhead", "plain_ddp")),
     }
 
@@ -181,6 +182,18 @@ def mixture_of_experts(results: Results) -> Iterator[Row]:
                 "peak": f"{row['peak MB']:,.0f} MB",
                 "peak of 8 layers": f"{row['peak of 8 MB']:,.0f} MB",
             }
+
+
+def shared_experts(results: Results) -> str:
+    """Step times with experts that the ranks share."""
+    rows: list[Row] = []
+    for found in _of(results, "expert_parallel"):
+        for row in found["expert_parallel"]:
+            shown: Row = {"machine": short_machine(found), "ranks": found["ranks"], "transport": row["transport"]}
+            shown |= {"micro-chunks": row["micro_chunks"], "ms": f"{row['ms']:.2f} ({_spread(row['spread'])})"}
+            shown |= {"exposed": f"{row['exposed ms']:.2f} ms", "relative to the first": f"{row['times']:.2f}x"}
+            rows.append(shown | {"sent by a rank": f"{row['sent MB']:,.0f} MB"})
+    return _with_commands(results, "expert_parallel", rows) if rows else "There is no measured result yet."
 
 
 # ---- end to end --------------------------------------------------------------------------------------------------------------

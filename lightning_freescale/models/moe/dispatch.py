@@ -30,12 +30,15 @@ class Arrangement(NamedTuple):
     tile_experts: Tensor  # [R / tile] expert of each tile; the number of experts for tiles after the last one
 
 
-def arrange_copies(chosen: Tensor, experts: int) -> Arrangement:
-    """The arrangement for ``chosen [T, k]`` int64, the experts of each token. It has the same bits in every run."""
+def arrange_copies(chosen: Tensor, experts: int, tile: int = EXPERT_TILE) -> Arrangement:
+    """The arrangement for ``chosen [T, k]`` int64, the experts of each token. It has the same bits in every run.
+
+    ``tile`` is the size of a tile on CUDA. With 1 no row is empty. On a CPU the size is always 1.
+    """
     if chosen.is_cuda:
         from lightning_freescale.models.moe import dispatch_triton  # Triton is installed on CUDA machines only
 
-        return dispatch_triton.arrange_copies(chosen, experts, EXPERT_TILE)
+        return dispatch_triton.arrange_copies(chosen, experts, tile)
     return arrange_plain(chosen, experts, 1)
 
 

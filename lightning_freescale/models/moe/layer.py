@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_freescale.models.moe.exchange import ExpertExchange
 from lightning_freescale.models.moe.experts import Save, apply_experts
-from lightning_freescale.models.moe.parallel import ExpertExchange, apply_parallel_experts
+from lightning_freescale.models.moe.parallel import SharedExperts, TravellingTokens, compute_in_turn
 from lightning_freescale.runtime.errors import ConfigurationError
 
 INITIAL_EXPERT_STD = 0.02
@@ -22,6 +23,30 @@ class RouterTerms(NamedTuple):
     balance: Tensor  # scalar: 1 if all experts are equally likely, up to the number of experts if one gets all tokens
     z: Tensor  # scalar: mean squared logarithm of the sum of the exponentials of the scores
     load: Tensor  # [E] share of the copies that each expert gets, without gradient
+
+
+class RouterSums(NamedTuple):
+    """What :class:`RouterTerms` are computed from: sums over tokens, which can be added."""
+
+    tokens: int
+    copies: Tensor  # [E] of each expert, without gradient
+    probabilities: Tensor  # [E]
+    z: Tensor  # scalar
+
+    def plus(self, other: RouterSums | None) -> RouterSums:
+        if other is None:
+            return self
+        return RouterSums(
+            other.tokens + self.tokens,
+            other.copies + self.copies,
+            other.probabilities + self.probabilities,
+            other.z + self.z,
+        )
+
+    def terms(self, top_k: int) -> RouterTerms:
+        tokens, experts = max(1, self.tokens), len(self.copies)
+        load = self.copies / (tokens * top_k)
+        return RouterTerms(experts * (load * self.probabilities).sum() / tokens, self.z / tokens, load)
 
 
 class MoE(nn.Module):
@@ -44,7 +69,7 @@ class MoE(nn.Module):
         expert_exchange: how tokens travel between ranks; ``None`` without ``expert_parallel``.
     """
 
-    terms: RouterTerms | None
+    sums: RouterSums | None
 
     def __init__(
         self, dim: int, hidden: int, experts: int = 1, top_k: int = 1, save: Save = "ab", expert_parallel: bool = False
@@ -55,7 +80,7 @@ class MoE(nn.Module):
         self.router = nn.Parameter(torch.empty(experts, dim))
         self.w_in = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
         self.w_out = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.terms = None
+        self.sums = None
         self.expert_exchange = ExpertExchange() if expert_parallel else None
         self.reset_parameters()
 
@@ -67,16 +92,35 @@ class MoE(nn.Module):
         nn.init.uniform_(self.w_out, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[T, D]`` of ``x [T, D]``. Under autocast the products have its type. ``terms`` then has the losses of the router."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):
+        """``[T, D]`` of ``x [T, D]``. Under autocast the products have its type. :meth:`take_terms` then has the losses."""
+        self.sums = None
+        experts = self.share_experts()
+        if experts is not None:
+            tokens = self.start(x, experts)
+            tokens.open()
+            compute_in_turn([tokens])
+            return tokens.result()
+        x = _autocast(x)
+        with torch.autocast(x.device.type, enabled=False):
             gates, chosen = self.route(x)
-            exchange = self.expert_exchange
-            if exchange is not None and self.training and exchange.world_size > 1:
-                return apply_parallel_experts(x, gates, chosen, self.w_in, self.w_out, self.save, exchange)
             return apply_experts(x, gates, chosen, self.w_in, self.w_out, self.save)
+
+    def share_experts(self) -> SharedExperts | None:
+        """The experts that this rank computes in the next forward; ``None`` if it computes all of them for its own tokens."""
+        exchange = self.expert_exchange
+        if exchange is None or not self.training or exchange.world_size == 1:
+            return None
+        return SharedExperts(self.w_in, self.w_out, self.save, exchange)
+
+    def start(self, x: Tensor, experts: SharedExperts) -> TravellingTokens:
+        """Route some tokens ``x [T, D]`` of this rank's batch. They have not left yet.
+
+        The losses of the router are those of all tokens since the last forward or :meth:`take_terms`.
+        """
+        x = _autocast(x)
+        with torch.autocast(x.device.type, enabled=False):
+            gates, chosen = self.route(x)
+            return TravellingTokens(experts, x, gates, chosen)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Gates and experts of each token, ``[T, k]`` each. The scores have at least float32."""
@@ -85,20 +129,16 @@ class MoE(nn.Module):
         gates, chosen = probabilities.topk(self.top_k, 1)
         if self.top_k > 1:
             gates = gates / gates.sum(1, keepdim=True)
-        self.terms = self._terms(scores, probabilities, chosen) if self.training else None
+        if self.training:
+            is_chosen = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+            z = scores.logsumexp(1).square().sum()
+            self.sums = RouterSums(len(x), is_chosen.sum(0), probabilities.sum(0), z).plus(self.sums)
         return gates, chosen
-
-    def _terms(self, scores: Tensor, probabilities: Tensor, chosen: Tensor) -> RouterTerms:
-        tokens = max(1, len(scores))
-        is_chosen = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
-        load = is_chosen.sum(0) / (tokens * self.top_k)
-        balance = self.experts * (load * probabilities.sum(0)).sum() / tokens
-        return RouterTerms(balance, scores.logsumexp(1).square().sum() / tokens, load)
 
     def take_terms(self) -> RouterTerms | None:
         """The terms of the last forward in training; they are forgotten, so that their graph is released."""
-        found, self.terms = self.terms, None
-        return found
+        found, self.sums = self.sums, None
+        return None if found is None else found.terms(self.top_k)
 
     def flops_per_token(self) -> float:
         """FLOPs of a token, forward and backward: three products of ``D x H`` for each of its experts, and the router."""
@@ -108,6 +148,12 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         _, hidden, dim = self.w_out.shape
         return f"dim={dim}, hidden={hidden}, experts={self.experts}, top_k={self.top_k}, save={self.save!r}"
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in the type of autocast, if it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def check_shape(hidden: int, experts: int, top_k: int, save: str) -> None:

@@ -51,6 +51,8 @@ def _columns(width: int) -> int:
 def gather(x: Tensor, index: Arrangement) -> Tensor:
     """The copies of tokens ``x [T, D]`` as rows, ``[R, D]``; empty rows are 0."""
     out = torch.empty(len(index.copies), x.shape[1], dtype=x.dtype, device=x.device)
+    if not len(out):  # there is nothing to launch
+        return out
     cols = _columns(x.shape[1])
     grid = (triton.cdiv(len(out), GATHER_ROWS), triton.cdiv(x.shape[1], cols))
     _gather[grid](x, index.copies, out, x.stride(0), *out.shape, index.rows.shape[1], GATHER_ROWS, cols)
@@ -61,6 +63,8 @@ def combine(y: Tensor, index: Arrangement, gates: Tensor | None) -> Tensor:
     """The sum over the rows ``y [R, D]`` of each token, ``[T, D]``, weighted by ``gates [T, k]`` if they are given."""
     tokens, choices = index.rows.shape
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
+    if not tokens:
+        return out
     cols = _columns(y.shape[1])
     grid = (triton.cdiv(tokens, GATHER_ROWS), triton.cdiv(y.shape[1], cols))
     some_gates = y if gates is None else gates  # the kernel needs some pointer
