@@ -284,8 +284,14 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     def configure_optimizers(self) -> Any:
         """AdamW; with ``warmup_steps`` or ``max_steps`` also a scheduler that changes the learning rate every step."""
-        h = self.hparams
-        optimizer = torch.optim.AdamW(self.parameters(), lr=h["lr"], betas=h["betas"], weight_decay=h["weight_decay"])
+        h, parameters = self.hparams, list(self.parameters())
+        optimizer = torch.optim.AdamW(
+            parameters,
+            lr=h["lr"],
+            betas=h["betas"],
+            weight_decay=h["weight_decay"],
+            fused=all(parameter.is_cuda for parameter in parameters) or None,  # fewer launches
+        )
         warmup, steps = h["warmup_steps"], h["max_steps"]
         if not warmup and not steps:
             return optimizer

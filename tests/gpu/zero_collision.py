@@ -36,11 +36,17 @@ Look = Callable[[int], bool]
 
 
 def run(
-    mode: str, device: str, optimizer: str, look: Look, backend: str | None, sabotage: Any = None
+    mode: str,
+    device: str,
+    optimizer: str,
+    look: Look,
+    backend: str | None,
+    sabotage: Any = None,
+    dedup: bool = False,
 ) -> dict[str, Any]:
     """Losses, the states after the steps that ``look`` chooses, and the counts of insertions."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    trained = Trained(mode, optimizer, world, OPTIONS, device, backend)
+    trained = Trained(mode, optimizer, world, OPTIONS, device, backend, dedup)
     if sabotage is not None:
         assert trained.schedule is not None
         sabotage(trained.schedule)
@@ -113,6 +119,8 @@ def main() -> None:
             for sabotage in (never_undo, write_all_fresh_rows_early, unordered):
                 wrong = run("prioritized", device, optimizer, look, backend, sabotage)
                 results[sabotage.__name__] = compare(wrong, synchronous)
+    distinct = [run(mode, device, "sgd", some, backend, dedup=True) for mode in ("prioritized", "synchronous")]
+    results["dedup"] = compare(*distinct)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(results), flush=True)
     dist.destroy_process_group()

@@ -26,8 +26,8 @@ def quality(results: Mapping[str, StoredResult]) -> str:
         rows = [
             {
                 "ids": f"`{row['ids']}`" if row["ids"].startswith("id %") else row["ids"],
-                "HR@10": f"{row['HR@10 %']:.1f}% ± {row['noise']:.1f}",
-                "HR@10, young items": f"{row['young items, HR@10 %']:.1f}% ± {row['noise of these']:.1f}",
+                "HR@10": _percent(row["HR@10 %"], row["noise"]),
+                "HR@10, young items": _percent(row["young items, HR@10 %"], row["noise of these"]),
             }
             for row in found["quality"]
         ]
@@ -42,6 +42,11 @@ def quality(results: Mapping[str, StoredResult]) -> str:
             _origin(name, found),
         ]
     return "\n\n".join(parts)
+
+
+def _percent(value: float, noise: float) -> str:
+    digits = 1 if value >= 10 else 2
+    return f"{value:.{digits}f}% ± {noise:.{digits}f}"
 
 
 def step(results: Mapping[str, StoredResult]) -> str:
