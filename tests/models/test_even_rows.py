@@ -50,7 +50,7 @@ def test_few_numbers_of_rows_and_few_added_rows() -> None:
         sizes = {even_rows.even(rows) for rows in range(lowest + 1, 2 * lowest + 1, 7)}
         assert len(sizes) <= even_rows.SIZES
     for rows in (*range(300), 12_345, 100_001, 1_000_000):
-        assert rows <= even_rows.even(rows) < rows + max(64, rows / 100)
+        assert rows <= even_rows.even(rows) < rows + max(64, rows / 60)
         assert even_rows.even(even_rows.even(rows)) == even_rows.even(rows)
 
 

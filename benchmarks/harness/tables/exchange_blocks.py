@@ -37,6 +37,17 @@ def bound_by_host(results: Mapping[str, StoredResult]) -> Iterator[Row]:
             }
 
 
+def matrix_products(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """Host time of the products of a layer, by whether their shapes repeat."""
+    for found in results.values():
+        if found["benchmark"] != "matrix_products":
+            continue
+        for row in found["products"]:
+            times = {name: f"{row[name]:.0f}" for name in ("same shape us", "new shapes us", "rounded shapes us")}
+            ratio = f"{row['ratio']:.1f}x ({row['spread']})"
+            yield {"machine": short_machine(found), "product": row["product"]} | times | {"new to rounded": ratio}
+
+
 def index_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
     """The index work of one step, by number of ranks."""
     for found in results.values():
