@@ -74,6 +74,7 @@ class RankingEvaluation(ItemCatalogue, _Base):
 
     def _look_up_catalogue(self) -> None:
         """Look up the embeddings of the catalogue. If the tables are sharded this is a collective, so every rank does it."""
+        self.take_catalogue()
         known = None if self.catalogue_ids is None else self.catalogue_ids.cpu()  # sorted
         count, limit = self.catalogue_size, self.hparams["max_eval_items"]
         if count <= limit:
@@ -95,6 +96,7 @@ class RankingEvaluation(ItemCatalogue, _Base):
             raise InputError(
                 "targets: None; validation needs the held-out item of every sample, [B]: set SeqBatch.targets"
             )
+        self.check_catalogue(batch.targets)
         embedded = self.embedding(self._with_targets(batch, batch.targets))
         outputs = self.encode(embedded, batch)[batch.lengths.cumsum(0) - 1]
         ids, items = self._catalogue

@@ -228,6 +228,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             return None
         return row_keys(batch, self.global_step)
 
+    def on_fit_start(self) -> None:
+        self.take_catalogue()
+
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the positions of this rank that predict an item."""
         self._check_features(batch, self.feature_names)

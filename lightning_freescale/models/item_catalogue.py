@@ -22,6 +22,7 @@ class ItemCatalogue(_Base):
     """The items of a model. Each has a number, from 0 on, and an id, which the batches hold."""
 
     num_items: int
+    embedding: Any
     catalogue_ids: Tensor | None  # [n] int64, sorted; None if the ids are 0 to num_items - 1
     catalogue_order: Tensor | None  # [n] int64, the number of each of these items
 
@@ -33,8 +34,9 @@ class ItemCatalogue(_Base):
     def set_catalogue(self, ids: Any) -> None:
         """Let the items have the ids ``[num_items]`` int64, and not the numbers 0 to ``num_items - 1``.
 
-        Call it before ``fit`` if the item table has zero-collision ids, with ``SeqRecDataModule.catalogue``. Validation and
-        test rank the items of the catalogue, and item counts are in its order. Checkpoints do not contain it.
+        Call it before ``fit`` if the item table has zero-collision ids and the data module is not a ``SeqRecDataModule``, whose
+        ids the model takes by itself. Validation, test and predictions rank the items of the catalogue, and item counts are in
+        its order. Checkpoints do not contain it.
         """
         found = torch.as_tensor(ids, dtype=torch.int64).to(self.device)
         if found.ndim != 1 or not found.numel():
@@ -44,6 +46,27 @@ class ItemCatalogue(_Base):
         if (repeated := len(found) - len(found.unique())) > 0:
             raise InputError(f"catalogue: {repeated} of the {len(found)} ids are repeated")
         self.catalogue_ids, self.catalogue_order = found.sort()
+
+    def take_catalogue(self) -> None:
+        """Take the ids of the items from the data module, if they are raw and :meth:`set_catalogue` was not called."""
+        data: Any = getattr(self._trainer, "datamodule", None)
+        if self.catalogue_ids is None and self._takes_any_id and getattr(data, "ids", None) == "raw":
+            self.set_catalogue(data.catalogue)
+
+    def check_catalogue(self, ids: Tensor) -> None:
+        """Refuse ids of a batch if the model does not know which items there are: it would rank others."""
+        if self.catalogue_ids is not None or not self._takes_any_id or not ids.numel():
+            return
+        if (largest := int(ids.max())) >= self.num_items:
+            raise InputError(
+                f"catalogue: a batch has the item {largest}, but as far as the model knows, the items are 0 to "
+                f"{self.num_items - 1}. Call model.set_catalogue(ids) with the ids of all items, also after loading a checkpoint"
+            )
+
+    @property
+    def _takes_any_id(self) -> bool:
+        """Whether the table of the items has zero-collision ids."""
+        return getattr(self.embedding, "takes_any_id", False)
 
     def item_numbers(self, ids: Tensor) -> Tensor:
         """The position of each id in the catalogue: int64 of any shape to the same shape. Unknown ids get some position."""

@@ -58,6 +58,7 @@ class Recommending(ItemCatalogue, _Base):
 
     def on_predict_start(self) -> None:
         """Look up this rank's part of the catalogue. If the tables are sharded this is a collective."""
+        self.take_catalogue()
         several = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         rows = part_of(rank, world, self.catalogue_size)
@@ -87,6 +88,7 @@ class Recommending(ItemCatalogue, _Base):
 
     def recommend(self, batch: SeqBatch) -> Ranked:
         """Row numbers and scores of the best items. A collective if there are several ranks."""
+        self.check_catalogue(batch.by_key[HISTORY].values())
         outputs = self.encode(self.embedding(batch.features), batch)[batch.lengths.cumsum(0) - 1]
         seen = (
             JaggedRows(batch.lengths.long(), self.known_item_numbers(batch.features[HISTORY].values()))

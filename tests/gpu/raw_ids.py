@@ -54,7 +54,6 @@ def fit(prioritize: bool, steps: int, folder: Path, cuda: bool) -> dict[str, Any
         synthetic={"users": 2000, "items": 20_000, "mean_length": 60, "max_length": 200},
     )
     model = CatalogueHSTU(max_history=200, embedding_dim=64, num_layers=2, num_heads=2)
-    model.set_catalogue(data.catalogue)
     strategy = fs.FreeScaleStrategy(
         balance="off", prioritize=prioritize, embedding_optimizer={"optimizer": "rowwise_adagrad", "lr": 0.01}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,8 +43,6 @@ def fit(rank: int, ids: str, prioritize: bool, corrected: bool) -> tuple[dict[st
     data = fs.SeqRecDataModule(cycles(), batch_size=8, max_history=12, num_negatives=16, ids=ids)  # type: ignore[arg-type]
     options: dict[str, Any] = {"embedding_dim": 16, "num_layers": 1, "max_history": 16, "lr": 1e-2}
     model: HSTU = RawHSTU(400, **options) if ids == "raw" else HSTU(ITEMS, **options)
-    if ids == "raw":
-        model.set_catalogue(data.catalogue)
     if corrected:
         model.correct_sampling(torch.from_numpy(data.item_counts))
     strategy = fs.FreeScaleStrategy(prioritize=prioritize, embedding_optimizer={"lr": 0.1})
@@ -110,3 +109,16 @@ def test_the_catalogue_is_ranked() -> None:
 def test_bad_catalogues_are_named(ids: Any, message: str) -> None:
     with pytest.raises(fs.InputError, match=message):
         HSTU(10, embedding_dim=16).set_catalogue(ids)
+
+
+def test_a_model_that_does_not_know_its_items_says_so(tmp_path: Path) -> None:
+    """With raw ids and without a catalogue it would rank items that nobody has seen."""
+    data = fs.SeqRecDataModule(cycles(), batch_size=8, max_history=12, num_negatives=4, ids="raw")
+    model = RawHSTU(400, embedding_dim=16, num_layers=1)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path, enable_progress_bar=False
+    )
+    with pytest.raises(fs.InputError, match=r"catalogue: a batch has the item \d+, but .* the items are 0 to 399"):
+        trainer.predict(model, data.predict_dataloader())
+    trainer.predict(model, datamodule=data)
+    assert model.catalogue_size == ITEMS

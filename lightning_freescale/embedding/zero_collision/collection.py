@@ -102,6 +102,8 @@ class ZeroCollisionCollection(ManagedCollisionEmbeddingCollection):
     up, in evaluation or without gradients.
     """
 
+    takes_any_id = True  # not only numbers of rows
+
     _embedding_module: EmbeddingCollection
 
     def forward(self, features: KeyedJaggedTensor, *_: Any, **__: Any) -> Any:

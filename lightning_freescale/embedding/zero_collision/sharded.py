@@ -63,6 +63,8 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
         timeline: counts the ids of recorded steps.
     """
 
+    takes_any_id = True  # not only numbers of rows
+
     _embedding_module: ShardedEmbeddingCollection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
