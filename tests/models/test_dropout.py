@@ -37,6 +37,12 @@ def test_keys_depend_on_the_sample_and_not_on_its_place() -> None:
     )  # equal items at other positions differ, too
 
 
+def test_a_batch_without_samples_has_no_keys() -> None:
+    batch = make_batch([], [])
+    assert {name: part.offsets().tolist() for name, part in batch.by_key.items()} == {"history": [0], "negatives": [0]}
+    assert row_keys(batch, 0).shape == (0,)
+
+
 def test_keys_change_with_step_epoch_and_user() -> None:
     (keys,) = keys_of([0])
     (next_step,) = keys_of([0], step=1)
