@@ -24,7 +24,8 @@ setup(
             sources,
             depends=headers,
             cxx_std=17,
-            extra_compile_args=[*optimization, "-Wall", "-Wextra"],
+            # The updates of rows must have the same bits, wherever a row lies: no merged multiplications and additions.
+            extra_compile_args=[*optimization, "-Wall", "-Wextra", "-ffp-contract=off"],
             extra_link_args=link_arguments,
         )
     ],

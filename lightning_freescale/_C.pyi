@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Marks = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 
 # lightning_freescale/runtime/jagged.py
 def lengths_to_offsets(lengths: Ints) -> Ints: ...
@@ -20,6 +21,25 @@ def dispatch(values: NDArray, lengths: Ints, ranks: Ints, world: int) -> tuple[N
 def zigzag(costs: Reals, ranks: int) -> Ints: ...
 def fixed(costs: Reals, ranks: int) -> Ints: ...
 def variable(costs: Reals, ranks: int, tokens: Ints | None, max_tokens: int, shares: Reals | None) -> Ints: ...
+
+# lightning_freescale/embedding/moment_kernel.py
+def update_moments(
+    values: Floats,
+    source: Ints,
+    scale: Floats | None,
+    rows: Ints,
+    order: Ints,
+    weights: Floats,
+    first: Floats,
+    second: Floats,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    lamb: bool,
+) -> None: ...
 
 # lightning_freescale/embedding/cpp_index.py
 def exchange_place(

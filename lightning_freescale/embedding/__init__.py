@@ -30,6 +30,7 @@ Files:
     shard.py            shards a model by that plan; the dense parameters become data parallel
     fixed_buckets.py    the data parallelism of the dense parameters on a CPU, equal to the bit after a resume
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
+    moment_kernel.py    Adam and LAMB on a CPU, where FBGEMM has no kernel for them
     index.py            index arithmetic as pure functions, and the names of the row orders
     fused_index.py      the same arithmetic in a few calls
     triton_index.py     these calls on CUDA, and index_triton.py their kernels

@@ -19,6 +19,7 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.key_order import keep_key_order
+from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
 from lightning_freescale.embedding.user_plan import users_plan
@@ -64,7 +65,7 @@ def shard(
         local_size=local_size,
     ) or make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
     weights = _table_weights(module)
-    with _own_random_numbers(group.rank(), device):
+    with _own_random_numbers(group.rank(), device), moment_kernels(device):
         sharded = DistributedModelParallel(
             module,
             env=ShardingEnv.from_process_group(group),

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torch import nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -32,19 +35,32 @@ TABLE_OPTIMIZERS = {
     "lamb": EmbOptimType.LAMB,
     "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
 }
-# They keep two moments of the gradient, so they change rows whose gradient is zero. FBGEMM has them on CUDA only. It ignores the
-# weight decay of the others.
+# They keep two moments of the gradient, so they change rows whose gradient is zero. FBGEMM has them on CUDA only; on a CPU the
+# update is our own (``moment_kernel.py``).
 MOMENT_OPTIMIZERS = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
-# FBGEMM has them on CUDA only, and no run on a GPU has compared the exchanges with them. ``tests/gpu`` compares all but the last.
-NOT_COMPARED_OPTIMIZERS: tuple[str, ...] = ("partial_rowwise_adam", "lamb", "partial_rowwise_lamb", "lars_sgd")
+# On CUDA, no run has compared the exchanges with them. ``tests/gpu/moment_optimizers.py`` does.
+NOT_COMPARED_OPTIMIZERS: tuple[str, ...] = ("partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
+# How many numbers of state the optimizer keeps for a row of ``D`` numbers.
+STATE_OF_A_ROW = {
+    "sgd": "0",
+    "adagrad": "`D`",
+    "rowwise_adagrad": "1",
+    "adam": "`2 D`",
+    "partial_rowwise_adam": "`D + 1`",
+    "lamb": "`2 D`",
+    "partial_rowwise_lamb": "`D + 1`",
+}
 DEFAULT_TABLE_OPTIMIZER: Mapping[str, Any] = {"optimizer": "rowwise_adagrad", "lr": 0.02}
+# How FBGEMM's row-wise Adagrad decays the weights of the rows that it updates. It ignores the weight decay of SGD and Adagrad.
+DECAY_MODES = {"l2": WeightDecayMode.L2, "decoupled": WeightDecayMode.DECOUPLE}
+DECAY_MODE_OPTIMIZER = "rowwise_adagrad"
 _FBGEMM_NAMES = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay", "max_gradient": "max_gradient"}
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
-def compared_optimizers() -> list[str]:
+def optimizers_on(device_type: str) -> list[str]:
     """The optimizers that can be chosen."""
-    return [name for name in TABLE_OPTIMIZERS if name not in NOT_COMPARED_OPTIMIZERS]
+    return [name for name in TABLE_OPTIMIZERS if device_type != "cuda" or name not in NOT_COMPARED_OPTIMIZERS]
 
 
 def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
@@ -55,55 +71,66 @@ def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dic
     """
     options = dict(DEFAULT_TABLE_OPTIMIZER if options is None else options)
     name = options.pop("optimizer", DEFAULT_TABLE_OPTIMIZER["optimizer"])
-    if name in NOT_COMPARED_OPTIMIZERS:
+    choices = optimizers_on(device.type)
+    if name in TABLE_OPTIMIZERS and name not in choices:
         raise ConfigurationError(
-            f"embedding_optimizer: optimizer {name!r} exists in FBGEMM on CUDA only, and has not been compared with TorchRec "
-            f"there; choose one of {', '.join(compared_optimizers())}"
+            f"embedding_optimizer: optimizer {name!r} has not been compared with TorchRec on {device.type}; choose one of "
+            f"{', '.join(choices)}"
         )
-    if name not in TABLE_OPTIMIZERS:
+    if name not in choices:
         raise ConfigurationError(
-            f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(compared_optimizers())} "
+            f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(choices)} "
             "(their update of a row depends on that row alone, which keeps sharded and overlapped training exact)"
-        )
-    if name in MOMENT_OPTIMIZERS and device.type != "cuda":
-        raise ConfigurationError(
-            f"embedding_optimizer: optimizer {name!r} needs a CUDA device; on {device.type} choose one of "
-            f"{', '.join(_optimizers_on(device))}"
         )
     params: dict[str, Any] = {
         "optimizer": TABLE_OPTIMIZERS[name],
         "learning_rate": DEFAULT_TABLE_OPTIMIZER["lr"],
     }
+    further = {"betas": name in MOMENT_OPTIMIZERS, "weight_decay_mode": name == DECAY_MODE_OPTIMIZER}
+    known = [*_FBGEMM_NAMES, *(key for key, exists in further.items() if exists)]
     for key, value in options.items():
-        if key == "betas" and name in MOMENT_OPTIMIZERS:
-            params["beta1"], params["beta2"] = value
-        elif key in _FBGEMM_NAMES:
-            params[_FBGEMM_NAMES[key]] = value
-        else:
-            known = [*_FBGEMM_NAMES, *(["betas"] if name in MOMENT_OPTIMIZERS else [])]
+        if key not in known:
             raise ConfigurationError(
                 f"embedding_optimizer: {key}={value!r} is unknown for {name!r}; known: {', '.join(known)}"
             )
+        if key == "betas":
+            params["beta1"], params["beta2"] = value
+        elif key == "weight_decay_mode":
+            params[key] = _decay_mode(value)
+        else:
+            params[_FBGEMM_NAMES[key]] = value
     _check_values(name, params)
     if "max_gradient" in params:
         params["gradient_clipping"] = True
     return params
 
 
-def _optimizers_on(device: torch.device) -> list[str]:
-    return [name for name in TABLE_OPTIMIZERS if device.type == "cuda" or name not in MOMENT_OPTIMIZERS]
-
-
 def _check_values(name: str, params: Mapping[str, Any]) -> None:
     if params["learning_rate"] < 0:
         raise ConfigurationError(f"embedding_optimizer: lr={params['learning_rate']} must not be negative")
-    if params.get("weight_decay") and name not in MOMENT_OPTIMIZERS:
-        raise ConfigurationError(
-            f"embedding_optimizer: weight_decay={params['weight_decay']}: FBGEMM ignores the weight decay of {name!r}. Leave "
-            f"it out, or use {' or '.join(MOMENT_OPTIMIZERS)} on CUDA"
-        )
+    _check_decay(f"embedding_optimizer: weight_decay={params.get('weight_decay')}", name, params)
     if params.get("max_gradient", 1.0) <= 0:
         raise ConfigurationError(f"embedding_optimizer: max_gradient={params['max_gradient']} must be positive")
+
+
+def _decay_mode(value: Any) -> WeightDecayMode:
+    if value not in DECAY_MODES:
+        raise ConfigurationError(
+            f"embedding_optimizer: weight_decay_mode={value!r} is unknown; choose one of {', '.join(DECAY_MODES)}"
+        )
+    return DECAY_MODES[value]
+
+
+def _check_decay(subject: str, name: str, params: Mapping[str, Any]) -> None:
+    """Refuse a weight decay that FBGEMM would ignore."""
+    if not params.get("weight_decay") or name in MOMENT_OPTIMIZERS or params.get("weight_decay_mode") is not None:
+        return
+    advice = (
+        f"Set weight_decay_mode to one of {', '.join(DECAY_MODES)}"
+        if name == DECAY_MODE_OPTIMIZER
+        else f"Leave it out, or use {DECAY_MODE_OPTIMIZER} with a weight_decay_mode, or {', '.join(MOMENT_OPTIMIZERS)}"
+    )
+    raise ConfigurationError(f"{subject}: FBGEMM ignores the weight decay of {name!r}. {advice}")
 
 
 def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
@@ -114,20 +141,24 @@ def has_own_optimizer(collections: Iterable[nn.Module]) -> bool:
 
 
 def check_own_optimizers(collections: Iterable[nn.Module], device: torch.device) -> None:
-    """Refuse optimizers that ``apply_optimizer_in_backward`` has attached to tables and that do not exist on ``device``.
+    """Refuse optimizers that ``apply_optimizer_in_backward`` has attached to tables and that cannot train on ``device``.
 
     Raises:
-        ConfigurationError: it names the table and the optimizer.
+        ConfigurationError: it names the table and the optimizer, or a weight decay that FBGEMM would ignore.
     """
-    known = {name: TABLE_OPTIMIZERS[name] for name in _optimizers_on(device)}
+    known = {TABLE_OPTIMIZERS[name]: name for name in optimizers_on(device.type)}
     for collection in collections:
         for table, parameter in collection.named_parameters():
-            for optimizer in getattr(parameter, "_optimizer_classes", ()):
-                if optimizer_type_to_emb_opt_type(optimizer) not in known.values():
+            options: Sequence[Mapping[str, Any]] = getattr(parameter, "_optimizer_kwargs", ({},))
+            for number, optimizer in enumerate(getattr(parameter, "_optimizer_classes", ())):
+                name = known.get(optimizer_type_to_emb_opt_type(optimizer))
+                if name is None:
                     raise ConfigurationError(
                         f"apply_optimizer_in_backward: {optimizer.__name__} of {table} is not supported on {device.type}; use "
-                        f"the optimizer of torch or TorchRec for one of {', '.join(known)}"
+                        f"the optimizer of torch or TorchRec for one of {', '.join(known.values())}"
                     )
+                subject = f"apply_optimizer_in_backward: weight_decay of {optimizer.__name__} of {table}"
+                _check_decay(subject, name, options[number])
 
 
 # ---- state, for checkpoints ----------------------------------------------------------------------------------------

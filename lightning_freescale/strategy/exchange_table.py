@@ -1,7 +1,8 @@
-"""The table "what is prioritized, what is synchronous, what is refused, and why" of ``docs/exchange.md``.
+"""The table "what is prioritized, what is synchronous, what is refused, and why" of ``docs/exchange.md``, and the table of
+optimizers of ``docs/options.md``.
 
 The rows follow from the constants with which the code decides. ``python -m lightning_freescale.strategy.exchange_table`` writes
-the table into the page, and a test compares the two.
+the tables into the pages, and a test compares them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ BEGIN, END = (
     "<!-- exchange: made by `python -m lightning_freescale.strategy.exchange_table` -->",
     "<!-- end of exchange -->",
 )
+OPTIMIZERS_BEGIN, OPTIMIZERS_END = BEGIN.replace("exchange:", "optimizers:"), "<!-- end of optimizers -->"
 
 
 class Treatment(StrEnum):
@@ -67,12 +69,7 @@ def _collections() -> list[ExchangeDecision]:
         ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
         ExchangeDecision(f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows are read where they are"),
-        ExchangeDecision(
-            f"compute kernels {_names(support.NOT_COMPARED_KERNELS)}, and on CUDA bags with the sharding "
-            f"{_names(support.NOT_COMPARED_BAGS)}",
-            Treatment.SYNCHRONOUS,
-            "no run on a GPU has compared the two exchanges",
-        ),
+        *_not_compared(),
         ExchangeDecision(
             "tables with another compute kernel",
             Treatment.SYNCHRONOUS,
@@ -86,6 +83,17 @@ def _collections() -> list[ExchangeDecision]:
     ]
 
 
+def _not_compared() -> list[ExchangeDecision]:
+    """The tables for which the prioritized exchange waits for a run on a GPU. There may be none."""
+    found = []
+    if support.NOT_COMPARED_KERNELS:
+        found.append(f"compute kernels {_names(support.NOT_COMPARED_KERNELS)}")
+    if support.NOT_COMPARED_BAGS:
+        found.append(f"on CUDA, bags with the sharding {_names(support.NOT_COMPARED_BAGS)}")
+    why = "no run on a GPU has compared the two exchanges"
+    return [ExchangeDecision(subject, Treatment.SYNCHRONOUS, why) for subject in found]
+
+
 def _modules() -> list[ExchangeDecision]:
     found = [
         ExchangeDecision(
@@ -96,28 +104,50 @@ def _modules() -> list[ExchangeDecision]:
     return [*found, ExchangeDecision('one rank, with `prioritize="auto"`', Treatment.SYNCHRONOUS, support.SINGLE_RANK)]
 
 
-def _tables() -> list[ExchangeDecision]:
-    compared, moments = table_optimizer.compared_optimizers(), table_optimizer.MOMENT_OPTIMIZERS
-    optimizers = [name for name in compared if name not in moments]
-    cuda_only = _names([name for name in compared if name in moments])
-    types = [kind.name for kind in CPU_TABLE_TYPES if kind.name != "FP32"]
+def _optimizers() -> list[ExchangeDecision]:
+    every, moments = list(table_optimizer.TABLE_OPTIMIZERS), list(table_optimizer.MOMENT_OPTIMIZERS)
+    with_mode = table_optimizer.DECAY_MODE_OPTIMIZER
+    modes = _names(list(table_optimizer.DECAY_MODES))
+    no_decay = [name for name in every if name not in (*moments, with_mode)]
+    not_compared = table_optimizer.NOT_COMPARED_OPTIMIZERS
     return [
         ExchangeDecision(
-            f"optimizers {_names(optimizers)}, and on CUDA {cuda_only}",
-            Treatment.PRIORITIZED,
-            "the update of a row depends on that row alone",
+            f"optimizers {_names(every)}", Treatment.PRIORITIZED, "the update of a row depends on that row alone"
         ),
-        ExchangeDecision(f"optimizers {cuda_only} on CPU", Treatment.REFUSED, "FBGEMM has no CPU kernel for them"),
+        *(
+            [
+                ExchangeDecision(
+                    f"optimizers {_names(not_compared)} on CUDA",
+                    Treatment.REFUSED,
+                    "no run on a GPU has compared them; on a CPU the update is our own",
+                )
+            ]
+            if not_compared
+            else []
+        ),
+        ExchangeDecision("other optimizers, such as `lars_sgd`", Treatment.REFUSED, "nothing has compared them"),
         ExchangeDecision(
-            f"optimizers {_names(table_optimizer.NOT_COMPARED_OPTIMIZERS)}",
+            f"optimizers {_names(moments)} on CPU with a batch size that varies by feature",
             Treatment.REFUSED,
-            "FBGEMM has them on CUDA only, and no run on a GPU has compared them",
+            "our update does not know such batches",
         ),
         ExchangeDecision(
-            f"`weight_decay` with optimizers other than {_names(table_optimizer.MOMENT_OPTIMIZERS)}",
+            f"`weight_decay` with optimizers {_names(moments)}, and with `{with_mode}` and a `weight_decay_mode` ({modes})",
+            Treatment.PRIORITIZED,
+            "it changes the rows that are updated, and no others",
+        ),
+        ExchangeDecision(
+            f"`weight_decay` with optimizers {_names(no_decay)}, and with `{with_mode}` without a `weight_decay_mode`",
             Treatment.REFUSED,
             "FBGEMM ignores it",
         ),
+    ]
+
+
+def _tables() -> list[ExchangeDecision]:
+    types = [kind.name for kind in CPU_TABLE_TYPES if kind.name != "FP32"]
+    return [
+        *_optimizers(),
         ExchangeDecision("`max_gradient`", Treatment.PRIORITIZED, "it limits each gradient before they are summed"),
         ExchangeDecision(f"tables of type {_names(types)}", Treatment.SYNCHRONOUS, "their updates round"),
         ExchangeDecision(
@@ -165,12 +195,35 @@ def markdown() -> str:
     return "\n".join([BEGIN, "", "| what | treatment | why |", "| --- | --- | --- |", *rows, "", END])
 
 
-def with_table(page: str) -> str:
-    """The text of a page with the table of today between the marks."""
-    before, rest = page.split(BEGIN)
-    return before + markdown() + rest.split(END)[1]
+def optimizer_markdown() -> str:
+    """The table of optimizers, with its marks."""
+    lines = ["| optimizer | on CPU | on CUDA | state of a row | further keys |", "| --- | --- | --- | --- | --- |"]
+    on_cuda = table_optimizer.optimizers_on("cuda")
+    for name in table_optimizer.TABLE_OPTIMIZERS:
+        moments = name in table_optimizer.MOMENT_OPTIMIZERS
+        keys = ["betas", "weight_decay"] if moments else []
+        if name == table_optimizer.DECAY_MODE_OPTIMIZER:
+            modes = " or ".join(f'`"{mode}"`' for mode in table_optimizer.DECAY_MODES)
+            keys = ["weight_decay", f"weight_decay_mode` ({modes})"]
+        further = ", ".join(f"`{key}" if key.endswith(")") else f"`{key}`" for key in keys)
+        cpu, cuda = "our update" if moments else "FBGEMM's", "FBGEMM's" if name in on_cuda else "refused: not compared"
+        lines.append(f"| `{name}` | {cpu} | {cuda} | {table_optimizer.STATE_OF_A_ROW[name]} | {further} |")
+    return "\n".join([OPTIMIZERS_BEGIN, "", *lines, "", OPTIMIZERS_END])
+
+
+def with_tables(page: str) -> str:
+    """The text of a page with the tables of today between the marks."""
+    for begin, end, table in (
+        (BEGIN, END, markdown()),
+        (OPTIMIZERS_BEGIN, OPTIMIZERS_END, optimizer_markdown()),
+    ):
+        if begin in page:
+            before, rest = page.split(begin)
+            page = before + table + rest.split(end)[1]
+    return page
 
 
 if __name__ == "__main__":
-    path = Path(__file__).resolve().parents[2] / "docs" / "exchange.md"
-    path.write_text(with_table(path.read_text()))
+    for name in ("exchange.md", "options.md"):
+        path = Path(__file__).resolve().parents[2] / "docs" / name
+        path.write_text(with_tables(path.read_text()))

@@ -16,7 +16,15 @@ from lightning_freescale.embedding import prioritized_bags
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturnSet, RowSet
 from tests.embedding.comparison import case, compare
-from tests.embedding.training import BAG_SHARDINGS, Batches, build_bags, make_schedule, random_batches, train
+from tests.embedding.training import (
+    BAG_SHARDINGS,
+    OPTIMIZERS,
+    Batches,
+    build_bags,
+    make_schedule,
+    random_batches,
+    train,
+)
 from tests.ranks import run_ranks
 
 SUM, MEAN, WEIGHTED = ({"options": options} for options in ({}, {"pooling": PoolingType.MEAN}, {"weighted": True}))
@@ -29,7 +37,7 @@ def bags(world: int, steps: int = 6, **kwargs: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_sharding_and_pooling(world: int) -> None:
-    variants = [("rowwise_adagrad", SUM), ("rowwise_adagrad", MEAN), ("sgd", WEIGHTED)]
+    variants = [("rowwise_adagrad", SUM), ("adam", MEAN), ("decayed_lamb", WEIGHTED)]
     cases = [
         bags(world, kind=kind, optimizer=optimizer, seed=seed, **pooling)
         for seed, kind in enumerate(BAG_SHARDINGS)
@@ -79,7 +87,7 @@ def test_random_data(data: st.DataObject) -> None:
             BAGS
             | {
                 "kind": kind,
-                "optimizer": data.draw(st.sampled_from(["sgd", "rowwise_adagrad"])),
+                "optimizer": data.draw(st.sampled_from(OPTIMIZERS)),
                 **data.draw(st.sampled_from([SUM, MEAN, WEIGHTED])),
                 "batches": draw_batches(data, world, kind),
             }

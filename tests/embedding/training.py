@@ -23,8 +23,9 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import ShardingEnv
 
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.schedule import ExchangeSchedule
-from lightning_freescale.embedding.table_optimizer import fused_params
+from lightning_freescale.embedding.table_optimizer import DECAY_MODE_OPTIMIZER, MOMENT_OPTIMIZERS, fused_params
 
 KEYS = ["a", "b", "c"]  # b and c share a table
 FEATURES = {"one": ["a"], "two": ["b", "c"]}
@@ -32,6 +33,7 @@ ROWS = {"one": 40, "two": 24}
 DIM = 8
 BAG_DIMS = {"one": 8, "two": 24}  # column shards of 4 and 12 columns
 DECAYED = "decayed_"  # begins the name of an optimizer with weight decay
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "decayed_rowwise_adagrad", *MOMENT_OPTIMIZERS)
 SLEEP_CYCLES = 60_000_000  # of a GPU: 30 ms, several times as long as the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
 BAG_SHARDINGS = ("table_wise", "one_rank", "column_wise", "both", "row_wise", "mixed")
@@ -108,6 +110,8 @@ def _fused(optimizer: str, device: str) -> dict[str, Any]:
     options = {"optimizer": optimizer.removeprefix(DECAYED), "lr": 0.1}
     if optimizer.startswith(DECAYED):
         options["weight_decay"] = 0.01
+        if options["optimizer"] == DECAY_MODE_OPTIMIZER:
+            options["weight_decay_mode"] = "l2"
     return fused_params(options, torch.device(device))
 
 
@@ -136,7 +140,8 @@ def _plan(collection: nn.Module, sharder: Any, kind: str, world: int, device: st
 def _sharded(collection: nn.Module, sharder: Any, plan: Any, device: str, prefix: str, dims: Mapping[str, int]) -> Any:
     group = dist.group.WORLD
     assert group is not None
-    module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device=torch.device(device))
+    with moment_kernels(torch.device(device)):
+        module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device=torch.device(device))
     generator = torch.Generator().manual_seed(3)
     for name, rows in ROWS.items():
         weight = torch.randn(rows, dims[name], generator=generator)

@@ -67,7 +67,8 @@ def by_hand(
     rank: int, world: int, kind: str, optimizer: str, bags: bool, half: bool = False, **fused: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """What a TorchRec user writes, without Lightning."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags, data_type=DataType.FP16 if half else DataType.FP32)
     initial = {key: value.clone() for key, value in model.embeddings.state_dict().items()}

@@ -6,22 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from lightning_freescale.embedding import support
+from lightning_freescale.embedding import support, table_optimizer
 from lightning_freescale.strategy import exchange_table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "exchange.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "exchange.md"
 
 
-def test_the_page_is_up_to_date() -> None:
+@pytest.mark.parametrize("name", ["exchange.md", "options.md"])
+def test_the_pages_are_up_to_date(name: str) -> None:
     """If this fails, run ``python -m lightning_freescale.strategy.exchange_table``."""
-    text = PAGE.read_text()
-    assert exchange_table.with_table(text) == text
+    text = (DOCS / name).read_text()
+    assert exchange_table.with_tables(text) == text
 
 
-def test_a_changed_decision_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = PAGE.read_text()
+def test_a_changed_decision_changes_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, options = PAGE.read_text(), (DOCS / "options.md").read_text()
     monkeypatch.setattr(support, "PRIORITIZED_SHARDINGS", ("table_wise",))
-    assert exchange_table.with_table(text) != text
+    monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ("adam",))
+    assert exchange_table.with_tables(text) != text
+    assert exchange_table.with_tables(options) != options
+
+
+def test_no_row_is_empty_when_everything_has_been_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(exchange_table.decisions())
+    monkeypatch.setattr(support, "NOT_COMPARED_KERNELS", ())
+    monkeypatch.setattr(support, "NOT_COMPARED_BAGS", ())
+    monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ())
+    assert len(exchange_table.decisions()) == before - 3
+    assert "not compared" not in exchange_table.optimizer_markdown()
 
 
 def test_every_reason_is_on_the_page() -> None:

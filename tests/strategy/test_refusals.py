@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale.embedding.table_optimizer import NOT_COMPARED_OPTIMIZERS, fused_params
 from lightning_freescale.strategy.refusals import refuse_inexact
 from tests import toy
 from tests.ranks import run_ranks
@@ -23,13 +26,7 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
 @pytest.mark.parametrize(
     ("strategy_options", "options", "words"),
     [
-        ({"embedding_optimizer": {"optimizer": "lars_sgd"}}, {}, ["embedding_optimizer", "'lars_sgd'", "CUDA only"]),
         ({"embedding_optimizer": {"optimizer": "lion"}}, {}, ["embedding_optimizer", "'lion'", "rowwise_adagrad"]),
-        ({"embedding_optimizer": {"weight_decay": 0.1}}, {}, ["weight_decay=0.1", "ignores", "'rowwise_adagrad'"]),
-        ({"embedding_optimizer": {"max_gradient": 0.0}}, {}, ["max_gradient=0.0 must be positive"]),
-        ({"embedding_optimizer": {"optimizer": "adam"}}, {}, ["'adam'", "CUDA", "sgd"]),
-        ({"embedding_optimizer": {"optimizer": "lamb"}}, {}, ["'lamb'", "CUDA", "sgd"]),
-        ({"embedding_optimizer": {"optimizer": "sgd", "momentum": 0.9}}, {}, ["momentum=0.9", "'sgd'"]),
         ({"sharding": {"items": "row_wise"}}, {}, ["sharding", "'items'", "item, shop"]),
         ({"sharding": "diagonal"}, {}, ["sharding", "'diagonal'", "row_wise"]),
         ({"transport": "nccl"}, {}, ["transport='nccl'", "gloo"]),
@@ -43,6 +40,35 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
 def test_refused_with_a_reason(strategy_options: dict[str, Any], options: dict[str, Any], words: list[str]) -> None:
     for message in run_ranks(fit_refused, args=(strategy_options, options)):
         assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "lars_sgd"}, "optimizer 'lars_sgd' is not supported; choose one of sgd, "),
+        ({"weight_decay": 0.1}, "FBGEMM ignores the weight decay of 'rowwise_adagrad'. Set weight_decay_mode"),
+        ({"optimizer": "sgd", "weight_decay": 0.1}, "FBGEMM ignores the weight decay of 'sgd'. Leave it out"),
+        (
+            {"weight_decay": 0.1, "weight_decay_mode": "l1"},
+            "weight_decay_mode='l1' is unknown; choose one of l2, decoupled",
+        ),
+        ({"optimizer": "adam", "weight_decay_mode": "l2"}, "weight_decay_mode='l2' is unknown for 'adam'; known: lr"),
+        ({"max_gradient": 0.0}, "max_gradient=0.0 must be positive"),
+        ({"optimizer": "sgd", "momentum": 0.9}, "momentum=0.9 is unknown for 'sgd'"),
+        ({"lr": -1.0}, "lr=-1.0 must not be negative"),
+    ],
+    ids=str,
+)
+def test_options_of_the_tables_are_refused_with_a_reason(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        fused_params(options, torch.device("cpu"))
+
+
+def test_optimizers_that_were_not_compared_on_a_gpu_are_refused_there() -> None:
+    for name in NOT_COMPARED_OPTIMIZERS:
+        with pytest.raises(ConfigurationError, match=f"'{name}' has not been compared with TorchRec on cuda"):
+            fused_params({"optimizer": name}, torch.device("cuda"))
+        fused_params({"optimizer": name}, torch.device("cpu"))
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -15,7 +15,7 @@ PY
 )
 cd "$root/csrc"
 # shellcheck disable=SC2086
-compile() { g++ -O2 -std=c++17 -fPIC -fvisibility=hidden $includes -c "$1" -o "$objects/${1//\//_}.o"; }
+compile() { g++ -O2 -ffp-contract=off -std=c++17 -fPIC -fvisibility=hidden $includes -c "$1" -o "$objects/${1//\//_}.o"; }
 export -f compile
 export includes objects
 find . -name '*.cpp' -printf '%P\0' | xargs -0 -P "$(nproc)" -I{} bash -c 'compile {}'
