@@ -15,7 +15,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
-from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.index import count_true_by_segment, true_first
@@ -38,9 +37,6 @@ class BagTables(LocalTables):
         self.module = module  # type: ignore[assignment]
         self.device = torch.device(module._device or "cpu")
         self.optimizer = ModuleOptimizer(module)  # type: ignore[arg-type]
-        configs = module._embedding_bag_configs
-        types = {data_type_to_dtype(config.data_type) for config in configs}
-        self.other_types = sorted(str(kind).removeprefix("torch.") for kind in types - {torch.float32})
         self.dims, self.pieces_by_rank, self.num_rows = [], [], []
         self.row_wise = [isinstance(sharding, RwPooledEmbeddingSharding) for sharding in module._embedding_shardings]
         self._first_key, self._weights = [], []

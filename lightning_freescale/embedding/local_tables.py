@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
@@ -23,15 +22,12 @@ class LocalTables:
         optimizer: the fused optimizer of the tables.
         dims: row width ``D`` of each sharding group.
         num_rows: local rows of each sharding group, all of its tables together.
-        other_types: types of weights other than float32; equal on all ranks, also on those that hold no row.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection):
         self.module = module
         self.device = torch.device(module._device or "cpu")
         self.optimizer = ModuleOptimizer(module)
-        types = {data_type_to_dtype(config.data_type) for config in module._embedding_configs}
-        self.other_types = sorted(str(kind).removeprefix("torch.") for kind in types - {torch.float32})
         self.dims = [module._embedding_dim_for_sharding_type(kind) for kind in module._sharding_type_to_sharding]
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table
@@ -67,18 +63,21 @@ class LocalTables:
         return weights[0] if weights and all(table is weights[0] for table in weights) else None
 
     def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
-        """The rows of all ids of ``features``: ``[n, D]`` in lookup order.
+        """The rows of all ids of ``features``: ``[n, D]`` float32 in lookup order, whatever the type of the table.
 
         Plain reads of the tables are faster than the forward of FBGEMM's kernels, which prepares an update. Rows behind a
         cache are read by FBGEMM, which also brings them into the cache, before the update needs them there.
         """
         if self.cached[group]:
             return self.look_up(group, features).view(-1, self.dims[group])
-        rows = torch.empty(features.values().numel(), self.dims[group], device=self.device)
+        rows = torch.empty(features.values().numel(), self.dims[group], dtype=torch.float32, device=self.device)
         counts = features.length_per_key()
         tables = self._weights[group]
         for table, ids, into in zip(tables, features.values().split(counts), rows.split(counts), strict=True):
-            torch.index_select(table, 0, ids, out=into)
+            if table.dtype == torch.float32:
+                torch.index_select(table, 0, ids, out=into)
+            else:
+                into.copy_(table.index_select(0, ids))
         return rows
 
     def look_up(self, group: int, features: KeyedJaggedTensor) -> Tensor:

@@ -99,7 +99,7 @@ class MomentKernel(SplitTableBatchedEmbeddingBagsCodegen):
             output: Tensor = super().forward(indices, offsets, per_sample_weights, **rest)
         if not torch.is_grad_enabled():
             return output
-        settings = _StepSettings(float(self.learning_rate_tensor), int(self.iter_cpu))
+        settings = _StepSettings(self.get_learning_rate(), int(self.iter_cpu))
         anchor = self.placeholder_autograd_tensor
         return _UpdateRows.apply(anchor, self, indices, offsets, per_sample_weights, settings, output)
 

@@ -86,8 +86,6 @@ class ScheduledModule:
         self.after_next: RequestedBatch | RoutedBatch | None = None
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
-        if exchange.tables.other_types:
-            self.stay_synchronous(f"stored in {', '.join(exchange.tables.other_types)}")
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

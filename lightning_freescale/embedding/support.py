@@ -11,6 +11,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType
 
 PRIORITIZED_SHARDINGS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
 PRIORITIZED_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
@@ -32,6 +33,7 @@ FOUND_IN_TRAINING = (MORE_THAN_ONCE, NOT_IN_BATCH, VARIABLE_BATCH_SIZE, CHANGED_
 ACCUMULATION = "micro-batches of gradient accumulation"
 ACCUMULATION_REASON = "their rows are updated together, after the last one"
 SINGLE_RANK = "a single rank exchanges nothing with others"
+ROUNDED_AT_RANDOM = "FBGEMM rounds updates at random"
 WEIGHTED_MEANS = "FBGEMM does not divide the gradients of weighted means on a CPU"
 
 
@@ -50,7 +52,15 @@ def reason_against_prioritizing(module: ShardedEmbeddingCollection | ShardedEmbe
             return f"has bags of a table {table!r} with {sharding.sharding_type} sharding on CUDA, {NOT_COMPARED}"
         if sharding.compute_kernel not in (*PRIORITIZED_KERNELS, EmbeddingComputeKernel.FUSED_UVM_CACHING.value):
             return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}"
-    return _reason_against_bags(module) if bags else None
+    return _reason_against_types(module) or (_reason_against_bags(module) if bags else None)
+
+
+def _reason_against_types(module: ShardedEmbeddingCollection | ShardedEmbeddingBagCollection) -> str | None:
+    bags = isinstance(module, ShardedEmbeddingBagCollection)
+    for config in module._embedding_bag_configs if bags else module._embedding_configs:
+        if config.data_type != DataType.FP32 and module._device.type == "cuda":
+            return f"has a table {config.name!r} of type {config.data_type.name} on CUDA, where {ROUNDED_AT_RANDOM}"
+    return None
 
 
 def _reason_against_bags(module: ShardedEmbeddingBagCollection) -> str | None:

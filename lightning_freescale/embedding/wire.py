@@ -71,7 +71,9 @@ def wire_types_of(module: ShardedEmbeddingCollection) -> WireTypes:
 
 def to_wire(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """``rows`` in the type of the wire. As TorchRec's codecs do it, infinite values become the largest finite ones."""
+    if dtype == torch.float32:
+        return rows.to(dtype)
     if rows.dtype == dtype:
         return rows
     limits = torch.finfo(dtype)
-    return rows.clamp(limits.min, limits.max).to(dtype)
+    return rows.float().clamp(limits.min, limits.max).to(dtype)

@@ -8,6 +8,7 @@
 * ``control.py``: headers of batches and agreement between ranks. ``signals.py``: SIGTERM and SLURM's requeue signal.
 * ``sharded_model.py``: a model is sharded once. ``table_learning_rate.py``: its tables follow the user's schedulers.
 * ``accumulation.py``: the micro-batches of gradient accumulation count as one large batch.
+* ``true_precision.py``: the dense part in bfloat16, and the tables in their own type.
 * ``loss_weighting.py``: ranks with different numbers of samples. ``refusals.py``: settings that cannot be exact.
 * ``exchange_table.py``: the table of the documentation about what is prioritized, synchronous or refused.
 * ``progress_bar.py``: values for the progress bar without a wait for the device.

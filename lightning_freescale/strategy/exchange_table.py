@@ -149,7 +149,12 @@ def _tables() -> list[ExchangeDecision]:
     return [
         *_optimizers(),
         ExchangeDecision("`max_gradient`", Treatment.PRIORITIZED, "it limits each gradient before they are summed"),
-        ExchangeDecision(f"tables of type {_names(types)}", Treatment.SYNCHRONOUS, "their updates round"),
+        ExchangeDecision(
+            f"tables of type {_names(types)} on CPU",
+            Treatment.PRIORITIZED,
+            "an update is rounded once, to the nearest number",
+        ),
+        ExchangeDecision("tables of types other than `FP32` on CUDA", Treatment.SYNCHRONOUS, support.ROUNDED_AT_RANDOM),
         ExchangeDecision(
             f"tables of types other than {_names([kind.name for kind in CPU_TABLE_TYPES])} on CPU",
             Treatment.REFUSED,
@@ -180,7 +185,7 @@ def _settings() -> list[ExchangeDecision]:
         ExchangeDecision(
             f"`precision` other than {_names(PRECISIONS)}",
             Treatment.REFUSED,
-            "loss scaling cannot reach the tables, or the tables would not follow the precision",
+            "loss scaling cannot reach the tables, or FBGEMM has no tables of that type",
         ),
         ExchangeDecision(_names(WEIGHT_AVERAGING), Treatment.REFUSED, "they would have to average sharded tables"),
         ExchangeDecision(

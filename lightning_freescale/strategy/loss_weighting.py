@@ -51,7 +51,10 @@ def mean_of_counts(total: Tensor, ranks: int) -> Tensor:
     Lightning truncates the mean of the batch sizes to an integer: 3 and 4 samples would count as 3.
     """
     mean = total.div(ranks, rounding_mode="floor")
-    return mean if torch.equal(mean * ranks, total) else (total.double() / ranks).to(torch.get_default_dtype())
+    if torch.equal(mean * ranks, total):
+        return mean
+    at_least_float32 = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return (total.double() / ranks).to(at_least_float32)
 
 
 def loss_weight(batch: Any, reduction: str) -> int:

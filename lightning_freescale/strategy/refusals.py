@@ -11,7 +11,7 @@ from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
 
-PRECISIONS = ("32-true", "bf16-mixed")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # These callbacks average all parameters of the model. They cannot average sharded tables.
 WEIGHT_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
@@ -19,11 +19,10 @@ WEIGHT_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAv
 def refuse_inexact(trainer: Any, precision: str) -> None:
     """Raise :class:`ConfigurationError` for settings of ``trainer`` that cannot be exact with sharded tables."""
     if precision not in PRECISIONS:
-        reason = (
-            "its loss scaling cannot reach the tables, which are updated inside backward"
-            if precision == "16-mixed"
-            else "the tables and their optimizer state are kept in float32"
-        )
+        reason = {
+            "16-mixed": "its loss scaling cannot reach the tables, which are updated inside backward",
+            "16-true": "small gradients vanish in float16 without loss scaling, which cannot reach the tables",
+        }.get(precision, "the tables have no such type")
         raise ConfigurationError(
             f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
         )

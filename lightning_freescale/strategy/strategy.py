@@ -49,6 +49,7 @@ from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once,
 from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, is_table
+from lightning_freescale.strategy.true_precision import convert_dense_part, convert_outputs
 
 if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -249,10 +250,12 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         self._exchange_mode.choose_transport(self.root_device, one_host=self.num_nodes == 1)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        refuse_inexact(trainer, str(self.precision_plugin.precision))
+        precision = str(self.precision_plugin.precision)
+        refuse_inexact(trainer, precision)
         refuse_model_averaging(self._model_averaging_period)
-        self.precision_plugin.convert_module(self.model)
+        convert_dense_part(self.precision_plugin, self.model)
         self._shard()
+        convert_outputs(self._module, precision)
         self.after_sharding()
         if fitting:
             if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:

@@ -126,7 +126,7 @@ class Reorders(SgdModel):
 CASES = {
     SgdModel: PRIORITIZED,
     Masks: {"embeddings": "called with ids that were changed in place after the batch was loaded"},
-    HalfTables: {"embeddings": "stored in float16"},
+    HalfTables: PRIORITIZED,
     OwnBackward: {"embeddings": "trained with loss.backward(); call self.manual_backward(loss) instead"},
     Subclass: PRIORITIZED,
     Reorders: {"embeddings": "called with its features in another order than in the first step"},

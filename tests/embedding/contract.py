@@ -22,6 +22,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lightning_freescale.embedding import plan as sharding
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
+from lightning_freescale.embedding.moment_kernel import MomentKernel
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
@@ -67,6 +68,7 @@ PINNED = {
     "_rebuild_buckets": dist.Reducer,
     "_dedup_indices": ShardedManagedCollisionCollection,
     "_optimizer_classes": nn.Parameter,
+    "_optimizer_kwargs": nn.Parameter,
     "_callbacks": TwPooledEmbeddingDist,
     "_emb_dim_per_rank_per_feature": TwPooledEmbeddingSharding,
     "_embedding_bag_configs": ShardedEmbeddingBagCollection,
@@ -302,6 +304,7 @@ def check_model_parallel(world: int) -> None:
     apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
     assert has_own_optimizer([collection])
     assert all(hasattr(parameter, "_optimizer_classes") for parameter in collection.parameters())
+    assert all(parameter._optimizer_kwargs == [{"lr": 0.1}] for parameter in collection.parameters())
     sharders = sharding.make_sharders(model, None, device)
     plan = sharding.make_plan(model, sharders, "row_wise", device=device, world_size=world, local_size=world)
     assert group is not None
@@ -328,13 +331,15 @@ def check_training(rank: int, world: int) -> dict[str, bool]:
     dist.init_process_group("gloo")
     return {kind: same_bits(rank, world, kind) for kind in SHARDINGS} | {
         "every row prefetched": same_bits(rank, world, "row_wise", prefetch_all=True),
+        "our own kernel": same_bits(rank, world, "row_wise", optimizer="adam"),
         "zero-collision ids": same_bits_with_zero_collision_ids(rank, world),
     }
 
 
-def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False) -> bool:
+def same_bits(rank: int, world: int, kind: str, prefetch_all: bool = False, optimizer: str = "rowwise_adagrad") -> bool:
     batches = random_batches(rank, 8, 11, lambda rank, step: 4 + rank)
-    plain, module = build(kind, "rowwise_adagrad", world), build(kind, "rowwise_adagrad", world)
+    plain, module = build(kind, optimizer, world), build(kind, optimizer, world)
+    assert all(isinstance(kernel, MomentKernel) for kernel in kernels_of(module))
     expected = train(plain, batches, None)
     schedule = make_schedule(module)
     if prefetch_all:
@@ -367,6 +372,6 @@ def check(world: int = 2) -> None:
     """Run both checks, each on its own set of ranks."""
     run_ranks(check_names, world, (world,))
     results = run_ranks(check_training, world, (world,))
-    for kind in (*SHARDINGS, "zero-collision ids"):
+    for kind in (*SHARDINGS, "our own kernel", "zero-collision ids"):
         assert all(result[kind] for result in results), f"{kind}: prioritized and synchronous training differ"
     assert not all(result["every row prefetched"] for result in results), "the comparison does not detect stale rows"

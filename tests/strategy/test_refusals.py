@@ -33,7 +33,6 @@ def fit_refused(rank: int, strategy_options: dict[str, Any], options: dict[str, 
         ({"model_averaging_period": 4}, {}, ["model_averaging_period=4"]),
         ({}, {"precision": "16-true"}, ["precision", "'16-true'", "bf16-mixed"]),
         ({}, {"precision": "64-true"}, ["precision", "'64-true'"]),
-        ({}, {"precision": "bf16-true"}, ["precision", "'bf16-true'", "bf16-mixed"]),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -32,7 +32,8 @@ class WrittenRows:
     def swap(self) -> None:
         """Write the rows, or restore what was in their place."""
         for index, tensor in enumerate(self._tensors):
-            now, other = tensor[self._slots], self._other[index]
+            now = tensor[self._slots]
+            other = self._other[index].to(now.dtype)
             chosen = self._chosen.view(-1, *[1] * (now.ndim - 1))
             tensor[self._slots] = torch.where(chosen, other, now)
             self._other[index] = torch.where(chosen, now, other)
