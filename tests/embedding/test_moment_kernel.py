@@ -15,7 +15,9 @@ from torchrec.distributed import batched_embedding_kernel
 
 from lightning_freescale import _C
 from lightning_freescale.embedding.moment_kernel import MomentKernel, moment_kernels
+from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from lightning_freescale.runtime.errors import ConfigurationError
+from tests.gpu.test_moment_kernel import check, on_cpu
 
 ROWS, DIM, RATE, STEPS = 20, 4, 0.1, 5
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -144,6 +146,14 @@ def test_half_precision_tables_are_rounded_once_a_step() -> None:
     half, full = (one.split_embedding_weights()[0] for one in (kernel, exact))
     assert half.dtype == torch.float16
     assert torch.equal(half, full.half())
+
+
+@pytest.mark.parametrize("name", MOMENT_OPTIMIZERS)
+def test_state_moves_to_another_kernel(name: str) -> None:
+    """The check of ``tests/gpu``, with our kernel on both sides: then the difference is exactly zero."""
+    right, without_moments = check(on_cpu, name, PoolingMode.SUM)
+    assert right == 0
+    assert without_moments > 1e-3
 
 
 def test_what_it_cannot_train_is_refused_by_name() -> None:
