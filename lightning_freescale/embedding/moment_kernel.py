@@ -93,12 +93,12 @@ class MomentKernel(SplitTableBatchedEmbeddingBagsCodegen):
                 f"embedding_optimizer: {self._own.value} on a CPU cannot train a collection that is called with a batch size "
                 "that varies by feature. Use the same batch size for all features, or another optimizer"
             )
-        for count in (self.iter_cpu, self.iter):  # FBGEMM counts every look-up, and SGD does not count
-            count.add_(1)
         with torch.no_grad():
             output: Tensor = super().forward(indices, offsets, per_sample_weights, **rest)
         if not torch.is_grad_enabled():
             return output
+        for count in (self.iter_cpu, self.iter):  # FBGEMM's SGD does not count
+            count.add_(1)
         settings = _StepSettings(self.get_learning_rate(), int(self.iter_cpu))
         anchor = self.placeholder_autograd_tensor
         return _UpdateRows.apply(anchor, self, indices, offsets, per_sample_weights, settings, output)

@@ -106,7 +106,10 @@ class ScheduledModule:
         self.exchange.gradients.apply_late()
         self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
-        return self._synchronous_forward(self.exchange.module, *args, **kwargs)
+        output = self._synchronous_forward(self.exchange.module, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self.exchange.tables.optimizer.continue_count()  # the kernels have counted this call
+        return output
 
     def _reason_against(self, features: KeyedJaggedTensor | None) -> str | None:
         """Why this call cannot use the rows that were fetched for the current batch; None if it can."""

@@ -22,6 +22,7 @@ from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
+from lightning_freescale.embedding.table_optimizer import count_training_lookups_only
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
@@ -75,6 +76,7 @@ def shard(
             data_parallel_wrapper=_DataParallelOverAllRanks(ddp_kwargs or {}),
         )
     _fill_shards(module, weights)
+    count_training_lookups_only(module)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
     if device.type == "cpu":
         refuse_uneven_batches(module)

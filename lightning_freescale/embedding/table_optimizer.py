@@ -216,10 +216,23 @@ def steps_of_all_ranks(module: nn.Module, gather: Callable[[Any], list[Any]]) ->
 
 
 def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
-    """Set the step counts to ``counted``, as :func:`steps` returned them. The kernels also count lookups of validation."""
+    """Set the step counts to ``counted``, as :func:`steps` returned them."""
     for name, kernel in _kernels_by_collection(module):
         if name in counted:
             set_count([kernel], counted[name])
+
+
+def count_training_lookups_only(module: nn.Module) -> None:
+    """Make FBGEMM's kernels not count look-ups without a gradient. Adam corrects its bias by the count of training steps."""
+    counting = [TABLE_OPTIMIZERS[name] for name in MOMENT_OPTIMIZERS]
+    for kernel in kernels_in(module):
+        if kernel.optimizer in counting:
+            kernel.register_forward_hook(_take_back_the_count)
+
+
+def _take_back_the_count(kernel: SplitTableBatchedEmbeddingBagsCodegen, _: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        set_count([kernel], int(kernel.iter_cpu) - 1)
 
 
 def set_count(kernels: Iterable[SplitTableBatchedEmbeddingBagsCodegen], count: int) -> None:

@@ -14,7 +14,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from lightning_freescale.embedding.moment_kernel import MomentKernel
-from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS, TABLE_OPTIMIZERS, set_count
+from lightning_freescale.embedding.table_optimizer import (
+    MOMENT_OPTIMIZERS,
+    TABLE_OPTIMIZERS,
+    count_training_lookups_only,
+    set_count,
+)
 
 ROWS, DIM, STEPS = 200, 16, 6
 OPTIONS = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.01}
@@ -90,3 +95,14 @@ def test_state_moves_between_cpu_and_cuda(name: str, pooling: PoolingMode) -> No
     right, wrong = check(on_cuda, name, pooling)
     assert right < 1e-4
     assert wrong > 1e-3  # the comparison can fail
+
+
+@pytest.mark.gpu
+def test_only_training_lookups_count() -> None:
+    kernel = on_cuda(EmbOptimType.ADAM, PoolingMode.SUM)
+    count_training_lookups_only(kernel)
+    with torch.no_grad():
+        kernel(torch.zeros(1, dtype=torch.int64).cuda(), torch.tensor([0, 1, 1]).cuda())
+    assert int(kernel.iter_cpu) == int(kernel.iter) == 0
+    train(kernel, range(STEPS))
+    assert int(kernel.iter_cpu) == int(kernel.iter) == STEPS

@@ -44,7 +44,7 @@ class Prioritized(FreeScaleStrategy):
 def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: type = toy.Model) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module = model()
-    trainer = toy.trainer(strategy(embedding_optimizer={"optimizer": "adagrad", "lr": 0.1}), world, **options)
+    trainer = toy.trainer(strategy(embedding_optimizer={"optimizer": "adam", "lr": 0.1}), world, **options)
     trainer.fit(module, toy.loader(), toy.loader(8, shuffle=False))
     return {
         "seen": module.seen,
