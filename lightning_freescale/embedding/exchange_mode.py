@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
@@ -21,6 +22,7 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.support import (
     ACCUMULATION,
     ACCUMULATION_REASON,
+    FEATURE_PROCESSORS,
     SINGLE_RANK,
     reason_against_prioritizing,
 )
@@ -221,13 +223,19 @@ def _without_unsupported(modules: Scheduled) -> Scheduled:
 
 
 def _scheduled_modules(model: nn.Module) -> Scheduled:
-    """The modules whose exchange may be prioritized, by name; not the collection inside one with zero-collision ids."""
+    """The modules whose exchange may be prioritized, by name; not a collection inside another one.
+
+    The log names collections with feature processors: they are always synchronous.
+    """
     found: Scheduled = {}
     inside: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, ShardedZeroCollisionCollection):
             found[name] = module
             inside.append(f"{name}." if name else "")
+        elif isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
+            inside.append(f"{name}." if name else "")
+            log_once(f"prioritize: {name} is exchanged synchronously, because it has {FEATURE_PROCESSORS}")
         elif isinstance(module, (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)) and not name.startswith(
             tuple(inside)
         ):

@@ -11,6 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -20,6 +21,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from lightning_freescale.batch.jagged_checks import ANY_ID
@@ -39,13 +41,15 @@ CPU_TABLE_TYPES = (DataType.FP32, DataType.FP16)  # that FBGEMM's training kerne
 MIN_ROWS_PER_RANK = 16
 
 
-Collection: TypeAlias = EmbeddingCollection | EmbeddingBagCollection | ZeroCollisionCollection
+Collection: TypeAlias = (
+    EmbeddingCollection | EmbeddingBagCollection | ZeroCollisionCollection | FeatureProcessedEmbeddingBagCollection
+)
 
 
 def embedding_modules(module: nn.Module) -> dict[str, Collection]:
     """The embedding collections that are sharded, by their qualified name in ``module``."""
     found: dict[str, Collection] = {}
-    managed: list[str] = []  # prefixes of the names of what is inside a zero-collision collection
+    managed: list[str] = []  # prefixes of the names of what is inside a collection
     for name, child in module.named_modules():
         if isinstance(child, BaseManagedCollisionEmbeddingCollection) and not isinstance(
             child, ZeroCollisionCollection
@@ -56,16 +60,23 @@ def embedding_modules(module: nn.Module) -> dict[str, Collection]:
             )
         if isinstance(child, get_args(Collection)) and not name.startswith(tuple(managed)):
             found[name] = child
-            if isinstance(child, ZeroCollisionCollection):
+            if isinstance(child, (ZeroCollisionCollection, FeatureProcessedEmbeddingBagCollection)):
                 managed.append(f"{name}." if name else "")
     return found
 
 
 def table_configs(collection: Collection) -> list[BaseEmbeddingConfig]:
     """The configurations of the tables of one collection."""
+    if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
+        return list(collection._embedding_bag_collection.embedding_bag_configs())
     if isinstance(collection, EmbeddingBagCollection):
         return list(collection.embedding_bag_configs())
     return list(collection.embedding_configs())
+
+
+def is_of_a_table(key: str) -> bool:
+    """Whether a key of a collection's state belongs to its tables. Feature processors are dense modules inside a collection."""
+    return not key.startswith("_feature_processors.")
 
 
 def rows_by_feature(module: nn.Module) -> dict[str, int]:
@@ -126,6 +137,9 @@ def _make_sharder(
     """The sharder of one type of collection. TorchRec finds sharders by the exact type, so a subclass needs its own."""
     if kind is ZeroCollisionCollection:
         return ZeroCollisionSharder(params, sequence_options)
+    if kind is FeatureProcessedEmbeddingBagCollection:
+        bags = EmbeddingBagCollectionSharder(fused_params=dict(params))
+        return FeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=bags)
     base = EmbeddingCollection if issubclass(kind, EmbeddingCollection) else EmbeddingBagCollection
     if kind.forward is not base.forward:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,20 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
-from lightning_freescale.embedding.plan import embedding_modules, make_plan, make_sharders
+from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table, make_plan, make_sharders
 from lightning_freescale.embedding.table_optimizer import count_training_lookups_only
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
+from lightning_freescale.runtime.errors import ConfigurationError
 
 
 def shard(
@@ -80,9 +84,26 @@ def shard(
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
     if device.type == "cpu":
         refuse_uneven_batches(module)
+    _refuse_weights_with_gradients(module)
     if dedup == "auto":
         _try_dedup(module)
     return sharded
+
+
+def _refuse_weights_with_gradients(module: nn.Module) -> None:
+    """Let bags whose weights need gradients fail. The weights travel to the owners, and TorchRec returns no gradient for them."""
+
+    def check(name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        weights = arguments[0].weights_or_none() if arguments and isinstance(arguments[0], KeyedJaggedTensor) else None
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise ConfigurationError(
+                f"{name}: the weights of its bags need gradients, which do not return from the owners of the rows. Compute "
+                "the weights with a FeatureProcessedEmbeddingBagCollection, or detach them"
+            )
+
+    for name, child in module.named_modules():
+        if isinstance(child, ShardedEmbeddingBagCollection):
+            child.register_forward_pre_hook(functools.partial(check, name))
 
 
 def _try_dedup(module: nn.Module) -> None:
@@ -153,7 +174,7 @@ def _table_weights(module: nn.Module) -> dict[str, Tensor]:
         f"{name}.{key}" if name else key: value
         for name, collection in embedding_modules(module).items()
         for key, value in collection.state_dict().items()
-        if value.device.type != "meta"
+        if value.device.type != "meta" and is_of_a_table(key)
     }
 
 

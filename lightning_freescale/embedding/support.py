@@ -33,6 +33,7 @@ FOUND_IN_TRAINING = (MORE_THAN_ONCE, NOT_IN_BATCH, VARIABLE_BATCH_SIZE, CHANGED_
 ACCUMULATION = "micro-batches of gradient accumulation"
 ACCUMULATION_REASON = "their rows are updated together, after the last one"
 SINGLE_RANK = "a single rank exchanges nothing with others"
+FEATURE_PROCESSORS = "feature processors, whose weights change in every step"
 ROUNDED_AT_RANDOM = "FBGEMM rounds updates at random"
 WEIGHTED_MEANS = "FBGEMM does not divide the gradients of weighted means on a CPU"
 

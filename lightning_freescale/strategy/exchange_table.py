@@ -67,6 +67,14 @@ def _collections() -> list[ExchangeDecision]:
             Treatment.SYNCHRONOUS,
             "the prioritized exchange does not know these shardings; data-parallel tables are not exchanged",
         ),
+        ExchangeDecision(
+            "`FeatureProcessedEmbeddingBagCollection`", Treatment.SYNCHRONOUS, f"it has {support.FEATURE_PROCESSORS}"
+        ),
+        ExchangeDecision(
+            "an `EmbeddingBagCollection` whose weights of ids need gradients",
+            Treatment.REFUSED,
+            "these gradients do not return from the owners of the rows",
+        ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
         ExchangeDecision(f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows are read where they are"),
         *_not_compared(),
@@ -168,7 +176,7 @@ def _settings() -> list[ExchangeDecision]:
     return [
         ExchangeDecision(support.ACCUMULATION, Treatment.SYNCHRONOUS, support.ACCUMULATION_REASON),
         ExchangeDecision(
-            "gradient accumulation with zero-collision ids, or with a batch size that varies by feature",
+            "gradient accumulation with zero-collision ids, feature processors, or a batch size that varies by feature",
             Treatment.REFUSED,
             "the gradients of the tables cannot be held",
         ),

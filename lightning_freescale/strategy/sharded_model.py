@@ -124,6 +124,7 @@ def _table_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         f"{name}.{key}" if name else key: parameter
         for name, collection in plan.embedding_modules(module).items()
         for key, parameter in collection.named_parameters()
+        if plan.is_of_a_table(key)
     }
 
 

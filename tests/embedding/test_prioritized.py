@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
 from lightning_freescale.embedding.local_tables import LocalTables
@@ -110,10 +111,10 @@ def test_learning_rate_of_the_own_step_and_flushes_in_between() -> None:
         assert result == [True] * len(cases)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_data(data: st.DataObject) -> None:
-    world = data.draw(st.integers(1, 3))
+    world = data.draw(st.integers(1, 4))
     drawn = []
     for _ in range(4):  # starting processes is slow: run several cases in each set of processes
         ids = st.lists(st.integers(0, 23), max_size=4)
@@ -121,7 +122,8 @@ def test_random_data(data: st.DataObject) -> None:
         steps = data.draw(st.integers(1, 6))
         batches = [[data.draw(samples) for _ in range(steps)] for _ in range(world)]
         kind, optimizer = data.draw(st.sampled_from(SHARDINGS)), data.draw(st.sampled_from(OPTIMIZERS))
-        drawn.append({"kind": kind, "optimizer": optimizer, "batches": batches})
+        options = {"data_type": data.draw(st.sampled_from([DataType.FP32, DataType.FP32, DataType.FP16]))}
+        drawn.append({"kind": kind, "optimizer": optimizer, "batches": batches, "options": options})
     for result in run_ranks(compare, world, args=(world, drawn)):
         assert result == [True] * len(drawn)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrec import PoolingType
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embedding import prioritized_bags
 from lightning_freescale.embedding.schedule import ExchangeSchedule
@@ -27,7 +28,10 @@ from tests.embedding.training import (
 )
 from tests.ranks import run_ranks
 
-SUM, MEAN, WEIGHTED = ({"options": options} for options in ({}, {"pooling": PoolingType.MEAN}, {"weighted": True}))
+SUM, MEAN, WEIGHTED, HALF = (
+    {"options": options}
+    for options in ({}, {"pooling": PoolingType.MEAN}, {"weighted": True}, {"data_type": DataType.FP16})
+)
 BAGS = {"make": build_bags, "rates": lambda step: 0.1 / (1 + step)}
 
 
@@ -88,7 +92,7 @@ def test_random_data(data: st.DataObject) -> None:
             | {
                 "kind": kind,
                 "optimizer": data.draw(st.sampled_from(OPTIMIZERS)),
-                **data.draw(st.sampled_from([SUM, MEAN, WEIGHTED])),
+                **data.draw(st.sampled_from([SUM, MEAN, WEIGHTED, HALF])),
                 "batches": draw_batches(data, world, kind),
             }
         )

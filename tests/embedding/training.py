@@ -21,6 +21,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEm
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.moment_kernel import moment_kernels
@@ -33,7 +34,8 @@ ROWS = {"one": 40, "two": 24}
 DIM = 8
 BAG_DIMS = {"one": 8, "two": 24}  # column shards of 4 and 12 columns
 DECAYED = "decayed_"  # begins the name of an optimizer with weight decay
-OPTIMIZERS = ("sgd", "rowwise_adagrad", "decayed_rowwise_adagrad", *MOMENT_OPTIMIZERS)
+CLIPPED = "clipped_"  # begins the name of an optimizer with clipped gradients
+OPTIMIZERS = ("clipped_sgd", "rowwise_adagrad", "decayed_rowwise_adagrad", "clipped_adam", *MOMENT_OPTIMIZERS)
 SLEEP_CYCLES = 60_000_000  # of a GPU: 30 ms, several times as long as the host needs for a step
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "mixed")
 BAG_SHARDINGS = ("table_wise", "one_rank", "column_wise", "both", "row_wise", "mixed")
@@ -66,11 +68,24 @@ def to_kjt(batch: list[list[list[int]]], device: str = "cpu", weighted: bool = F
 
 
 def build(
-    kind: str, optimizer: str, world: int, device: str = "cpu", kernel: str = "fused", **sharder_options: Any
+    kind: str,
+    optimizer: str,
+    world: int,
+    device: str = "cpu",
+    kernel: str = "fused",
+    *,
+    data_type: DataType = DataType.FP32,
+    **sharder_options: Any,
 ) -> ShardedEmbeddingCollection:
     """A sharded collection. Its initial tables are the same in every call and for every sharding."""
     configs = [
-        EmbeddingConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=FEATURES[name])
+        EmbeddingConfig(
+            name=name,
+            embedding_dim=DIM,
+            num_embeddings=rows,
+            feature_names=FEATURES[name],
+            data_type=data_type,
+        )
         for name, rows in ROWS.items()
     ]
     collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
@@ -88,6 +103,7 @@ def build_bags(
     *,
     weighted: bool = False,
     pooling: PoolingType = PoolingType.SUM,
+    data_type: DataType = DataType.FP32,
 ) -> ShardedEmbeddingBagCollection:
     """The same for bags. The tables have different widths."""
     configs = [
@@ -97,6 +113,7 @@ def build_bags(
             num_embeddings=rows,
             feature_names=FEATURES[name],
             pooling=pooling,
+            data_type=data_type,
         )
         for name, rows in ROWS.items()
     ]
@@ -107,7 +124,9 @@ def build_bags(
 
 
 def _fused(optimizer: str, device: str) -> dict[str, Any]:
-    options = {"optimizer": optimizer.removeprefix(DECAYED), "lr": 0.1}
+    options: dict[str, Any] = {"optimizer": optimizer.removeprefix(DECAYED).removeprefix(CLIPPED), "lr": 0.1}
+    if optimizer.startswith(CLIPPED):
+        options["max_gradient"] = 0.01
     if optimizer.startswith(DECAYED):
         options["weight_decay"] = 0.01
         if options["optimizer"] == DECAY_MODE_OPTIMIZER:

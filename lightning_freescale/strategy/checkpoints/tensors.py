@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from lightning_freescale.embedding.plan import embedding_modules
+from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table
 from lightning_freescale.strategy.control import Control
 
 
@@ -26,7 +26,7 @@ def table_names(module: nn.Module) -> set[str]:
     unsharded = {
         f"{name}.{key}" if name else key
         for name, collection in embedding_modules(module).items()
-        for key in collection.state_dict()
+        for key in filter(is_of_a_table, collection.state_dict())
     }
     return unsharded | {key for key, value in module.state_dict().items() if is_sharded(value)}
 
