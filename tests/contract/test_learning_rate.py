@@ -177,7 +177,10 @@ def fit_frozen(rank: int, model: type) -> bool:
     pl.seed_everything(1, verbose=False)
     module = model()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    toy.trainer(FreeScaleStrategy(prioritize=True, balance="off"), 2, max_epochs=1).fit(module, toy.loader())
+    strategy = FreeScaleStrategy(
+        prioritize=True, balance="off", embedding_optimizer={"optimizer": "adam", "weight_decay": 0.1}
+    )
+    toy.trainer(strategy, 2, max_epochs=1).fit(module, toy.loader())
     after = toy.weights(module)
     return all(torch.equal(after[name], before[name]) for name in before if name.startswith("embeddings"))
 
