@@ -14,8 +14,16 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
 PRIORITIZED_SHARDINGS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
-PRIORITIZED_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
+PRIORITIZED_KERNELS = tuple(
+    kernel.value
+    for kernel in (
+        EmbeddingComputeKernel.FUSED,
+        EmbeddingComputeKernel.FUSED_UVM,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING,
+    )
+)
 # The prioritized exchange has code for these, but no run on a GPU has compared it with the synchronous one. ``tests/gpu`` does.
+# After such a run, make the tuple empty and write the pages anew: ``python -m lightning_freescale.strategy.exchange_table``.
 NOT_COMPARED_KERNELS: tuple[str, ...] = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value,)
 NOT_COMPARED_BAGS: tuple[str, ...] = (ShardingType.ROW_WISE.value,)  # on CUDA
 NOT_COMPARED = "which no run on a GPU has compared with the synchronous exchange"
@@ -51,7 +59,7 @@ def reason_against_prioritizing(module: ShardedEmbeddingCollection | ShardedEmbe
             return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}, {NOT_COMPARED}"
         if bags and sharding.sharding_type in NOT_COMPARED_BAGS and module._device.type == "cuda":
             return f"has bags of a table {table!r} with {sharding.sharding_type} sharding on CUDA, {NOT_COMPARED}"
-        if sharding.compute_kernel not in (*PRIORITIZED_KERNELS, EmbeddingComputeKernel.FUSED_UVM_CACHING.value):
+        if sharding.compute_kernel not in PRIORITIZED_KERNELS:
             return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}"
     return _reason_against_types(module) or (_reason_against_bags(module) if bags else None)
 

@@ -39,6 +39,7 @@ TABLE_OPTIMIZERS = {
 # update is our own (``moment_kernel.py``).
 MOMENT_OPTIMIZERS = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 # On CUDA, no run has compared the exchanges with them. ``tests/gpu/moment_optimizers.py`` does.
+# After such a run, make the tuple empty and write the pages anew: ``python -m lightning_freescale.strategy.exchange_table``.
 NOT_COMPARED_OPTIMIZERS: tuple[str, ...] = ("partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 # How many numbers of state the optimizer keeps for a row of ``D`` numbers.
 STATE_OF_A_ROW = {

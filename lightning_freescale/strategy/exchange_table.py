@@ -53,7 +53,7 @@ def _collections() -> list[ExchangeDecision]:
     every = [kind.value for kind in ShardingType]
     prioritized = support.PRIORITIZED_SHARDINGS
     others = _names([kind for kind in every if kind not in prioritized])
-    kernels = _names(support.PRIORITIZED_KERNELS)
+    kernels = _names([kind for kind in support.PRIORITIZED_KERNELS if kind not in support.NOT_COMPARED_KERNELS])
     return [
         ExchangeDecision(f"`EmbeddingCollection`: {_names(prioritized)}", Treatment.PRIORITIZED, "exact row by row"),
         ExchangeDecision(f"`EmbeddingBagCollection`: {_names(prioritized)}", Treatment.PRIORITIZED, "exact bag by bag"),

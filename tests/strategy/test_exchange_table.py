@@ -29,12 +29,15 @@ def test_a_changed_decision_changes_the_pages(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_row_is_empty_when_everything_has_been_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = len(exchange_table.decisions())
-    monkeypatch.setattr(support, "NOT_COMPARED_KERNELS", ())
-    monkeypatch.setattr(support, "NOT_COMPARED_BAGS", ())
-    monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ())
-    assert len(exchange_table.decisions()) == before - 3
-    assert "not compared" not in exchange_table.optimizer_markdown()
+    rows = []
+    for gated in (True, False):
+        monkeypatch.setattr(support, "NOT_COMPARED_KERNELS", ("fused_uvm_caching",) if gated else ())
+        monkeypatch.setattr(support, "NOT_COMPARED_BAGS", ("row_wise",) if gated else ())
+        monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ("lamb",) if gated else ())
+        rows.append(exchange_table.decisions())
+        assert ("not compared" in exchange_table.optimizer_markdown()) == gated
+    assert len(rows[0]) == len(rows[1]) + 3
+    assert all("``" not in row.subject and row.subject.strip() for row in rows[1])
 
 
 def test_every_reason_is_on_the_page() -> None:
