@@ -222,7 +222,8 @@ def test_models(model: type, lanes: dict[str, str]) -> None:
 class OwnOptimizer(toy.Model):
     def __init__(self) -> None:
         super().__init__()
-        apply_optimizer_in_backward(torch.optim.SGD, self.embeddings.parameters(), {"lr": 0.1})
+        options = {"lr": 0.1, "weight_decay": 0.01}
+        apply_optimizer_in_backward(torch.optim.Adam, self.embeddings.parameters(), options)
 
 
 def fit_own_optimizer(rank: int, model: type, embedding_optimizer: dict | None) -> dict[str, torch.Tensor]:
@@ -234,7 +235,7 @@ def fit_own_optimizer(rank: int, model: type, embedding_optimizer: dict | None) 
 
 def test_optimizer_attached_by_the_user_is_kept() -> None:
     own = run_ranks(fit_own_optimizer, args=(OwnOptimizer, None))
-    ours = run_ranks(fit_own_optimizer, args=(toy.Model, {"optimizer": "sgd", "lr": 0.1}))
+    ours = run_ranks(fit_own_optimizer, args=(toy.Model, {"optimizer": "adam", "lr": 0.1, "weight_decay": 0.01}))
     default = run_ranks(fit_own_optimizer, args=(toy.Model, None))
     assert toy.same(own[0], ours[0])
     assert not toy.same(own[0], default[0])
