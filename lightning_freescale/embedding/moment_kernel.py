@@ -105,10 +105,12 @@ class MomentKernel(SplitTableBatchedEmbeddingBagsCodegen):
 
     def tables_of(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> list[_TableLookup]:
         """What a look-up reads, table by table."""
+        if not indices.numel():
+            return []
         features = self.feature_table_map
         bags = offsets.numel() - 1
         samples = bags // len(features)
-        bounds = offsets[:: max(samples, 1)].tolist()  # the ids of feature f begin at bounds[f]
+        bounds = offsets[::samples].tolist()  # the ids of feature f begin at bounds[f]
         share: Tensor | None = None
         if self.pooling_mode == PoolingMode.NONE:
             source = torch.arange(indices.numel()) * self.max_D

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -18,11 +18,14 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale.embedding import plan as sharding
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
 from lightning_freescale.embedding.moment_kernel import MomentKernel
+from lightning_freescale.embedding.plan import is_of_a_table
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
@@ -71,6 +74,7 @@ PINNED = {
     "_optimizer_kwargs": nn.Parameter,
     "_callbacks": TwPooledEmbeddingDist,
     "_emb_dim_per_rank_per_feature": TwPooledEmbeddingSharding,
+    "_embedding_bag_collection": FeatureProcessedEmbeddingBagCollection,
     "_embedding_bag_configs": ShardedEmbeddingBagCollection,
     "_embedding_dims": ShardedEmbeddingBagCollection,
     "_embedding_names": ShardedEmbeddingBagCollection,
@@ -110,6 +114,7 @@ def check_names(rank: int, world: int) -> None:
         check_forward(module)
     check_bags(rank, world)
     check_gradient_division()
+    check_feature_processors()
     check_dedup_can_be_turned_off(world)
     check_model_parallel(world)
 
@@ -271,6 +276,17 @@ def check_gradient_division() -> None:
     set_gradient_division(False)
     assert get_gradient_division() is False
     set_gradient_division(True)
+
+
+def check_feature_processors() -> None:
+    """The tables of a collection with feature processors are in a collection of their own. The names of the rest begin alike."""
+    config = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=64, feature_names=["a"])
+    bags = EmbeddingBagCollection(tables=[config], is_weighted=True)
+    processed = FeatureProcessedEmbeddingBagCollection(bags, PositionWeightedModuleCollection({"a": 4}))
+    assert processed._embedding_bag_collection is bags
+    tables = [key for key in processed.state_dict() if is_of_a_table(key)]
+    assert tables == ["_embedding_bag_collection.embedding_bags.t.weight"]
+    assert len(processed.state_dict()) == 2
 
 
 def small_model() -> nn.Module:
