@@ -22,12 +22,6 @@ PRIORITIZED_KERNELS = tuple(
         EmbeddingComputeKernel.FUSED_UVM_CACHING,
     )
 )
-# The prioritized exchange has code for these, but no run on a GPU has compared it with the synchronous one. ``tests/gpu`` does.
-# After such a run, make the tuple empty and write the pages anew: ``python -m lightning_freescale.strategy.exchange_table``.
-NOT_COMPARED_KERNELS: tuple[str, ...] = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value,)
-NOT_COMPARED_BAGS: tuple[str, ...] = (ShardingType.ROW_WISE.value,)  # on CUDA
-NOT_COMPARED = "which no run on a GPU has compared with the synchronous exchange"
-
 
 # Ends of "... is exchanged synchronously, because it is ...". The schedule finds them while it trains.
 MORE_THAN_ONCE = "called more than once a step"
@@ -55,10 +49,6 @@ def reason_against_prioritizing(module: ShardedEmbeddingCollection | ShardedEmbe
     for table, sharding in module.module_sharding_plan.items():
         if sharding.sharding_type not in PRIORITIZED_SHARDINGS:
             return f"has a table {table!r} with {sharding.sharding_type} sharding"
-        if sharding.compute_kernel in NOT_COMPARED_KERNELS:
-            return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}, {NOT_COMPARED}"
-        if bags and sharding.sharding_type in NOT_COMPARED_BAGS and module._device.type == "cuda":
-            return f"has bags of a table {table!r} with {sharding.sharding_type} sharding on CUDA, {NOT_COMPARED}"
         if sharding.compute_kernel not in PRIORITIZED_KERNELS:
             return f"has a table {table!r} with the compute kernel {sharding.compute_kernel}"
     return _reason_against_types(module) or (_reason_against_bags(module) if bags else None)

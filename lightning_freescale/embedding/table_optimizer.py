@@ -38,9 +38,6 @@ TABLE_OPTIMIZERS = {
 # They keep two moments of the gradient, so they change rows whose gradient is zero. FBGEMM has them on CUDA only; on a CPU the
 # update is our own (``moment_kernel.py``).
 MOMENT_OPTIMIZERS = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
-# On CUDA, no run has compared the exchanges with them. ``tests/gpu/moment_optimizers.py`` does.
-# After such a run, make the tuple empty and write the pages anew: ``python -m lightning_freescale.strategy.exchange_table``.
-NOT_COMPARED_OPTIMIZERS: tuple[str, ...] = ("partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 # How many numbers of state the optimizer keeps for a row of ``D`` numbers.
 STATE_OF_A_ROW = {
     "sgd": "0",
@@ -59,28 +56,17 @@ _FBGEMM_NAMES = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_de
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
-def optimizers_on(device_type: str) -> list[str]:
-    """The optimizers that can be chosen."""
-    return [name for name in TABLE_OPTIMIZERS if device_type != "cuda" or name not in NOT_COMPARED_OPTIMIZERS]
-
-
 def fused_params(options: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """FBGEMM's arguments for ``options`` such as ``{"optimizer": "rowwise_adagrad", "lr": 0.02, "eps": 1e-8}``.
 
     Raises:
-        ConfigurationError: if the optimizer is unknown or does not exist on ``device``, or if an option is unknown or invalid.
+        ConfigurationError: if the optimizer is unknown, or if an option is unknown or invalid.
     """
     options = dict(DEFAULT_TABLE_OPTIMIZER if options is None else options)
     name = options.pop("optimizer", DEFAULT_TABLE_OPTIMIZER["optimizer"])
-    choices = optimizers_on(device.type)
-    if name in TABLE_OPTIMIZERS and name not in choices:
+    if name not in TABLE_OPTIMIZERS:
         raise ConfigurationError(
-            f"embedding_optimizer: optimizer {name!r} has not been compared with TorchRec on {device.type}; choose one of "
-            f"{', '.join(choices)}"
-        )
-    if name not in choices:
-        raise ConfigurationError(
-            f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(choices)} "
+            f"embedding_optimizer: optimizer {name!r} is not supported; choose one of {', '.join(TABLE_OPTIMIZERS)} "
             "(their update of a row depends on that row alone, which keeps sharded and overlapped training exact)"
         )
     params: dict[str, Any] = {
@@ -147,7 +133,7 @@ def check_own_optimizers(collections: Iterable[nn.Module], device: torch.device)
     Raises:
         ConfigurationError: it names the table and the optimizer, or a weight decay that FBGEMM would ignore.
     """
-    known = {TABLE_OPTIMIZERS[name]: name for name in optimizers_on(device.type)}
+    known = {kind: name for name, kind in TABLE_OPTIMIZERS.items()}
     for collection in collections:
         for table, parameter in collection.named_parameters():
             options: Sequence[Mapping[str, Any]] = getattr(parameter, "_optimizer_kwargs", ({},))

@@ -53,7 +53,7 @@ def _collections() -> list[ExchangeDecision]:
     every = [kind.value for kind in ShardingType]
     prioritized = support.PRIORITIZED_SHARDINGS
     others = _names([kind for kind in every if kind not in prioritized])
-    kernels = _names([kind for kind in support.PRIORITIZED_KERNELS if kind not in support.NOT_COMPARED_KERNELS])
+    kernels = _names(support.PRIORITIZED_KERNELS)
     return [
         ExchangeDecision(f"`EmbeddingCollection`: {_names(prioritized)}", Treatment.PRIORITIZED, "exact row by row"),
         ExchangeDecision(f"`EmbeddingBagCollection`: {_names(prioritized)}", Treatment.PRIORITIZED, "exact bag by bag"),
@@ -77,7 +77,6 @@ def _collections() -> list[ExchangeDecision]:
         ),
         ExchangeDecision("weighted bags with mean pooling", Treatment.SYNCHRONOUS, support.WEIGHTED_MEANS),
         ExchangeDecision(f"compute kernels {kernels}", Treatment.PRIORITIZED, "rows are read where they are"),
-        *_not_compared(),
         ExchangeDecision(
             "tables with another compute kernel",
             Treatment.SYNCHRONOUS,
@@ -89,17 +88,6 @@ def _collections() -> list[ExchangeDecision]:
             "ids are inserted in the order of the synchronous run",
         ),
     ]
-
-
-def _not_compared() -> list[ExchangeDecision]:
-    """The tables for which the prioritized exchange waits for a run on a GPU. There may be none."""
-    found = []
-    if support.NOT_COMPARED_KERNELS:
-        found.append(f"compute kernels {_names(support.NOT_COMPARED_KERNELS)}")
-    if support.NOT_COMPARED_BAGS:
-        found.append(f"on CUDA, bags with the sharding {_names(support.NOT_COMPARED_BAGS)}")
-    why = "no run on a GPU has compared the two exchanges"
-    return [ExchangeDecision(subject, Treatment.SYNCHRONOUS, why) for subject in found]
 
 
 def _modules() -> list[ExchangeDecision]:
@@ -117,21 +105,9 @@ def _optimizers() -> list[ExchangeDecision]:
     with_mode = table_optimizer.DECAY_MODE_OPTIMIZER
     modes = _names(list(table_optimizer.DECAY_MODES))
     no_decay = [name for name in every if name not in (*moments, with_mode)]
-    not_compared = table_optimizer.NOT_COMPARED_OPTIMIZERS
     return [
         ExchangeDecision(
             f"optimizers {_names(every)}", Treatment.PRIORITIZED, "the update of a row depends on that row alone"
-        ),
-        *(
-            [
-                ExchangeDecision(
-                    f"optimizers {_names(not_compared)} on CUDA",
-                    Treatment.REFUSED,
-                    "no run on a GPU has compared them; on a CPU the update is our own",
-                )
-            ]
-            if not_compared
-            else []
         ),
         ExchangeDecision("other optimizers, such as `lars_sgd`", Treatment.REFUSED, "nothing has compared them"),
         ExchangeDecision(
@@ -211,7 +187,6 @@ def markdown() -> str:
 def optimizer_markdown() -> str:
     """The table of optimizers, with its marks."""
     lines = ["| optimizer | on CPU | on CUDA | state of a row | further keys |", "| --- | --- | --- | --- | --- |"]
-    on_cuda = table_optimizer.optimizers_on("cuda")
     for name in table_optimizer.TABLE_OPTIMIZERS:
         moments = name in table_optimizer.MOMENT_OPTIMIZERS
         keys = ["betas", "weight_decay"] if moments else []
@@ -219,8 +194,8 @@ def optimizer_markdown() -> str:
             modes = " or ".join(f'`"{mode}"`' for mode in table_optimizer.DECAY_MODES)
             keys = ["weight_decay", f"weight_decay_mode` ({modes})"]
         further = ", ".join(f"`{key}" if key.endswith(")") else f"`{key}`" for key in keys)
-        cpu, cuda = "our update" if moments else "FBGEMM's", "FBGEMM's" if name in on_cuda else "refused: not compared"
-        lines.append(f"| `{name}` | {cpu} | {cuda} | {table_optimizer.STATE_OF_A_ROW[name]} | {further} |")
+        cpu = "our update" if moments else "FBGEMM's"
+        lines.append(f"| `{name}` | {cpu} | FBGEMM's | {table_optimizer.STATE_OF_A_ROW[name]} | {further} |")
     return "\n".join([OPTIMIZERS_BEGIN, "", *lines, "", OPTIMIZERS_END])
 
 

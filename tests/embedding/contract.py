@@ -9,13 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding, RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -82,6 +88,12 @@ PINNED = {
     "_has_mean_pooling_callback": ShardedEmbeddingBagCollection,
     "_is_weighted": ShardedEmbeddingBagCollection,
     "_version": torch.Tensor,
+    "_input_dists": ShardedEmbeddingCollection,
+    "_dist": RwSparseFeaturesDist,
+    "_feature_block_sizes_tensor": RwSparseFeaturesDist,
+    "_has_multiple_blocks_per_shard": RwSparseFeaturesDist,
+    "_world_size": RwSparseFeaturesDist,
+    "_length_per_key": KeyedJaggedTensor,
 }
 # Options of the output that the module holds as ``_<name>``. Each release has some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
@@ -110,6 +122,7 @@ def check_names(rank: int, world: int) -> None:
         module = build(kind, "sgd", world)
         check_sharding(module, kind, world)
         check_ids_and_rows(module, rank, world)
+        check_row_wise_ids(module, kind, world)
         check_optimizer(module, rank)
         check_forward(module)
     check_bags(rank, world)
@@ -117,6 +130,19 @@ def check_names(rank: int, world: int) -> None:
     check_feature_processors()
     check_dedup_can_be_turned_off(world)
     check_model_parallel(world)
+
+
+def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int) -> None:
+    """The exchange of the ids of row-wise tables. ``test_owner_counts.py`` tests the numbers of ids that it sends."""
+    exchanges = [part for part in module._input_dists if isinstance(part, RwSparseFeaturesDist)]
+    assert len(exchanges) == (kind in ("row_wise", "mixed")), "_input_dists"
+    for exchange in exchanges:
+        rows = [ROWS["one"], *([ROWS["two"]] * 2 if kind == "row_wise" else [])]
+        assert exchange._feature_block_sizes_tensor.tolist() == [-(-count // world) for count in rows]
+        assert not exchange._has_multiple_blocks_per_shard
+        assert exchange._world_size == world
+        assert callable(exchange._dist.forward)
+    assert to_kjt([[[1], [], [2]]])._length_per_key is None
 
 
 def check_bags(rank: int, world: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torchrec import PoolingType
 
-from lightning_freescale.embedding import support
 from tests.embedding.training import BAG_SHARDINGS, build_bags
 from tests.gpu.exchange_comparison import Case, do_not_wait_for_compute, run
 
@@ -21,5 +20,4 @@ CASES: list[Case] = [
 ]
 
 if __name__ == "__main__":
-    support.NOT_COMPARED_BAGS = ()  # they are compared here
     run(build_bags, CASES, {"unordered": (("table_wise", "sgd", {}), do_not_wait_for_compute)}, longest=4)

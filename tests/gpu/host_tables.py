@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-from lightning_freescale.embedding import support
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding.training import build, build_bags
 from tests.gpu.exchange_comparison import Case, Sabotage, do_not_wait_for_compute, run
@@ -29,7 +28,6 @@ def read_past_the_cache(schedule: ExchangeSchedule) -> None:
 
 
 if __name__ == "__main__":
-    support.NOT_COMPARED_KERNELS = support.NOT_COMPARED_BAGS = ()  # they are compared here
     controls: dict[str, tuple[Case, Sabotage]] = {"unordered": (("row_wise", "sgd", CACHED), do_not_wait_for_compute)}
     if sys.argv[2:] == ["bags"]:
         run(build_bags, BAGS, {"unordered": (("both", "sgd", CACHED), do_not_wait_for_compute)}, longest=4)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from tests.embedding.training import DECAYED, build
 from tests.gpu.exchange_comparison import Case, do_not_wait_for_compute, run
@@ -17,5 +16,4 @@ CASES: list[Case] = [
 ]
 
 if __name__ == "__main__":
-    table_optimizer.NOT_COMPARED_OPTIMIZERS = ()  # they are compared here
     run(build, CASES, {"unordered": (("row_wise", "lamb", {}), do_not_wait_for_compute)}, longest=40)

@@ -23,21 +23,9 @@ def test_the_pages_are_up_to_date(name: str) -> None:
 def test_a_changed_decision_changes_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     text, options = PAGE.read_text(), (DOCS / "options.md").read_text()
     monkeypatch.setattr(support, "PRIORITIZED_SHARDINGS", ("table_wise",))
-    monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ("adam",))
+    monkeypatch.setattr(table_optimizer, "MOMENT_OPTIMIZERS", ("adam",))
     assert exchange_table.with_tables(text) != text
     assert exchange_table.with_tables(options) != options
-
-
-def test_no_row_is_empty_when_everything_has_been_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    for gated in (True, False):
-        monkeypatch.setattr(support, "NOT_COMPARED_KERNELS", ("fused_uvm_caching",) if gated else ())
-        monkeypatch.setattr(support, "NOT_COMPARED_BAGS", ("row_wise",) if gated else ())
-        monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ("lamb",) if gated else ())
-        rows.append(exchange_table.decisions())
-        assert ("not compared" in exchange_table.optimizer_markdown()) == gated
-    assert len(rows[0]) == len(rows[1]) + 3
-    assert all("``" not in row.subject and row.subject.strip() for row in rows[1])
 
 
 def test_every_reason_is_on_the_page() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
-from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.embedding.table_optimizer import fused_params
 from lightning_freescale.strategy.refusals import refuse_inexact
 from tests import toy
@@ -62,13 +61,6 @@ def test_refused_with_a_reason(strategy_options: dict[str, Any], options: dict[s
 def test_options_of_the_tables_are_refused_with_a_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         fused_params(options, torch.device("cpu"))
-
-
-def test_optimizers_that_were_not_compared_on_a_gpu_are_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_optimizer, "NOT_COMPARED_OPTIMIZERS", ("lamb",))
-    with pytest.raises(ConfigurationError, match="'lamb' has not been compared with TorchRec on cuda"):
-        fused_params({"optimizer": "lamb"}, torch.device("cuda"))
-    assert fused_params({"optimizer": "lamb"}, torch.device("cpu"))["optimizer"].value == "lamb"
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
