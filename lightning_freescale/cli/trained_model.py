@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_freescale.cli.dense_items import with_dense_items
 from lightning_freescale.cli.recommender_files import event_options
 from lightning_freescale.data.catalogue import Catalogue
 from lightning_freescale.data.datamodule import SeqRecDataModule
@@ -22,11 +23,16 @@ DATA_STATE = SeqRecDataModule.__qualname__  # the key under which Lightning save
 
 
 def read_checkpoint(path: str, trusted: bool = False) -> dict[str, Any]:
-    """The checkpoint with full tensors, without the states of optimizers. ``trusted`` allows objects that may run code."""
+    """The checkpoint with full tensors, without the states of optimizers. ``trusted`` allows objects that may run code.
+
+    Zero-collision ids become numbers of items.
+    """
     place = storage.find(path)
     if storage.is_folder(place):
-        return read_whole(place, weights_only=not trusted, optimizer_states=False)
-    return file.read_alone(place, weights_only=not trusted)
+        found = read_whole(place, weights_only=not trusted, optimizer_states=False)
+    else:
+        found = file.read_alone(place, weights_only=not trusted)
+    return with_dense_items(path, found, DATA_STATE)
 
 
 def load_model(path: str, checkpoint: dict[str, Any], filter_seen: bool = False) -> HSTU:
@@ -36,10 +42,6 @@ def load_model(path: str, checkpoint: dict[str, Any], filter_seen: bool = False)
         raise CheckpointError(
             f"{path}: hyper_parameters has no num_items, so it is no checkpoint of an HSTU. For another model use "
             "trainer.predict(); a plain state dict has no hyperparameters, so export it with --inference or --lightning"
-        )
-    if checkpoint.get(DATA_STATE, {}).get("reading", {}).get("ids") == "raw":
-        raise CheckpointError(
-            f"{path}: ids='raw', so its table has zero-collision ids, which this command cannot read; use trainer.predict()"
         )
     model = HSTU(**{**hyper_parameters, "filter_seen": filter_seen, "meta_tables": False})
     model.on_load_checkpoint(checkpoint)

@@ -179,13 +179,14 @@ def test_foreign_and_truncated_files_are_refused(
         Recommender.load(tmp_path / "nowhere.pt")
 
 
-def test_raw_ids_are_refused(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of a table with zero-collision ids are not in the order of the catalogue."""
+def test_raw_ids_without_their_table_are_refused(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = torch.load(trained.checkpoint, weights_only=True)
     checkpoint["SeqRecDataModule"]["reading"]["ids"] = "raw"
     torch.save(checkpoint, tmp_path / "raw.ckpt")
     assert main(["export", "--inference", str(tmp_path / "raw.ckpt"), str(tmp_path / "model.pt")]) == 1
-    assert "raw.ckpt: ids='raw', so its table has zero-collision ids" in capsys.readouterr().err
+    assert "raw.ckpt: its ids are raw, and this command reads models with one table" in capsys.readouterr().err
     assert not (tmp_path / "model.pt").exists()
 
 
