@@ -24,6 +24,9 @@ EXCHANGES = [
     "one_queue",
     "late_reader",
     "full_stream",
+    "random4@device",
+    "random_hosts@device",
+    "random_wrap@device",
 ]
 FAILURES = [
     "timeout",
@@ -44,6 +47,10 @@ FAILURES = [
     "bad_chunk",
     "ring",
     "segments",
+    "timeout@device",
+    "leaver@device",
+    "poisoned_output@device",
+    "late_receiver@device",
 ]
 
 
@@ -91,12 +98,15 @@ def test_scenarios_under_a_sanitizer(sanitized: dict[str, Path], sanitizer: str,
     assert ran.stdout.split() == [word for scenario in scenarios for word in (scenario, "ok")]
 
 
-def test_thread_sanitizer_detects_a_flag_that_is_set_too_early(sanitized: dict[str, Path]) -> None:
-    ran = _run(sanitized["thread"], "early_flag")
+@pytest.mark.parametrize("scenario", ["early_flag", "early_flag@device"])
+def test_thread_sanitizer_detects_a_flag_that_is_set_too_early(sanitized: dict[str, Path], scenario: str) -> None:
+    ran = _run(sanitized["thread"], scenario)
     assert ran.returncode != 0
     assert "data race" in ran.stderr
 
 
 def test_scenarios_detect_wrong_bytes_of_an_early_flag(sanitized: dict[str, Path]) -> None:
-    ran = _run(sanitized["address"], "early_flag")  # the scenario succeeds if its own check finds wrong bytes
+    ran = _run(
+        sanitized["address"], "early_flag", "early_flag@device"
+    )  # the scenario succeeds if its own check finds wrong bytes
     assert ran.returncode == 0, ran.stderr

@@ -1,6 +1,6 @@
 // The queue on host memory, with threads of one process as its ranks. test_queue_scenarios.py builds it and runs it
-// under the thread and the address sanitizer. Usage: queue_test SCENARIO...; without a scenario it lists them. The exit
-// status 0 means success.
+// under the thread and the address sanitizer. Usage: queue_test SCENARIO...; without a scenario it lists them. With
+// "@device" behind its name, a scenario puts the rings into device memory. The exit status 0 means success.
 #include <cstdio>
 #include <functional>
 #include <map>
@@ -54,7 +54,9 @@ const std::map<std::string, std::function<void()>> scenarios{
 int main(int count, char** arguments) {
   try {
     for (int i = 1; i < count; ++i) {
-      const auto scenario = scenarios.find(arguments[i]);
+      const std::string name = arguments[i], suffix = "@device";
+      rings_on_device = name.size() > suffix.size() && name.substr(name.size() - suffix.size()) == suffix;
+      const auto scenario = scenarios.find(rings_on_device ? name.substr(0, name.size() - suffix.size()) : name);
       if (scenario == scenarios.end()) throw std::runtime_error(std::string("there is no scenario ") + arguments[i]);
       scenario->second();
       std::printf("%s ok\n", arguments[i]);
