@@ -125,6 +125,7 @@ class TransportQueue:
         secret: str,
         network_threads: int,
         device_rings: bool = False,
+        nixl_library: str = "",
         early_flag: bool = False,
     ) -> None: ...
     def address(self) -> str: ...

@@ -18,7 +18,7 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts,
                                   bool high_priority, std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
                                   std::string bind_to, std::string secret, std::size_t network_threads,
-                                  bool device_rings, bool early_flag) {
+                                  bool device_rings, std::string nixl_library, bool early_flag) {
   Settings settings;
   settings.high_priority = high_priority;
   settings.chunk_bytes = chunk_bytes;
@@ -28,6 +28,7 @@ std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std:
   settings.secret = std::move(secret);
   settings.network_threads = network_threads;
   settings.device_rings = device_rings;
+  settings.nixl_library = std::move(nixl_library);
   settings.early_flag = early_flag;
   py::gil_scoped_release release_gil;
   auto* queue = new Queue(std::move(device), rank, std::move(hosts), std::move(settings));
@@ -100,7 +101,7 @@ void bind_transport(py::module_& module) {
       .def(py::init(&make_queue), py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("hosts"),
            py::arg("high_priority"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"),
            py::arg("bind_to"), py::arg("secret"), py::arg("network_threads"), py::arg("device_rings") = false,
-           py::arg("early_flag") = false)
+           py::arg("nixl_library") = "", py::arg("early_flag") = false)
       .def("address", &Queue::address, ReleaseGil())
       .def(
           "connect",

@@ -107,7 +107,7 @@ void Queue::wake_sender_of(int peer) {
 // Hands the next chunk for this peer to the network, if our stream has written it. Returns whether it did.
 bool Queue::post_next_chunk(NetworkThreads& threads, int peer) {
   Channel& channel = channels_[peer];
-  if (channel.posted == load(channel.sent) || !threads.sender->idle(peer)) return false;
+  if (channel.posted == load(channel.sent) || !threads.sender->ready(peer)) return false;
   if (!settings_.high_priority && device_->urgent_senders != 0) return false;
   Chunk chunk;
   {

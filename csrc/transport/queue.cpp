@@ -46,14 +46,16 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
         "the ranks are on several hosts and no secret is set, so any process that reaches " + settings_.bind_to +
         " could take the place of a rank; set the environment variable FREESCALE_SECRET to the same random text on "
         "every host (openssl rand -hex 32), or choose transport='nccl'");
-  wire_ = tcp_wire(rank_, settings_.bind_to,
-                   settings_.secret.empty() ? Segment::key_of(own_segment_.name()) : settings_.secret);
+  const std::string secret = settings_.secret.empty() ? Segment::key_of(own_segment_.name()) : settings_.secret;
+  wire_ = settings_.nixl_library.empty() ? tcp_wire(rank_, settings_.bind_to, secret)
+                                         : nixl_wire(settings_.nixl_library, rank_, settings_.bind_to, secret);
 }
 
 std::string Queue::address() const {
   std::ostringstream text;
   text << "segment=" << own_segment_.name() << "\nchunk=" << settings_.chunk_bytes
        << "\nbuffer=" << settings_.buffer_bytes << "\npriority=" << settings_.high_priority
+       << "\nnetwork=" << (settings_.nixl_library.empty() ? "tcp" : "nixl")
        << "\nfree=" << Segment::free_bytes() << "\n";
   text << "device_rings=" << settings_.device_rings << "\n";
   if (device_rings_) text << "rings=" << device_rings_->handle() << "\n";
@@ -94,7 +96,7 @@ void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
   std::map<std::string, std::pair<std::size_t, std::size_t>> hosts;  // free bytes, ranks
   for (int peer = 0; peer < world(); ++peer) {
     const auto theirs = parse(addresses[peer]);
-    for (const char* key : {"chunk", "buffer", "priority"})
+    for (const char* key : {"chunk", "buffer", "priority", "network"})
       if (theirs.at(key) != mine.at(key))
         throw std::runtime_error("the options of the group differ between ranks: " + std::string(key) + " is " +
                                  mine.at(key) + " on rank " + std::to_string(rank_) + " and " + theirs.at(key) +
@@ -161,6 +163,7 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
     if (!channels_[peer].remote) continue;
     // Without a secret the peer must be a process of this user on this machine, which has a key in its segment.
     const bool key_is_here = settings_.secret.empty() && peer < rank_;
+    wire_->use_rings(peer, channels_[peer].out_ring, channels_[peer].in_ring, region);
     others[peer] = {fields.at("wire"), key_is_here ? Segment::key_of(fields.at("segment")) : settings_.secret};
   }
   report_.ring_bound_bytes = world() * region;
@@ -261,6 +264,8 @@ void Queue::close(double seconds) {
     watchdog_wakes_.notify_one();
     if (watchdog_) watchdog_->join();
     stop_network_threads();
+    network_.clear();
+    wire_.reset();  // before the rings that it uses
     outstanding_.clear();
     finished_.clear();
     if (idle) close_device_rings();

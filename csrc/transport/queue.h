@@ -60,6 +60,7 @@ struct Settings {
   std::string secret = "";               // that ranks on several hosts share; without it they must be on one machine
   std::size_t network_threads = 2;       // most threads per direction; never more than there are peers on other hosts
   bool device_rings = false;             // try to put the rings between ranks of one host into device memory
+  std::string nixl_library = "";         // the path of NIXL, which moves chunks between hosts; empty: TCP moves them
   bool early_flag = false;               // a fault for tests: announce chunks before they are copied
   Word first_chunk = 0;                  // for tests: the first value of the counters, e.g. shortly before they wrap
 };

@@ -59,6 +59,7 @@ class Place:
         address: the address at which other machines reach this rank; empty if this rank cannot tell.
         gpu: identity of its GPU; empty on a CPU.
         peers: identities of the GPUs that its GPU has peer access to.
+        no_rdma: why this rank cannot use RDMA; empty if it can.
     """
 
     host: str
@@ -66,11 +67,12 @@ class Place:
     address: str
     gpu: str = ""
     peers: Sequence[str] = ()
+    no_rdma: str = "not looked for"
 
     @classmethod
-    def of_this_rank(cls, gpu: str = "", peers: Sequence[str] = ()) -> Place:
+    def of_this_rank(cls, gpu: str = "", peers: Sequence[str] = (), no_rdma: str = "not looked for") -> Place:
         given = os.environ.get("FREESCALE_ADDRESS")
-        return cls(host_id(), machine_id(), given or _address_towards_master(), gpu, peers)
+        return cls(host_id(), machine_id(), given or _address_towards_master(), gpu, peers, no_rdma)
 
     def as_text(self) -> str:
         return dumps(asdict(self))

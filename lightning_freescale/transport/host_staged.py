@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.streams import current_stream_handle
-from lightning_freescale.transport import rings
+from lightning_freescale.transport import nixl, rings
 from lightning_freescale.transport.addresses import Place, address_of, shared_secret
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.options import Options
@@ -169,7 +169,7 @@ class HostStagedMover:
     def _set_up(self, rendezvous: Rendezvous, rank: int, options: Options, early_flag: bool) -> _C.TransportQueue:
         """Make the queue of this rank and connect it to those of all ranks. A collective."""
         cpp_device = _device(self.device)
-        own = Place.of_this_rank(*rings.gpu_of(self.device))
+        own = Place.of_this_rank(*rings.gpu_of(self.device), no_rdma=nixl.why_no_rdma())
         places = [Place.from_text(text) for text in rendezvous.share("places", own.as_text())]
         placement = rings.place_rings(options.rings, rank, places)
         self.hosts = [place.host for place in places]
@@ -186,6 +186,7 @@ class HostStagedMover:
             secret=shared_secret() if several else "",
             network_threads=options.network_threads,
             device_rings=placement.on_device,
+            nixl_library=nixl.library_of_group(options.network, places),
             early_flag=early_flag,
         )
         addresses = rendezvous.share("addresses", queue.address())

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from lightning_freescale.runtime.errors import ConfigurationError
 
-RINGS = ("auto", "host", "device")
-
 
 def _from_environment(name: str, default: int) -> int:
     text = os.environ.get(name)
@@ -38,6 +36,8 @@ class Options:
         rings: where the buffers between ranks of one host lie (``FREESCALE_RINGS``). ``"host"`` is pinned host memory.
             ``"device"`` is the memory of the receiving GPU, ``buffer_bytes`` of it for each rank and group, reserved at set-up.
             ``"auto"`` is ``"device"`` if no ranks share a GPU and all GPUs of the host have peer access to each other.
+        network: what moves data between hosts (``FREESCALE_NETWORK``). ``"tcp"`` is TCP. ``"nixl"`` is NIXL, over RDMA.
+            ``"auto"`` is NIXL if it is installed and every host has an RDMA device, otherwise TCP.
         reductions: the backend of CUDA tensors for every collective that the transport does not implement. ``"auto"`` is
             NCCL if torch was built with it, otherwise gloo. CPU tensors always use gloo.
         cpu: what moves CPU tensors. ``"gloo"``, or ``"queue"``: the queue that moves CUDA tensors, with threads instead of
@@ -51,6 +51,9 @@ class Options:
     rings: Literal["auto", "host", "device"] = field(
         default_factory=lambda: os.environ.get("FREESCALE_RINGS", "auto")  # type: ignore[arg-type, return-value]
     )
+    network: Literal["auto", "tcp", "nixl"] = field(
+        default_factory=lambda: os.environ.get("FREESCALE_NETWORK", "auto")  # type: ignore[arg-type, return-value]
+    )
     reductions: Literal["auto", "nccl", "gloo"] = "auto"
     cpu: Literal["gloo", "queue"] = "gloo"
 
@@ -62,7 +65,8 @@ class Options:
             raise ConfigurationError(f"network_threads={self.network_threads}: must be at least 1")
         choices = {
             "priority": ("high", "low"),
-            "rings": RINGS,
+            "rings": ("auto", "host", "device"),
+            "network": ("auto", "tcp", "nixl"),
             "reductions": ("auto", "nccl", "gloo"),
             "cpu": ("gloo", "queue"),
         }

@@ -76,7 +76,7 @@ def map_rings(queue: Any, wanted: str, rank: int, placement: RingPlacement, meet
         queue.drop_device_rings()
         placement = RingPlacement(False, f"{placement.reason}, but their memory cannot be shared: {here[0]}")
     where = "the memory of the receiving GPU" if placement.on_device else "host memory"
-    if placement.reason:
+    if wanted == "auto" and placement.reason:
         log_once(f"the buffers of transfers between ranks of one host are in {where}: {placement.reason}")
 
 
