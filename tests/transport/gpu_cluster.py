@@ -6,8 +6,10 @@ If there are as many GPUs as ranks, each rank has its own. Otherwise all ranks s
 each rank to its share of the SMs. A single rank runs without MPS. After a failure, the remaining scenarios run in new processes.
 It needs what gpu_ranks.py needs.
 
-The engine says where the buffers of a transfer lie: `host` is pinned host memory, `ipc` is the memory of the receiving GPU. If
-the driver does not share memory between the processes, `ipc` fails at set-up with the error of the driver.
+The engine says how data move. With `host` they go through pinned host memory, with `ipc` through the memory of the receiving GPU.
+If the driver does not share memory between the processes, `ipc` fails at set-up with the error of the driver. With `tcp` and
+`nixl` the ranks treat each other as separate hosts. `nixl` uses TCP over the loopback interface unless UCX_TLS and UCX_NET_DEVICES
+say otherwise, and needs NIXL (FREESCALE_NIXL_LIBRARY is the path of libnixl_capi.so).
 """
 
 from __future__ import annotations
@@ -45,9 +47,21 @@ SCENARIOS = [
 ]
 # Copies between ranks that share a GPU run on its SMs, so what is left out needs copy engines, or takes a certain time.
 ON_DEVICE = ["dtypes", "exact", "early_flag", "host_goes_on", "dropped", "timeout", "death"]
+BETWEEN_HOSTS = ["dtypes", "exact", "host_goes_on", "dropped", "timeout", "death"]
+# For each engine: its scenarios, and environment variables in which {rank} stands for the rank.
 ENGINES: dict[str, tuple[list[str], dict[str, str]]] = {
     "host": (SCENARIOS, {"FREESCALE_RINGS": "host"}),
     "ipc": (ON_DEVICE, {"FREESCALE_RINGS": "device"}),
+    "tcp": (BETWEEN_HOSTS, {"FREESCALE_HOST_ID": "node{rank}", "FREESCALE_NETWORK": "tcp"}),
+    "nixl": (
+        BETWEEN_HOSTS,
+        {
+            "FREESCALE_HOST_ID": "node{rank}",
+            "FREESCALE_NETWORK": "nixl",
+            "UCX_TLS": os.environ.get("UCX_TLS", "tcp"),
+            "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
+        },
+    ),
 }
 Environment = dict[str, str]
 
@@ -79,6 +93,11 @@ def shared_gpu(world: int) -> Iterator[Environment]:
                 subprocess.run([control], input="quit\n", text=True, env=os.environ | places, check=False, timeout=30)
 
 
+def of_rank(variables: Environment, rank: int) -> Environment:
+    """The environment variables of one rank."""
+    return {name: value.format(rank=rank) for name, value in variables.items()} | {"RANK": str(rank)}
+
+
 def run_ranks(world: int, command: list[str], extra: Environment, seconds: float) -> tuple[bool, str]:
     """Run ``command`` on every rank and print its output as it comes. A rank that fails ends the others.
 
@@ -88,7 +107,7 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | extra | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"}
     own_gpu = gpus() >= world
     output = []
@@ -96,7 +115,7 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
         ranks = [
             subprocess.Popen(
                 [sys.executable, *command],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank if own_gpu else 0)},
+                env=environment | of_rank(extra, rank) | {"LOCAL_RANK": str(rank if own_gpu else 0)},
                 stdout=written,
                 stderr=subprocess.STDOUT,
             )
