@@ -5,7 +5,9 @@
 // here launches a kernel.
 #include <sys/mman.h>
 
+#include <cctype>
 #include <chrono>
+#include <fstream>
 #include <map>
 #include <thread>
 
@@ -78,6 +80,8 @@ class CudaDevice : public Device {
     char text[256] = "";
     FREESCALE_CUDA(cuDeviceGetName, text, static_cast<int>(sizeof text), device);
     name_ = std::string(text) + " (cuda:" + std::to_string(ordinal) + ")";
+    FREESCALE_CUDA(cuDeviceGetPCIBusId, text, static_cast<int>(sizeof text), device);
+    numa_node_ = node_of(text);
     FREESCALE_CUDA(cuDevicePrimaryCtxRetain, &context_, device);  // the context that torch uses
     // This memory is never freed or unpinned, because streams may read a gate until the process ends.
     void* page = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -90,6 +94,7 @@ class CudaDevice : public Device {
   }
 
   std::string name() const override { return name_; }
+  int numa_node() const override { return numa_node_; }
   Context context() const { return context_; }
   std::unique_ptr<Stream> new_stream() override { return std::make_unique<CudaStream>(*this); }
   std::shared_ptr<Event> record(StreamHandle caller) override {
@@ -217,7 +222,16 @@ class CudaDevice : public Device {
     }
   }
 
+  // The NUMA node of a PCI device such as "0000:1B:00.0", as the kernel knows it.
+  static int node_of(std::string bus_id) {
+    for (char& letter : bus_id) letter = static_cast<char>(std::tolower(letter));
+    std::ifstream file("/sys/bus/pci/devices/" + bus_id + "/numa_node");
+    int node = -1;
+    return file >> node ? node : -1;
+  }
+
   std::string name_;
+  int numa_node_ = -1;
   Context context_ = nullptr;
   mutable std::mutex mutex_;
   std::map<const std::byte*, Region> pinned_;

@@ -34,6 +34,7 @@ struct Driver {
   Result (*cuDeviceGetCount)(int*);
   Result (*cuDeviceGet)(Ordinal*, int);
   Result (*cuDeviceGetName)(char*, int, Ordinal);
+  Result (*cuDeviceGetPCIBusId)(char*, int, Ordinal);
   Result (*cuDevicePrimaryCtxRetain)(Context*, Ordinal);
   Result (*cuCtxPushCurrent)(Context);
   Result (*cuCtxPopCurrent)(Context*);
@@ -73,6 +74,7 @@ struct Driver {
     find(cuDeviceGetCount, "cuDeviceGetCount");
     find(cuDeviceGet, "cuDeviceGet");
     find(cuDeviceGetName, "cuDeviceGetName");
+    find(cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId");
     find(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
     find(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     find(cuCtxPopCurrent, "cuCtxPopCurrent_v2");

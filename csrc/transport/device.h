@@ -60,6 +60,7 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual std::string name() const = 0;
+  virtual int numa_node() const { return -1; }  // the node whose memory is nearest; -1 if it is unknown
   virtual std::unique_ptr<Stream> new_stream() = 0;
   virtual std::shared_ptr<Event> record(StreamHandle caller) = 0;  // an event after all work of the caller's stream
   virtual void pin(std::byte* memory, std::size_t bytes) = 0;

@@ -140,6 +140,7 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
   const Ring ring(ring_capacity_, settings_.chunk_bytes);
   const std::size_t region = ring.region();
   own_segment_.map(SegmentLayout(nullptr, world(), region).total());
+  own_segment_.prefer_node(device_->numa_node());
   layout_ = SegmentLayout(own_segment_.data(), world(), region);
   channels_.resize(world());
   peer_segments_.resize(world());

@@ -8,8 +8,8 @@ It needs what gpu_ranks.py needs.
 
 The engine says how data move. With `host` they go through pinned host memory, with `ipc` through the memory of the receiving GPU.
 If the driver does not share memory between the processes, `ipc` fails at set-up with the error of the driver. With `tcp` and
-`nixl` the ranks treat each other as separate hosts. `nixl` uses TCP over the loopback interface unless UCX_TLS and UCX_NET_DEVICES
-say otherwise, and needs NIXL (FREESCALE_NIXL_LIBRARY is the path of libnixl_capi.so).
+`nixl` the ranks treat each other as separate hosts. `nixl` uses TCP over the loopback interface unless UCX_TLS and
+UCX_NET_DEVICES say otherwise, and needs NIXL (FREESCALE_NIXL_LIBRARY is the path of libnixl_capi.so).
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ FAILURES = [
     "bad_chunk",
     "ring",
     "segments",
+    "numa",
     "timeout@device",
     "leaver@device",
     "poisoned_output@device",

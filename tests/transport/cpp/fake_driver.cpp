@@ -117,6 +117,7 @@ int cuDriverGetVersion(int* version) { LOCKED; return *version = 13000, 0; }
 int cuDeviceGetCount(int* count) { LOCKED; return *count = 1, 0; }
 int cuDeviceGet(int* device, int ordinal) { LOCKED; return *device = ordinal, ordinal == 0 ? 0 : 101; }
 int cuDeviceGetName(char* name, int size, int) { LOCKED; return std::snprintf(name, size, "Fake GPU"), 0; }
+int cuDeviceGetPCIBusId(char* text, int size, int) { LOCKED; return std::snprintf(text, size, "FFFF:FF:1F.7"), 0; }
 int cuDevicePrimaryCtxRetain(void** out, int) { LOCKED; return *out = &context, 0; }
 int cuCtxPushCurrent_v2(void* given) { LOCKED; return given == &context ? (++current, 0) : invalid; }
 int cuCtxPopCurrent_v2(void** out) { LOCKED; return current > 0 ? (--current, *out = &context, 0) : no_context; }

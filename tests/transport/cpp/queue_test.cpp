@@ -47,6 +47,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"bad_chunk", bad_chunk},
     {"ring", ring},
     {"segments", segments},
+    {"numa", numa},
 };
 
 }  // namespace
