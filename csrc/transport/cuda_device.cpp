@@ -122,7 +122,9 @@ class CudaDevice : public Device {
   Address allocate_shared(std::size_t bytes) override {
     ScopedContext scope(context_);
     DevicePointer memory;
-    FREESCALE_CUDA(cuMemAlloc, &memory, bytes);
+    // The driver shares whole blocks of this size, so that smaller memory would share its neighbours, too.
+    constexpr std::size_t block = 2 << 20;
+    FREESCALE_CUDA(cuMemAlloc, &memory, (bytes + block - 1) / block * block);
     CudaStream stream(*this);
     stream.fill_with_ones(static_cast<Address>(memory), bytes);
     await(*stream.record(), "filling memory");

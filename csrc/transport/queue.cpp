@@ -294,7 +294,12 @@ void Queue::close(double seconds) {
 // mapped. Then the memory stays allocated until this process ends.
 void Queue::close_device_rings() {
   if (!device_rings_) return;
-  device_rings_->unmap();
+  try {
+    device_rings_->unmap();
+  } catch (const std::exception&) {  // after an error of the device, which ends with its process
+    device_rings_.reset();
+    return;
+  }
   store(&layout_.header().unmapped, 1);
   const auto in_use = [this](int peer) {
     return !channels_[peer].remote && !load(&channels_[peer].view.header().unmapped) && !why_gone(peer);

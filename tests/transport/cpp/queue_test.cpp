@@ -1,6 +1,7 @@
 // The queue on host memory, with threads of one process as its ranks. test_queue_scenarios.py builds it and runs it
 // under the thread and the address sanitizer. Usage: queue_test SCENARIO...; without a scenario it lists them. With
-// "@device" behind its name, a scenario puts the rings into device memory. The exit status 0 means success.
+// "@device" behind its name, a scenario puts the rings into device memory. With "@nixl" it moves data between hosts by
+// the library that the environment variable FAKE_NIXL names. The exit status 0 means success.
 #include <cstdio>
 #include <functional>
 #include <map>
@@ -55,9 +56,12 @@ const std::map<std::string, std::function<void()>> scenarios{
 int main(int count, char** arguments) {
   try {
     for (int i = 1; i < count; ++i) {
-      const std::string name = arguments[i], suffix = "@device";
-      rings_on_device = name.size() > suffix.size() && name.substr(name.size() - suffix.size()) == suffix;
-      const auto scenario = scenarios.find(rings_on_device ? name.substr(0, name.size() - suffix.size()) : name);
+      const std::string argument = arguments[i], name = argument.substr(0, argument.find('@'));
+      const std::string engine = argument.substr(name.size());
+      rings_on_device = engine == "@device";
+      nixl_library = engine == "@nixl" ? std::getenv("FAKE_NIXL") : "";
+      if (!engine.empty() && !rings_on_device && nixl_library.empty()) throw std::runtime_error("no engine " + engine);
+      const auto scenario = scenarios.find(name);
       if (scenario == scenarios.end()) throw std::runtime_error(std::string("there is no scenario ") + arguments[i]);
       scenario->second();
       std::printf("%s ok\n", arguments[i]);

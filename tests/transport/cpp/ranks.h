@@ -56,6 +56,7 @@ class Meeting {
 
 // Whether the rings between ranks of one host lie in device memory. A scenario with "@device" sets it.
 bool rings_on_device = false;
+std::string nixl_library;  // what moves data between hosts; empty: TCP does. A scenario with "@nixl" sets it.
 
 struct Group {
   int world;
@@ -66,6 +67,7 @@ struct Group {
 
   Group(int world, int hosts_used, Settings given) : world(world), meeting(world), addresses(world), settings(given) {
     settings.device_rings = rings_on_device;
+    settings.nixl_library = nixl_library;
     for (int rank = 0; rank < world; ++rank) {
       hosts.push_back("host" + std::to_string(rank % hosts_used));
       devices.push_back(host_device());
