@@ -81,7 +81,7 @@ def time_engines(device: str, ranks: int, mebibytes: int = 64, repeats: int = 5)
         mebibytes: what leaves a rank in one exchange.
     """
     listed = engines(device)
-    context = mp.get_context("spawn")
+    context: Any = mp.get_context("spawn" if device == "cuda" else "fork")  # CUDA does not survive a fork
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         args = (ranks, f"file://{folder}/store", device, mebibytes, repeats, answers)

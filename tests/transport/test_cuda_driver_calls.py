@@ -178,6 +178,7 @@ def _exchange_without_the_peer(rank: int, driver: str, host: str, device_rings: 
             exchange.done()
         message = str(failure.value)
     dist.barrier()
+    queue.close(5)  # on both ranks at the same time, because each waits for the other to unmap its memory
     return message
 
 

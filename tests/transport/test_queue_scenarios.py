@@ -24,12 +24,9 @@ EXCHANGES = [
     "one_queue",
     "late_reader",
     "full_stream",
-    "random4@device",
     "random_hosts@device",
-    "random_wrap@device",
     "random_hosts@nixl",
     "random_hosts_high@nixl",
-    "random_hosts_one_thread@nixl",
 ]
 FAILURES = [
     "timeout",
@@ -51,13 +48,11 @@ FAILURES = [
     "ring",
     "segments",
     "numa",
-    "timeout@device",
     "leaver@device",
     "poisoned_output@device",
     "late_receiver@device",
     "timeout_hosts@nixl",
     "leaver_hosts@nixl",
-    "disagreement_hosts@nixl",
     "poisoned_output_hosts@nixl",
     "zero_bytes_hosts_ahead@nixl",
 ]
