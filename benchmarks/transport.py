@@ -4,7 +4,7 @@
     python -m benchmarks.transport --engines all [--device cpu|cuda] [--ranks 2]
 
 The second command compares every engine that can start on this machine: bandwidth, and the time of a small exchange. Engines
-that cannot start are listed with the reason.
+that cannot start are listed with the reason. If there are fewer GPUs than ranks, the ranks share them through MPS.
 
 All ranks are processes of this machine, with threads instead of copy engines, and exchange 64 bytes with every peer. They share
 memory, or they treat each other as separate hosts and use TCP over the loopback interface. gloo runs the same exchanges. With
@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import multiprocessing as mp
 import os
+import shutil
 import socket
 import statistics
 import sys
@@ -34,6 +35,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 
 import lightning_freescale.transport  # noqa: F401  (registers the backend)
 from benchmarks.harness import report
+from benchmarks.harness.gpu_cluster.mps import MPS_CONTROL, mps
 from lightning_freescale.transport.engine_timing import EngineTime, engines, time_engines
 
 ROUTES = ("shared memory", "TCP", "gloo")
@@ -168,9 +170,15 @@ def _publish_engines(args: argparse.Namespace) -> int:
             f"--engines: there is no engine {unknown[0]!r} for {device}; use {', '.join(map(repr, known))}"
         )
     rounds, mebibytes = (1, 1) if args.quick else (3, 64)
-    rows = compare_engines(device, ranks, args.engines, rounds, mebibytes)
-    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else None
-    results = report.head("transport", gpu) | {"load average": os.getloadavg()[0], "rows": rows}
+    machine = None
+    with contextlib.ExitStack() as stack:
+        if device == "cuda" and torch.cuda.device_count() < ranks and shutil.which(MPS_CONTROL):
+            os.environ.update(stack.enter_context(mps(100 // ranks)))
+        rows = compare_engines(device, ranks, args.engines, rounds, mebibytes)
+    if device == "cuda":
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        machine += f" as {ranks} ranks" if torch.cuda.device_count() < ranks else ""
+    results = report.head("transport", machine) | {"load average": os.getloadavg()[0], "rows": rows}
     report.publish(args, results, {f"{mebibytes} MiB leave each rank in one exchange": rows})
     return 0
 
