@@ -152,6 +152,8 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
       report_.received_bytes += in[peer].bytes;
       if (!channel.remote) continue;
       std::lock_guard pending(pending_mutex_);
+      if (network_.front()->sender->needs_expectations())
+        channel.expectations.push_back({0, number, hash_of(kind), 0, in[peer].bytes, 0, 0});
       if (sends[peer].empty()) channel.notices.push_back({0, number, hash_of(kind), 0, 0, 0, 0});
       for (const auto& slot : sends[peer])
         channel.pending.push_back({slot.number, number, hash_of(kind), 0, out[peer].bytes, slot.offset, slot.bytes});

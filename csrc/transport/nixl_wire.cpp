@@ -1,7 +1,12 @@
 // The network over NIXL, which uses RDMA where there is a device for it. The sender writes each chunk directly into the
-// ring of the peer. When the chunk is there, it says so over the TCP connection of the two ranks, which also carries
-// announcements, credits and failures. So the receiver checks each chunk before its stream may use it, as over plain
-// TCP, and peers that have not proved to know the secret never learn where the rings are.
+// ring of the peer, and when the chunk is there, its number into the peer's counter, for which the peer's stream waits. No
+// thread of the peer takes part. The TCP connection of the two ranks carries announcements, credits and failures. Each rank
+// also says there which exchanges it has issued and what it expects, and the sender writes the counter only after it has
+// seen that this fits. So ranks that disagree find it out before bytes are used, as over plain TCP. Peers that have not
+// proved to know the secret never learn where the rings are.
+//
+// After a failure of the receiver, a chunk that was on its way may still land in a ring that was filled with ones. Its slot
+// was free for it, so it replaces ones, and never a chunk that is still needed.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -11,6 +16,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "nixl_library.h"
@@ -139,37 +145,54 @@ class NixlAgent {
   std::map<int, std::string> peers_;
 };
 
-using RingsOfPeers = std::map<int, std::uintptr_t>;  // by peer: where our chunks go, in the memory of the peer
+// Where our chunks and their counter go, in the memory of a peer.
+struct RemoteRing {
+  std::uintptr_t ring = 0, arrived = 0;
+};
+struct alignas(64) CounterSource {  // from which the counter of a peer is written
+  Word value = 0;
+};
+struct Link {
+  RemoteRing ours, theirs;
+  std::unique_ptr<CounterSource> source = std::make_unique<CounterSource>();
+};
+using Links = std::map<int, Link>;  // by peer
 
 class NixlSender : public WireSender {
  public:
-  NixlSender(NixlAgent& agent, std::unique_ptr<TcpFrames> frames, const RingsOfPeers& rings, std::vector<int> peers)
-      : agent_(agent), frames_(std::move(frames)), rings_(rings) {
-    for (const int peer : peers) writes_[peer];
+  NixlSender(NixlAgent& agent, std::unique_ptr<TcpFrames> frames, Links& links, const std::vector<int>& peers)
+      : agent_(agent), frames_(std::move(frames)), links_(links) {
+    for (const int peer : peers) outgoing_[peer];
   }
   ~NixlSender() override {
-    for (auto& [peer, writes] : writes_)
-      for (const auto& write : writes) agent_.release(write.request);
+    for (auto& [peer, outgoing] : outgoing_) release(outgoing);
   }
 
-  bool idle(int peer) const override { return writes_.at(peer).empty() && frames_->idle(peer); }
-  bool ready(int peer) const override { return writes_.at(peer).size() < most_writes; }
+  bool idle(int peer) const override { return outgoing_.at(peer).writes.empty() && frames_->idle(peer); }
+  bool ready(int peer) const override { return outgoing_.at(peer).writes.size() < most_writes; }
 
   void put(int peer, const Chunk& chunk, const std::byte* data) override {
-    if (lost_.count(peer)) return;
-    try {
-      writes_.at(peer).push_back({chunk, agent_.write(peer, data, rings_.at(peer) + chunk.offset, chunk.bytes), {}});
-    } catch (const std::exception& error) {
-      lost_[peer] = error.what();
-    }
+    if (outgoing_.at(peer).lost) return;
+    guarded(peer, [&] {
+      const auto request = agent_.write(peer, data, links_.at(peer).theirs.ring + chunk.offset, chunk.bytes);
+      outgoing_.at(peer).writes.push_back({chunk, request, {}});
+    });
   }
   void announce(int peer, const Chunk& chunk) override {
     // An announcement must not overtake the chunks of earlier exchanges.
-    auto& writes = writes_.at(peer);
+    auto& writes = outgoing_.at(peer).writes;
     if (writes.empty())
       frames_->announce(peer, chunk);
     else
       writes.back().notices.push_back(chunk);
+  }
+  bool needs_expectations() const override { return true; }
+  void expect(int peer, const Chunk& chunk) override { frames_->expect(peer, chunk); }
+  void permit(int peer, Word exchange) override {
+    const auto outgoing = outgoing_.find(peer);
+    if (outgoing == outgoing_.end()) return;  // another sender serves it
+    outgoing->second.permitted = exchange;
+    wake();
   }
   void credit(int peer, Word received) override { frames_->credit(peer, received); }
 
@@ -178,28 +201,31 @@ class NixlSender : public WireSender {
     // end in time goes to a peer that cannot be reached, or that fails, too.
     const auto deadline = Clock::now() + longest_end;
     const auto ended = [this](auto& entry) {
-      for (auto& write : entry.second)
-        if (agent_.status(write.request) == nixl::in_progress) return false;
-      return true;
+      const Outgoing& outgoing = entry.second;
+      const auto moves = [this](nixl::Request request) { return request && agent_.status(request) == nixl::in_progress; };
+      return !moves(outgoing.counter) && std::none_of(outgoing.writes.begin(), outgoing.writes.end(),
+                                                      [&](const Write& write) { return moves(write.request); });
     };
-    while (!std::all_of(writes_.begin(), writes_.end(), ended) && Clock::now() < deadline)
+    while (!std::all_of(outgoing_.begin(), outgoing_.end(), ended) && Clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::microseconds(100));
-    for (auto& [peer, writes] : writes_) {
-      for (const auto& write : writes) agent_.release(write.request);
-      writes.clear();
-    }
+    for (auto& [peer, outgoing] : outgoing_) release(outgoing);
     frames_->abort(why);
   }
 
   void progress(WireCallbacks& callbacks, std::chrono::microseconds patience) override {
     const auto deadline = Clock::now() + patience;
     while (true) {
-      const bool moved = deliver();
-      for (const auto& [peer, why] : std::exchange(lost_, {})) {
-        frames_->close(peer);
-        callbacks.lost(peer, why);
+      bool moved = false, waits = false;
+      for (auto& [peer, outgoing] : outgoing_) {
+        guarded(peer, [&, peer = peer, &outgoing = outgoing] { moved |= deliver(peer, outgoing); });
+        if (outgoing.lost && !outgoing.reported) {
+          outgoing.reported = true;
+          release(outgoing);
+          frames_->close(peer);
+          callbacks.lost(peer, *outgoing.lost);
+        }
+        waits |= !outgoing.writes.empty();
       }
-      const bool waits = std::any_of(writes_.begin(), writes_.end(), [](auto& entry) { return !entry.second.empty(); });
       const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now());
       const auto slice = moved ? std::chrono::microseconds(0) : waits ? std::min(left, look_interval) : left;
       frames_->progress(callbacks, std::max(slice, std::chrono::microseconds(0)));
@@ -218,37 +244,73 @@ class NixlSender : public WireSender {
   static constexpr std::chrono::seconds longest_end{2};
   struct Write {
     Chunk chunk;
-    nixl::Request request;
+    nixl::Request request;       // null when the chunk is there
     std::vector<Chunk> notices;  // exchanges without bytes that come after it
   };
+  struct Outgoing {                  // to one peer
+    std::deque<Write> writes;        // chunks, in order
+    nixl::Request counter = nullptr;  // the write of the counter, if one is on its way
+    std::size_t counted = 0;         // chunks that this write of the counter covers
+    std::atomic<Word> permitted{0};  // the peer has issued all exchanges before this one
+    std::optional<std::string> lost;
+    bool reported = false;
+  };
 
-  // Tells the peers about chunks that have been written, in order. Returns whether there were any.
-  bool deliver() {
-    bool moved = false;
-    for (auto& [peer, writes] : writes_) {
-      while (!writes.empty()) {
-        const int status = agent_.status(writes.front().request);
-        if (status == nixl::in_progress) break;
-        const Write write = writes.front();
-        agent_.release(write.request);
-        writes.pop_front();
-        moved = true;
-        if (status != nixl::success) {
-          lost_[peer] = "NIXL: a write failed with status " + std::to_string(status);
-          break;
-        }
-        frames_->delivered(peer, write.chunk);
-        for (const Chunk& notice : write.notices) frames_->announce(peer, notice);
+  template <typename Body>
+  void guarded(int peer, Body body) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      if (!outgoing_.at(peer).lost) outgoing_.at(peer).lost = error.what();
+    }
+  }
+
+  // Whether a write is done; throws if it has failed.
+  bool finished(nixl::Request& request) {
+    const int status = agent_.status(request);
+    if (status == nixl::in_progress) return false;
+    agent_.release(std::exchange(request, nullptr));
+    check(status, "a write");
+    return true;
+  }
+
+  // Writes the counter of the peer, and says which chunks are there when it is written. Returns whether something was done.
+  bool deliver(int peer, Outgoing& outgoing) {
+    if (outgoing.counter) {
+      if (!finished(outgoing.counter)) return false;
+      for (; outgoing.counted > 0; --outgoing.counted, outgoing.writes.pop_front()) {
+        frames_->delivered(peer, outgoing.writes.front().chunk);
+        for (const Chunk& notice : outgoing.writes.front().notices) frames_->announce(peer, notice);
       }
     }
-    return moved;
+    // One write of the counter covers all chunks that are there by now, up to the first one that is not.
+    Word count = 0;
+    for (Write& write : outgoing.writes) {
+      if (write.request && !finished(write.request)) break;
+      if (!reached(outgoing.permitted, write.chunk.exchange + 1)) break;
+      count = write.chunk.number + 1;
+      ++outgoing.counted;
+    }
+    if (outgoing.counted == 0) return false;
+    Link& link = links_.at(peer);
+    link.source->value = count;
+    outgoing.counter = agent_.write(peer, reinterpret_cast<const std::byte*>(&link.source->value), link.theirs.arrived,
+                                    sizeof count);
+    return true;
+  }
+
+  void release(Outgoing& outgoing) {
+    for (const auto& write : outgoing.writes)
+      if (write.request) agent_.release(write.request);
+    if (outgoing.counter) agent_.release(std::exchange(outgoing.counter, nullptr));
+    outgoing.writes.clear();
+    outgoing.counted = 0;
   }
 
   NixlAgent& agent_;
   const std::unique_ptr<TcpFrames> frames_;
-  const RingsOfPeers& rings_;
-  std::map<int, std::deque<Write>> writes_;  // by peer, in order
-  std::map<int, std::string> lost_;          // peers that progress() has to report
+  Links& links_;
+  std::map<int, Outgoing> outgoing_;  // by peer
   std::atomic<bool> woken_{false};
 };
 
@@ -288,10 +350,13 @@ class NixlWire : public Wire {
 
   std::string address() const override { return connections_->address(); }
 
-  void use_rings(int peer, std::byte* out, std::byte* in, std::size_t bytes) override {
+  void use_rings(int peer, std::byte* out, std::byte* in, std::size_t bytes, Word* arrived) override {
+    Link& link = links_[peer];
     agent_.register_memory(out, bytes);
     agent_.register_memory(in, bytes);
-    own_[peer] = reinterpret_cast<std::uintptr_t>(in);
+    agent_.register_memory(reinterpret_cast<std::byte*>(arrived), sizeof *arrived);
+    agent_.register_memory(reinterpret_cast<std::byte*>(link.source.get()), sizeof *link.source);
+    link.ours = {reinterpret_cast<std::uintptr_t>(in), reinterpret_cast<std::uintptr_t>(arrived)};
   }
 
   void connect(const std::map<int, WirePeer>& peers, Clock::time_point deadline,
@@ -299,26 +364,26 @@ class NixlWire : public Wire {
     connections_->connect(peers, deadline, check_failure);
     const std::string description = agent_.description();
     std::map<int, std::string> sent;
-    for (const auto& [peer, ring] : own_)
-      sent[peer] = std::string(reinterpret_cast<const char*>(&ring), sizeof ring) + description;
+    for (const auto& [peer, link] : links_)
+      sent[peer] = std::string(reinterpret_cast<const char*>(&link.ours), sizeof link.ours) + description;
     for (const auto& [peer, text] : swap_texts(connections_->sockets(), sent, deadline, check_failure)) {
-      if (text.size() < sizeof(std::uintptr_t)) throw std::runtime_error("NIXL: a peer sent no description");
-      std::memcpy(&theirs_[peer], text.data(), sizeof(std::uintptr_t));
-      agent_.add_peer(peer, text.substr(sizeof(std::uintptr_t)));
+      if (text.size() < sizeof(RemoteRing)) throw std::runtime_error("NIXL: a peer sent no description");
+      std::memcpy(&links_[peer].theirs, text.data(), sizeof(RemoteRing));
+      agent_.add_peer(peer, text.substr(sizeof(RemoteRing)));
     }
   }
 
   std::unique_ptr<WireSender> sender(const std::vector<int>& peers) override {
-    return std::make_unique<NixlSender>(agent_, tcp_sender(connections_->sockets(peers)), theirs_, peers);
+    return std::make_unique<NixlSender>(agent_, tcp_sender(connections_->sockets(peers)), links_, peers);
   }
   std::unique_ptr<WireReceiver> receiver(const std::vector<int>& peers) override {
     return std::make_unique<NixlReceiver>(agent_, tcp_receiver(connections_->sockets(peers)));
   }
 
  private:
+  Links links_;  // declared before the agent, which has registered parts of it
   NixlAgent agent_;
   const std::unique_ptr<TcpConnections> connections_;
-  RingsOfPeers own_, theirs_;
 };
 
 }  // namespace

@@ -164,7 +164,8 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
     if (!channels_[peer].remote) continue;
     // Without a secret the peer must be a process of this user on this machine, which has a key in its segment.
     const bool key_is_here = settings_.secret.empty() && peer < rank_;
-    wire_->use_rings(peer, channels_[peer].out_ring, channels_[peer].in_ring, region);
+    wire_->use_rings(peer, channels_[peer].out_ring, channels_[peer].in_ring, region,
+                     channels_[peer].arrived);
     others[peer] = {fields.at("wire"), key_is_here ? Segment::key_of(fields.at("segment")) : settings_.secret};
   }
   report_.ring_bound_bytes = world() * region;

@@ -165,6 +165,7 @@ class Queue {
     std::unique_ptr<Announcements> their_announcements;  // built from the chunks that arrive
     std::deque<Chunk> pending;        // guarded by pending_mutex_
     std::deque<Chunk> notices;        // exchanges without bytes for the peer; guarded by pending_mutex_
+    std::deque<Chunk> expectations;   // what the peer has to be told; guarded by pending_mutex_
     Word last_heard = 0;              // the number after the latest exchange that the peer has announced
     std::optional<std::string> lost;  // guarded by pending_mutex_
     Word posted = 0, credited = 0;    // only the thread that sends to the peer uses these
@@ -238,6 +239,7 @@ class Queue {
   SendState send_ready(NetworkThreads& threads);
   bool post_next_chunk(NetworkThreads& threads, int peer);
   bool send_notices(NetworkThreads& threads, int peer);
+  bool send_expectations(NetworkThreads& threads, int peer);
   void send_chunks(NetworkThreads& threads);
   void receive_chunks(NetworkThreads& threads);
 

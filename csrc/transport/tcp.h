@@ -59,6 +59,7 @@ using Sockets = std::map<int, std::shared_ptr<const Socket>>;  // by peer; all a
 class TcpFrames : public WireSender {
  public:
   virtual void delivered(int peer, const Chunk& chunk) = 0;
+  void expect(int peer, const Chunk& chunk) override = 0;
   virtual void close(int peer) = 0;  // ends the connection to this peer, which cannot be reached by other means
 };
 

@@ -14,7 +14,7 @@
 namespace freescale::transport {
 namespace {
 
-enum class FrameType : Word { chunk = 1, credit = 2, abort = 3, announcement = 4, delivered = 5 };
+enum class FrameType : Word { chunk = 1, credit = 2, abort = 3, announcement = 4, delivered = 5, expectation = 6 };
 
 struct Frame {
   Word magic;
@@ -69,6 +69,9 @@ class TcpSender : public TcpFrames {
   }
   void delivered(int peer, const Chunk& chunk) override {
     send(peer, {{tcp_magic, FrameType::delivered, chunk}, nullptr, {}});
+  }
+  void expect(int peer, const Chunk& chunk) override {
+    send(peer, {{tcp_magic, FrameType::expectation, chunk}, nullptr, {}});
   }
   void close(int peer) override {
     Link& link = links_.at(peer);
@@ -230,6 +233,7 @@ class TcpReceiver : public WireReceiver {
     const Frame& frame = link.frame;
     if (frame.type == FrameType::chunk || frame.type == FrameType::delivered) callbacks.arrived(peer, frame.chunk);
     if (frame.type == FrameType::announcement) callbacks.announced(peer, frame.chunk);
+    if (frame.type == FrameType::expectation) callbacks.expected(peer, frame.chunk);
     if (frame.type == FrameType::credit) callbacks.credited(peer, frame.chunk.number);
     if (frame.type == FrameType::abort) callbacks.aborted(peer, link.text);
     return "";
@@ -238,7 +242,8 @@ class TcpReceiver : public WireReceiver {
   // Called when the header of a frame is complete: finds the memory for its body.
   static void begin(int peer, Link& link, WireCallbacks& callbacks) {
     const Frame& frame = link.frame;
-    const bool bare = frame.type == FrameType::credit || frame.type == FrameType::announcement;
+    const bool bare = frame.type == FrameType::credit || frame.type == FrameType::announcement ||
+                      frame.type == FrameType::expectation;
     const bool chunk = frame.type == FrameType::chunk || frame.type == FrameType::delivered;
     const bool known = bare || chunk || frame.type == FrameType::abort;
     if (frame.magic != tcp_magic || !known || (bare && frame.chunk.bytes != 0))

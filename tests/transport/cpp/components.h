@@ -27,6 +27,7 @@ void bad_chunk() {
     }
     void arrived(int, const Chunk&) override { ++came; }
     void announced(int, const Chunk&) override { require(false, "an announcement"); }
+    void expected(int, const Chunk&) override { require(false, "an expectation"); }
     void credited(int, Word) override { require(false, "a credit"); }
     void aborted(int, const std::string& why) override { require(false, why); }
     void lost(int, const std::string& why) override { require(false, why); }

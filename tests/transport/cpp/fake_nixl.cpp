@@ -134,8 +134,12 @@ int nixl_capi_post_xfer_req(Agent* agent, Request* request, void*) {
   Call call(agent);
   request->thread = std::thread([request] {
     std::this_thread::sleep_for(std::chrono::microseconds(request->from.bytes % 7 * 50));  // writes overtake each other
-    std::memcpy(reinterpret_cast<void*>(request->to.start), reinterpret_cast<const void*>(request->from.start),
-                request->from.bytes);
+    auto* to = reinterpret_cast<void*>(request->to.start);
+    const auto* from = reinterpret_cast<const void*>(request->from.start);
+    if (request->from.bytes == sizeof(std::uint32_t))  // a counter, which others read meanwhile
+      __atomic_store_n(static_cast<std::uint32_t*>(to), *static_cast<const std::uint32_t*>(from), __ATOMIC_RELEASE);
+    else
+      std::memcpy(to, from, request->from.bytes);
     request->status = done;
   });
   return in_progress;
