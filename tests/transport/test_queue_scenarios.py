@@ -53,7 +53,6 @@ FAILURES = [
     "late_receiver@device",
     "timeout_hosts@nixl",
     "leaver_hosts@nixl",
-    "poisoned_output_hosts@nixl",
     "zero_bytes_hosts_ahead@nixl",
 ]
 
