@@ -18,7 +18,7 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> hosts,
                                   bool high_priority, std::size_t chunk_bytes, std::size_t buffer_bytes, double timeout,
                                   std::string bind_to, std::string secret, std::size_t network_threads,
-                                  bool early_flag) {
+                                  bool device_rings, std::string nixl_library, bool early_flag) {
   Settings settings;
   settings.high_priority = high_priority;
   settings.chunk_bytes = chunk_bytes;
@@ -27,6 +27,8 @@ std::shared_ptr<Queue> make_queue(std::shared_ptr<Device> device, int rank, std:
   settings.bind_to = std::move(bind_to);
   settings.secret = std::move(secret);
   settings.network_threads = network_threads;
+  settings.device_rings = device_rings;
+  settings.nixl_library = std::move(nixl_library);
   settings.early_flag = early_flag;
   py::gil_scoped_release release_gil;
   auto* queue = new Queue(std::move(device), rank, std::move(hosts), std::move(settings));
@@ -62,6 +64,7 @@ py::dict as_dict(const Report& report) {
   dict["pinned_bytes"] = report.pinned_bytes;
   dict["ring_bytes"] = report.ring_bytes;
   dict["ring_bound_bytes"] = report.ring_bound_bytes;
+  dict["device_bytes"] = report.device_bytes;
   dict["exchanges"] = report.exchanges;
   dict["sent_bytes"] = report.sent_bytes;
   dict["received_bytes"] = report.received_bytes;
@@ -97,7 +100,8 @@ void bind_transport(py::module_& module) {
   py::class_<Queue, std::shared_ptr<Queue>>(module, "TransportQueue")
       .def(py::init(&make_queue), py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("hosts"),
            py::arg("high_priority"), py::arg("chunk_bytes"), py::arg("buffer_bytes"), py::arg("timeout"),
-           py::arg("bind_to"), py::arg("secret"), py::arg("network_threads"), py::arg("early_flag") = false)
+           py::arg("bind_to"), py::arg("secret"), py::arg("network_threads"), py::arg("device_rings") = false,
+           py::arg("nixl_library") = "", py::arg("early_flag") = false)
       .def("address", &Queue::address, ReleaseGil())
       .def(
           "connect",
@@ -109,6 +113,8 @@ void bind_transport(py::module_& module) {
             });
           },
           py::arg("addresses"), py::arg("check"))
+      .def("map_device_rings", &Queue::map_device_rings, py::arg("addresses"), ReleaseGil())
+      .def("drop_device_rings", &Queue::drop_device_rings, ReleaseGil())
       .def("unlink_segment", &Queue::unlink_segment, ReleaseGil())
       .def(
           "exchange",

@@ -1,134 +1,22 @@
-// A GPU as a device, through the CUDA driver. The driver is loaded at run time, so this file builds without the CUDA
-// toolkit.
+// A GPU as a device, through the CUDA driver.
 //
-// Copies between the GPU and pinned host memory run on copy engines. The stream itself writes words and waits for them
-// (stream memory operations). Nothing here launches a kernel. The types are declared by hand after the documented ABI
-// of the driver.
-#include <dlfcn.h>
+// Copies between the GPU and pinned host memory, and between two GPUs, run on copy engines. The driver runs copies and
+// fills within one GPU on its SMs. The stream itself writes words and waits for them (stream memory operations). Nothing
+// here launches a kernel.
 #include <sys/mman.h>
 
+#include <cctype>
 #include <chrono>
+#include <fstream>
 #include <map>
-#include <stdexcept>
 #include <thread>
 
-#include "device.h"
+#include "cuda_driver.h"
 
 namespace freescale::transport {
 namespace {
 
-using Result = int;                        // CUresult
-using Ordinal = int;                       // CUdevice
-using Context = void*;                     // CUcontext
-using DriverStream = void*;                // CUstream
-using DriverEvent = void*;                 // CUevent
-using DevicePointer = unsigned long long;  // CUdeviceptr
-
-constexpr Result success = 0, not_ready = 600;
-constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2, wait_geq = 0, write_default = 0;
-constexpr unsigned host_portable = 1, host_device_map = 2;
-
-struct Driver {
-  std::string problem;
-  Result (*cuInit)(unsigned);
-  Result (*cuDriverGetVersion)(int*);
-  Result (*cuDeviceGetCount)(int*);
-  Result (*cuDeviceGet)(Ordinal*, int);
-  Result (*cuDeviceGetName)(char*, int, Ordinal);
-  Result (*cuDevicePrimaryCtxRetain)(Context*, Ordinal);
-  Result (*cuCtxPushCurrent)(Context);
-  Result (*cuCtxPopCurrent)(Context*);
-  Result (*cuCtxGetStreamPriorityRange)(int*, int*);
-  Result (*cuStreamCreateWithPriority)(DriverStream*, unsigned, int);
-  Result (*cuStreamWaitEvent)(DriverStream, DriverEvent, unsigned);
-  Result (*cuStreamWriteValue32)(DriverStream, DevicePointer, Word, unsigned);
-  Result (*cuStreamWaitValue32)(DriverStream, DevicePointer, Word, unsigned);
-  Result (*cuEventCreate)(DriverEvent*, unsigned);
-  Result (*cuEventDestroy)(DriverEvent);
-  Result (*cuEventRecord)(DriverEvent, DriverStream);
-  Result (*cuEventQuery)(DriverEvent);
-  Result (*cuMemcpyDtoHAsync)(void*, DevicePointer, std::size_t, DriverStream);
-  Result (*cuMemcpyHtoDAsync)(DevicePointer, const void*, std::size_t, DriverStream);
-  Result (*cuMemHostRegister)(void*, std::size_t, unsigned);
-  Result (*cuMemHostUnregister)(void*);
-  Result (*cuMemHostGetDevicePointer)(DevicePointer*, void*, unsigned);
-  Result (*cuGetErrorName)(Result, const char**);
-  Result (*cuGetErrorString)(Result, const char**);
-
-  Driver() {
-    library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (!library_) {
-      problem = "no CUDA driver: libcuda.so.1 cannot be loaded";
-      return;
-    }
-    // The suffixes are the versions that current CUDA headers select.
-    find(cuInit, "cuInit");
-    find(cuDriverGetVersion, "cuDriverGetVersion");
-    find(cuDeviceGetCount, "cuDeviceGetCount");
-    find(cuDeviceGet, "cuDeviceGet");
-    find(cuDeviceGetName, "cuDeviceGetName");
-    find(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-    find(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
-    find(cuCtxPopCurrent, "cuCtxPopCurrent_v2");
-    find(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange");
-    find(cuStreamCreateWithPriority, "cuStreamCreateWithPriority");
-    find(cuStreamWaitEvent, "cuStreamWaitEvent");
-    find(cuStreamWriteValue32, "cuStreamWriteValue32_v2");
-    find(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
-    find(cuEventCreate, "cuEventCreate");
-    find(cuEventDestroy, "cuEventDestroy_v2");
-    find(cuEventRecord, "cuEventRecord");
-    find(cuEventQuery, "cuEventQuery");
-    find(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
-    find(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
-    find(cuMemHostRegister, "cuMemHostRegister_v2");
-    find(cuMemHostUnregister, "cuMemHostUnregister");
-    find(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2");
-    find(cuGetErrorName, "cuGetErrorName");
-    find(cuGetErrorString, "cuGetErrorString");
-    if (!problem.empty()) return;
-    if (const Result result = cuInit(0); result != success) problem = "cuInit failed: " + describe(result);
-  }
-
-  std::string describe(Result result) const {
-    const char *name = nullptr, *text = nullptr;
-    if (cuGetErrorName(result, &name) != success || !name) name = "unknown error";
-    if (cuGetErrorString(result, &text) != success || !text) text = "";
-    return std::string(name) + " (" + std::to_string(result) + "): " + text;
-  }
-
-  void check(Result result, const char* call) const {
-    if (result != success) throw std::runtime_error(std::string(call) + " failed: " + describe(result));
-  }
-
- private:
-  template <typename Function>
-  void find(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(dlsym(library_, name));
-    if (!function && problem.empty()) problem = std::string("the CUDA driver is too old: it has no ") + name;
-  }
-
-  void* library_ = nullptr;
-};
-
-const Driver& driver() {
-  static const Driver loaded;
-  return loaded;
-}
-
-#define FREESCALE_CUDA(call, ...) driver().check(driver().call(__VA_ARGS__), #call)
-
-// Makes a context current for one scope. The thread may have another library's context current.
-class ScopedContext {
- public:
-  explicit ScopedContext(Context context) { FREESCALE_CUDA(cuCtxPushCurrent, context); }
-  ~ScopedContext() {
-    Context ignored;
-    driver().cuCtxPopCurrent(&ignored);
-  }
-  ScopedContext(const ScopedContext&) = delete;
-  ScopedContext& operator=(const ScopedContext&) = delete;
-};
+using namespace cuda;
 
 class CudaEvent : public Event {
  public:
@@ -170,6 +58,8 @@ class CudaStream : public Stream {
   ~CudaStream() override;
   void copy_to_host(std::byte* host, Address source, std::size_t bytes) override;
   void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override;
+  void copy_on_device(Address target, Address source, std::size_t bytes) override;
+  void fill_with_ones(Address target, std::size_t bytes) override;
   void write_word(Word* word, Word value) override;
   void wait_word(const Word* word, Word value) override;
   void wait_event(std::shared_ptr<Event> event) override;
@@ -190,6 +80,8 @@ class CudaDevice : public Device {
     char text[256] = "";
     FREESCALE_CUDA(cuDeviceGetName, text, static_cast<int>(sizeof text), device);
     name_ = std::string(text) + " (cuda:" + std::to_string(ordinal) + ")";
+    FREESCALE_CUDA(cuDeviceGetPCIBusId, text, static_cast<int>(sizeof text), device);
+    numa_node_ = node_of(text);
     FREESCALE_CUDA(cuDevicePrimaryCtxRetain, &context_, device);  // the context that torch uses
     // This memory is never freed or unpinned, because streams may read a gate until the process ends.
     void* page = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -202,6 +94,7 @@ class CudaDevice : public Device {
   }
 
   std::string name() const override { return name_; }
+  int numa_node() const override { return numa_node_; }
   Context context() const { return context_; }
   std::unique_ptr<Stream> new_stream() override { return std::make_unique<CudaStream>(*this); }
   std::shared_ptr<Event> record(StreamHandle caller) override {
@@ -224,6 +117,49 @@ class CudaDevice : public Device {
     }
     ScopedContext scope(context_);
     FREESCALE_CUDA(cuMemHostUnregister, memory);
+  }
+
+  Address allocate_shared(std::size_t bytes) override {
+    ScopedContext scope(context_);
+    DevicePointer memory;
+    // The driver shares whole blocks of this size, so that smaller memory would share its neighbours, too.
+    constexpr std::size_t block = 2 << 20;
+    FREESCALE_CUDA(cuMemAlloc, &memory, (bytes + block - 1) / block * block);
+    CudaStream stream(*this);
+    stream.fill_with_ones(static_cast<Address>(memory), bytes);
+    await(*stream.record(), "filling memory");
+    return static_cast<Address>(memory);
+  }
+
+  void free_shared(Address memory) override {
+    ScopedContext scope(context_);
+    FREESCALE_CUDA(cuMemFree, static_cast<DevicePointer>(memory));
+  }
+
+  std::string handle_of(Address memory) override {
+    ScopedContext scope(context_);
+    IpcHandle handle;
+    FREESCALE_CUDA(cuIpcGetMemHandle, &handle, static_cast<DevicePointer>(memory));
+    std::string text;
+    for (const unsigned char byte : handle.bytes)
+      for (const int digit : {byte >> 4, byte & 15}) text += "0123456789abcdef"[digit];
+    return text;
+  }
+
+  Address map_shared(const std::string& handle, std::size_t) override {
+    IpcHandle given;
+    if (handle.size() != 2 * sizeof given.bytes) throw std::runtime_error("the peer published no CUDA IPC handle");
+    for (std::size_t i = 0; i < sizeof given.bytes; ++i)
+      given.bytes[i] = static_cast<unsigned char>(std::stoi(handle.substr(2 * i, 2), nullptr, 16));
+    ScopedContext scope(context_);
+    DevicePointer memory;
+    FREESCALE_CUDA(cuIpcOpenMemHandle, &memory, given, lazy_peer_access);
+    return static_cast<Address>(memory);
+  }
+
+  void unmap_shared(Address memory) override {
+    ScopedContext scope(context_);
+    FREESCALE_CUDA(cuIpcCloseMemHandle, static_cast<DevicePointer>(memory));
   }
 
   // Streams are reused and never destroyed. Torch's allocator may refer to a stream as long as a tensor lives that was
@@ -275,17 +211,29 @@ class CudaDevice : public Device {
     CudaStream stream(*this);
     stream.write_word(word, 7);
     stream.wait_word(word, 7);
-    const auto end = stream.record();
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    while (!end->done()) {
-      if (std::chrono::steady_clock::now() > deadline)
-        throw std::runtime_error(name_ + ": cuStreamWriteValue32 had no effect within 10 s");
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+    await(*stream.record(), "cuStreamWriteValue32");
     if (load(word) != 7) throw std::runtime_error(name_ + ": cuStreamWriteValue32 wrote a wrong value");
   }
 
+  void await(Event& end, const char* what) const {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!end.done()) {
+      if (std::chrono::steady_clock::now() > deadline)
+        throw std::runtime_error(name_ + ": " + what + " had no effect within 10 s");
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+  // The NUMA node of a PCI device such as "0000:1B:00.0", as the kernel knows it.
+  static int node_of(std::string bus_id) {
+    for (char& letter : bus_id) letter = static_cast<char>(std::tolower(letter));
+    std::ifstream file("/sys/bus/pci/devices/" + bus_id + "/numa_node");
+    int node = -1;
+    return file >> node ? node : -1;
+  }
+
   std::string name_;
+  int numa_node_ = -1;
   Context context_ = nullptr;
   mutable std::mutex mutex_;
   std::map<const std::byte*, Region> pinned_;
@@ -304,6 +252,17 @@ void CudaStream::copy_to_host(std::byte* host, Address source, std::size_t bytes
 void CudaStream::copy_from_host(Address target, const std::byte* host, std::size_t bytes) {
   ScopedContext scope(device_.context());
   FREESCALE_CUDA(cuMemcpyHtoDAsync, static_cast<DevicePointer>(target), host, bytes, stream_);
+}
+
+void CudaStream::copy_on_device(Address target, Address source, std::size_t bytes) {
+  ScopedContext scope(device_.context());
+  FREESCALE_CUDA(cuMemcpyDtoDAsync, static_cast<DevicePointer>(target), static_cast<DevicePointer>(source), bytes,
+                 stream_);
+}
+
+void CudaStream::fill_with_ones(Address target, std::size_t bytes) {
+  ScopedContext scope(device_.context());
+  FREESCALE_CUDA(cuMemsetD8Async, static_cast<DevicePointer>(target), static_cast<unsigned char>(0xFF), bytes, stream_);
 }
 
 void CudaStream::write_word(Word* word, Word value) {

@@ -1,5 +1,6 @@
-// The devices that the transport works on. A device has streams. A stream copies between tensors and host memory,
-// writes 32-bit words of host memory and waits for them, all in order and without blocking the host. There are two
+// The devices that the transport works on. A device has streams. A stream copies between tensors and a ring, writes
+// 32-bit words of host memory and waits for them, all in order and without blocking the host. A ring lies in host memory,
+// or in memory of a device that other processes can map. There are two
 // devices: CUDA (cuda_device.cpp), where copy engines copy, and host memory (host_device.cpp), where a stream is a
 // thread. The second one exists so that the whole protocol can run and be tested on machines without a GPU.
 #pragma once
@@ -37,6 +38,9 @@ class Stream {
   virtual ~Stream() = default;
   virtual void copy_to_host(std::byte* host, Address source, std::size_t bytes) = 0;
   virtual void copy_from_host(Address target, const std::byte* host, std::size_t bytes) = 0;
+  // Between a tensor and a ring in device memory, which may belong to another device.
+  virtual void copy_on_device(Address target, Address source, std::size_t bytes) = 0;
+  virtual void fill_with_ones(Address target, std::size_t bytes) = 0;  // memory of this device; all bits become one
   virtual void write_word(Word* word, Word value) = 0;
   virtual void wait_word(const Word* word, Word value) = 0;   // until reached(*word, value)
   virtual void wait_event(std::shared_ptr<Event> event) = 0;  // until the event is done
@@ -56,10 +60,21 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual std::string name() const = 0;
+  virtual int numa_node() const { return -1; }  // the node whose memory is nearest; -1 if it is unknown
   virtual std::unique_ptr<Stream> new_stream() = 0;
   virtual std::shared_ptr<Event> record(StreamHandle caller) = 0;  // an event after all work of the caller's stream
   virtual void pin(std::byte* memory, std::size_t bytes) = 0;
   virtual void unpin(std::byte* memory) = 0;
+
+  // Memory of this device that other processes of this host can map. All its bits are one at first. All of these throw
+  // std::runtime_error with the reason if the device cannot do it.
+  virtual Address allocate_shared(std::size_t bytes) = 0;
+  virtual void free_shared(Address memory) = 0;
+  virtual std::string handle_of(Address memory) = 0;  // a text without line breaks
+  // Maps memory of another process, which may be memory of another device. That process must free it later than this
+  // process unmaps it.
+  virtual Address map_shared(const std::string& handle, std::size_t bytes) = 0;
+  virtual void unmap_shared(Address memory) = 0;
 
   // The gates of the high-priority queues that are open on this device. The memory of a gate lives as long as the
   // device, because a low-priority stream may still read it after its queue has closed.

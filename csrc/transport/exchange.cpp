@@ -87,9 +87,10 @@ void Queue::prepare_ring(Channel& channel, int peer, bool out) {
   if (level == ring.level()) return;
   level = ring.level();
   const Ring::Area area = ring.area();
+  if (out) report_.ring_bytes += area.bytes;
+  if (channel.in_device) return;      // device memory needs no pinning
   if (!out && peer == rank_) return;  // a rank receives from itself out of its outgoing ring
   pin((out ? channel.out_ring : channel.in_ring) + area.offset, area.bytes);
-  if (out) report_.ring_bytes += area.bytes;
 }
 
 void Queue::announce(const Exchange& exchange, Word number, Word kind) {
@@ -151,6 +152,8 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
       report_.received_bytes += in[peer].bytes;
       if (!channel.remote) continue;
       std::lock_guard pending(pending_mutex_);
+      if (network_.front()->sender->needs_expectations())
+        channel.expectations.push_back({0, number, hash_of(kind), 0, in[peer].bytes, 0, 0});
       if (sends[peer].empty()) channel.notices.push_back({0, number, hash_of(kind), 0, 0, 0, 0});
       for (const auto& slot : sends[peer])
         channel.pending.push_back({slot.number, number, hash_of(kind), 0, out[peer].bytes, slot.offset, slot.bytes});
@@ -182,8 +185,8 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
 }
 
 // Operations that a device takes without blocking the host are limited, so few chunks are on a stream at a time. A
-// chunk needs up to five operations, and a stream of CUDA takes about a thousand.
-static constexpr std::size_t most_chunks_on_stream = 192, most_chunks_in_section = 48;
+// chunk needs up to six operations, and a stream of CUDA takes about a thousand.
+static constexpr std::size_t most_chunks_on_stream = 160, most_chunks_in_section = 48;
 
 void Queue::enqueue(const std::vector<Buffer>& out, const std::vector<Buffer>& in, const SlotsByRank& sends,
                     const SlotsByRank& receives) {
@@ -264,7 +267,10 @@ void Queue::send(const std::vector<Buffer>& out, const SlotsByRank& sends, const
     for (const Gate& gate : gates) out_->wait_word(gate.out, 1);
     const Address source = out[peer].address + round * sends[peer][0].bytes;
     if (settings_.early_flag) out_->write_word(channel.sent, slot.number + 1);
-    out_->copy_to_host(channel.out_ring + slot.offset, source, slot.bytes);
+    if (channel.out_device)
+      out_->copy_on_device(channel.out_device + slot.offset, source, slot.bytes);
+    else
+      out_->copy_to_host(channel.out_ring + slot.offset, source, slot.bytes);
     out_->write_word(channel.sent, slot.number + 1);
     store(&channel.issued_out, slot.number + 1);
     out_flight_.emplace_back(channel.sent, slot.number + 1);
@@ -293,7 +299,12 @@ void Queue::receive(const std::vector<Buffer>& in, const SlotsByRank& receives, 
     if (!gate_) wait_for_arrival(*chunk);
     for (const Gate& gate : gates) in_->wait_word(gate.in, 1);
     const Address target = in[peer].address + round * receives[peer][0].bytes;
-    in_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
+    if (channel.in_device) {
+      in_->copy_on_device(target, channel.in_device + slot.offset, slot.bytes);
+      in_->fill_with_ones(channel.in_device + slot.offset, slot.bytes);  // see device_rings.h
+    } else {
+      in_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
+    }
     in_->write_word(channel.received, slot.number + 1);
     store(&channel.issued_in, slot.number + 1);
     in_flight_.emplace_back(channel.received, slot.number + 1);

@@ -1,13 +1,17 @@
-// Host memory as a device, for tests without a GPU. A stream is a thread that runs its operations in order.
+// Host memory as a device, for tests without a GPU. A stream is a thread that runs its operations in order. What other
+// processes can map is a segment of shared memory.
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
+#include <stdexcept>
 #include <thread>
 
 #include "backoff.h"
 #include "device.h"
+#include "segment.h"
 
 namespace freescale::transport {
 namespace {
@@ -52,6 +56,12 @@ class HostStream : public Stream {
   }
   void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
     push([=] { std::memcpy(reinterpret_cast<std::byte*>(target), host, bytes); });
+  }
+  void copy_on_device(Address target, Address source, std::size_t bytes) override {
+    push([=] { std::memcpy(reinterpret_cast<std::byte*>(target), reinterpret_cast<const std::byte*>(source), bytes); });
+  }
+  void fill_with_ones(Address target, std::size_t bytes) override {
+    push([=] { std::memset(reinterpret_cast<std::byte*>(target), 0xFF, bytes); });
   }
   void write_word(Word* word, Word value) override {
     push([=] { store(word, value); });
@@ -111,7 +121,40 @@ class HostDevice : public Device {
   void pin(std::byte*, std::size_t) override {}
   void unpin(std::byte*) override {}
 
+  Address allocate_shared(std::size_t bytes) override {
+    Segment segment = Segment::create();
+    segment.map(bytes);
+    segment.reserve(0, bytes);
+    std::memset(segment.data(), 0xFF, bytes);
+    return keep(std::move(segment));
+  }
+  void free_shared(Address memory) override { drop(memory); }
+  std::string handle_of(Address memory) override {
+    std::lock_guard lock(mutex_);
+    return shared_.at(memory).name();
+  }
+  Address map_shared(const std::string& handle, std::size_t bytes) override {
+    Segment segment = Segment::open(handle);
+    segment.map(bytes);
+    segment.close_file();
+    return keep(std::move(segment));
+  }
+  void unmap_shared(Address memory) override { drop(memory); }
+
  private:
+  Address keep(Segment segment) {
+    const auto address = reinterpret_cast<Address>(segment.data());
+    std::lock_guard lock(mutex_);
+    shared_.emplace(address, std::move(segment));
+    return address;
+  }
+  void drop(Address memory) {
+    std::lock_guard lock(mutex_);
+    shared_.erase(memory);
+  }
+
+  std::mutex mutex_;
+  std::map<Address, Segment> shared_;
   GateWords gates_[max_gates] = {};
 };
 

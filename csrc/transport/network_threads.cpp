@@ -30,10 +30,17 @@ class Queue::Callbacks : public WireCallbacks {
     store(&queue_.channels_[peer].last_heard, chunk.exchange + 1);
   }
 
+  void expected(int peer, const Chunk& chunk) override {
+    const auto known = queue_.channels_[peer].theirs->find(chunk.exchange);
+    compare(peer, chunk.exchange, {chunk.kind, known ? known->sends : Announcement::unknown, chunk.total});
+    for (auto& threads : queue_.network_) threads->sender->permit(peer, chunk.exchange + 1);
+  }
+
   void arrived(int peer, const Chunk& chunk) override {
     compare(peer, chunk);
     Channel& channel = queue_.channels_[peer];
-    store(channel.arrived, ++channel.next_arrival);
+    const Word count = ++channel.next_arrival;
+    if (!reached(load(channel.arrived), count)) store(channel.arrived, count);  // the network may have written it already
     store(&channel.last_heard, chunk.exchange + 1);
     queue_.wake_sender_of(peer);  // it will report that our stream has copied the chunk out
   }
@@ -49,9 +56,13 @@ class Queue::Callbacks : public WireCallbacks {
  private:
   // Compares what the peer says about an exchange with what this rank has announced, if it has.
   void compare(int peer, const Chunk& chunk) {
-    queue_.channels_[peer].theirs->announce(chunk.exchange, {chunk.kind, chunk.total, Announcement::unknown});
-    if (const auto problem = queue_.mismatch(peer, chunk.exchange))
-      throw std::runtime_error("exchange #" + std::to_string(chunk.exchange) + ": " + *problem);
+    const auto known = queue_.channels_[peer].theirs->find(chunk.exchange);
+    compare(peer, chunk.exchange, {chunk.kind, chunk.total, known ? known->receives : Announcement::unknown});
+  }
+  void compare(int peer, Word exchange, const Announcement& said) {
+    queue_.channels_[peer].theirs->announce(exchange, said);
+    if (const auto problem = queue_.mismatch(peer, exchange))
+      throw std::runtime_error("exchange #" + std::to_string(exchange) + ": " + *problem);
   }
 
   Queue& queue_;
@@ -107,7 +118,7 @@ void Queue::wake_sender_of(int peer) {
 // Hands the next chunk for this peer to the network, if our stream has written it. Returns whether it did.
 bool Queue::post_next_chunk(NetworkThreads& threads, int peer) {
   Channel& channel = channels_[peer];
-  if (channel.posted == load(channel.sent) || !threads.sender->idle(peer)) return false;
+  if (channel.posted == load(channel.sent) || !threads.sender->ready(peer)) return false;
   if (!settings_.high_priority && device_->urgent_senders != 0) return false;
   Chunk chunk;
   {
@@ -137,6 +148,17 @@ bool Queue::send_notices(NetworkThreads& threads, int peer) {
   return !ready.empty();
 }
 
+// Says which exchanges this rank has issued, and how many bytes it expects.
+bool Queue::send_expectations(NetworkThreads& threads, int peer) {
+  std::deque<Chunk> ready;
+  {
+    std::lock_guard lock(pending_mutex_);
+    ready.swap(channels_[peer].expectations);
+  }
+  for (const Chunk& expectation : ready) threads.sender->expect(peer, expectation);
+  return !ready.empty();
+}
+
 // Sends what is ready: announcements, chunks and credits. The peers take turns, one chunk each.
 Queue::SendState Queue::send_ready(NetworkThreads& threads) {
   SendState state;
@@ -151,6 +173,7 @@ Queue::SendState Queue::send_ready(NetworkThreads& threads) {
   for (const int peer : threads.peers) {
     Channel& channel = channels_[peer];
     state.progress |= send_notices(threads, peer);
+    state.progress |= send_expectations(threads, peer);
     const Word received = load(channel.received);
     if (received != channel.credited) {
       threads.sender->credit(peer, channel.credited = received);

@@ -34,6 +34,11 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
     throw std::invalid_argument("rank " + std::to_string(rank_) + " is outside 0 .. " + std::to_string(world() - 1));
   out_ = device_->new_stream();
   in_ = device_->new_stream();
+  if (settings_.device_rings) try {
+      device_rings_ = std::make_unique<DeviceRings>(device_, rank_, settings_.buffer_bytes);
+    } catch (const std::exception& error) {
+      ring_problem_ = error.what();
+    }
   if (settings_.high_priority) gate_ = device_->claim_gate();
   if (std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host == hosts_[rank_]; })) return;
   if (settings_.secret.empty() && !is_loopback(settings_.bind_to))
@@ -41,17 +46,44 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
         "the ranks are on several hosts and no secret is set, so any process that reaches " + settings_.bind_to +
         " could take the place of a rank; set the environment variable FREESCALE_SECRET to the same random text on "
         "every host (openssl rand -hex 32), or choose transport='nccl'");
-  wire_ = tcp_wire(rank_, settings_.bind_to,
-                   settings_.secret.empty() ? Segment::key_of(own_segment_.name()) : settings_.secret);
+  const std::string secret = settings_.secret.empty() ? Segment::key_of(own_segment_.name()) : settings_.secret;
+  wire_ = settings_.nixl_library.empty() ? tcp_wire(rank_, settings_.bind_to, secret)
+                                         : nixl_wire(settings_.nixl_library, rank_, settings_.bind_to, secret);
 }
 
 std::string Queue::address() const {
   std::ostringstream text;
   text << "segment=" << own_segment_.name() << "\nchunk=" << settings_.chunk_bytes
        << "\nbuffer=" << settings_.buffer_bytes << "\npriority=" << settings_.high_priority
+       << "\nnetwork=" << (settings_.nixl_library.empty() ? "tcp" : "nixl")
        << "\nfree=" << Segment::free_bytes() << "\n";
+  text << "device_rings=" << settings_.device_rings << "\n";
+  if (device_rings_) text << "rings=" << device_rings_->handle() << "\n";
   if (wire_) text << "wire=" << wire_->address() << "\n";
   return text.str();
+}
+
+std::string Queue::map_device_rings(const std::vector<std::string>& addresses) {
+  if (!device_rings_) return ring_problem_;
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_ || hosts_.at(peer) != hosts_[rank_]) continue;
+    const auto fields = parse(addresses.at(peer));
+    const auto rings = fields.find("rings");
+    const std::string who = "rank " + std::to_string(rank_) + ": ";
+    if (rings == fields.end()) return who + "rank " + std::to_string(peer) + " has no rings in device memory";
+    try {
+      device_rings_->map(peer, rings->second);
+    } catch (const std::exception& error) {
+      return who + "the device memory of rank " + std::to_string(peer) + " cannot be mapped: " + error.what();
+    }
+  }
+  return "";
+}
+
+void Queue::drop_device_rings() {
+  if (!device_rings_) return;
+  device_rings_->unmap();
+  dropped_rings_ = std::move(device_rings_);
 }
 
 // Checks the settings of all ranks, and computes the ring size. Every rank gets the same result from the same
@@ -64,19 +96,24 @@ void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
   std::map<std::string, std::pair<std::size_t, std::size_t>> hosts;  // free bytes, ranks
   for (int peer = 0; peer < world(); ++peer) {
     const auto theirs = parse(addresses[peer]);
-    for (const char* key : {"chunk", "buffer", "priority"})
+    for (const char* key : {"chunk", "buffer", "priority", "network"})
       if (theirs.at(key) != mine.at(key))
         throw std::runtime_error("the options of the group differ between ranks: " + std::string(key) + " is " +
                                  mine.at(key) + " on rank " + std::to_string(rank_) + " and " + theirs.at(key) +
                                  " on rank " + std::to_string(peer));
+    if (hosts_[peer] == hosts_[rank_] && theirs.at("device_rings") != mine.at("device_rings"))
+      throw std::runtime_error("the options of the group differ between ranks: only one of rank " +
+                               std::to_string(rank_) + " and rank " + std::to_string(peer) +
+                               " wants its rings in device memory");
     auto& [free, ranks] = hosts.try_emplace(hosts_[peer], std::stoull(theirs.at("free")), 0).first->second;
     free = std::min<std::size_t>(free, std::stoull(theirs.at("free")));
     ++ranks;
   }
   // The rings take at most half of the free memory. With several hosts, half of that is left for the incoming rings.
+  // With one host and its rings in device memory, no ring is in shared memory.
   std::size_t budget = settings_.buffer_bytes;
   for (const auto& [host, found] : hosts)
-    budget = std::min(budget, found.first / found.second / (hosts.size() > 1 ? 4 : 2));
+    if (!device_rings_ || hosts.size() > 1) budget = std::min(budget, found.first / found.second / (hosts.size() > 1 ? 4 : 2));
   const std::size_t share = budget / world() / page * page;
   ring_capacity_ = share;
   while (ring_capacity_ >= 2 * page && Ring(ring_capacity_, settings_.chunk_bytes).region() > share)
@@ -92,9 +129,10 @@ void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
 void Queue::reserve_memory() {
   own_segment_.reserve(0, layout_.control());
   const std::size_t region = channels_[rank_].out.region();
-  own_segment_.reserve(layout_.outgoing_offset(0), world() * region);
-  for (int peer = 0; peer < world(); ++peer)
+  for (int peer = 0; peer < world(); ++peer) {
+    if (channels_[peer].remote || !device_rings_) own_segment_.reserve(layout_.outgoing_offset(peer), region);
     if (channels_[peer].remote) own_segment_.reserve(layout_.incoming_offset(peer), region);
+  }
 }
 
 void Queue::connect(const std::vector<std::string>& addresses, const std::function<void()>& check) {
@@ -102,6 +140,7 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
   const Ring ring(ring_capacity_, settings_.chunk_bytes);
   const std::size_t region = ring.region();
   own_segment_.map(SegmentLayout(nullptr, world(), region).total());
+  own_segment_.prefer_node(device_->numa_node());
   layout_ = SegmentLayout(own_segment_.data(), world(), region);
   channels_.resize(world());
   peer_segments_.resize(world());
@@ -125,9 +164,12 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
     if (!channels_[peer].remote) continue;
     // Without a secret the peer must be a process of this user on this machine, which has a key in its segment.
     const bool key_is_here = settings_.secret.empty() && peer < rank_;
+    wire_->use_rings(peer, channels_[peer].out_ring, channels_[peer].in_ring, region,
+                     channels_[peer].arrived);
     others[peer] = {fields.at("wire"), key_is_here ? Segment::key_of(fields.at("segment")) : settings_.secret};
   }
   report_.ring_bound_bytes = world() * region;
+  if (device_rings_) report_.device_bytes = device_rings_->bytes();
   if (wire_) wire_->connect(others, after_seconds(settings_.timeout), check);
   connected_ = true;
   start_network_threads();
@@ -169,9 +211,16 @@ void Queue::open_channel(int peer, const std::string& segment) {
   channel.freed = &channel.view.counters(rank_).received;
   channel.arrived = &channel.view.counters(rank_).sent;
   channel.in_ring = channel.view.outgoing(rank_);
+  if (!device_rings_) return;
+  channel.out_device = device_rings_->ring(rank_, peer, channel.out.region());
+  channel.in_device = device_rings_->ring(peer, rank_, channel.in.region());
 }
 
-void Queue::unlink_segment() { own_segment_.unlink(); }
+void Queue::unlink_segment() {
+  own_segment_.unlink();
+  if (dropped_rings_) dropped_rings_->free();  // every rank has dropped the rings, too
+  dropped_rings_.reset();
+}
 
 void Queue::pin(std::byte* memory, std::size_t bytes) {
   device_->pin(memory, bytes);
@@ -217,23 +266,56 @@ void Queue::close(double seconds) {
     watchdog_wakes_.notify_one();
     if (watchdog_) watchdog_->join();
     stop_network_threads();
+    network_.clear();
+    wire_.reset();  // before the rings that it uses
     outstanding_.clear();
     finished_.clear();
+    if (idle) close_device_rings();
     if (!failure_->is_set()) store(&layout_.header().state, State::closed);
+  } else {
+    drop_device_rings();
   }
-  own_segment_.unlink();
+  unlink_segment();
   if (gate_) device_->release_gate(*gate_);
   if (!idle) {  // a stream that does not end may still access this memory, so it stays until the process ends
     new std::vector<std::unique_ptr<Segment>>(std::move(peer_segments_));
     new Segment(std::move(own_segment_));
     out_.release();
     in_.release();
+    device_rings_.release();
     return;
   }
   out_.reset();
   in_.reset();
   for (std::byte* memory : pinned_) device_->unpin(memory);
   pinned_.clear();
+}
+
+// Frees our device memory when all ranks of this host have unmapped it. A rank that goes on using the group keeps it
+// mapped. Then the memory stays allocated until this process ends.
+void Queue::close_device_rings() {
+  if (!device_rings_) return;
+  try {
+    device_rings_->unmap();
+  } catch (const std::exception&) {  // after an error of the device, which ends with its process
+    device_rings_.reset();
+    return;
+  }
+  store(&layout_.header().unmapped, 1);
+  const auto in_use = [this](int peer) {
+    return !channels_[peer].remote && !load(&channels_[peer].view.header().unmapped) && !why_gone(peer);
+  };
+  const auto deadline = after_seconds(2);
+  for (int peer = 0; peer < world(); ++peer)
+    while (in_use(peer)) {
+      if (Clock::now() > deadline) {
+        device_rings_.reset();
+        return;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  device_rings_->free();
+  device_rings_.reset();
 }
 
 bool Queue::streams_idle() {

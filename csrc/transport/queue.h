@@ -1,11 +1,12 @@
 // The queue of one group on one device: it moves exchanges between the ranks, by streams of the device and through host
 // memory. For each chunk, the streams do this:
 //
-//   sender's stream      wait until the slot is free | copy to host | sent += 1
-//   receiver's stream    wait for sent | copy from host | received += 1
+//   sender's stream      wait until the slot is free | copy to the ring | sent += 1
+//   receiver's stream    wait for sent | copy from the ring | received += 1
 //
-// Between ranks of one host the counters and rings lie in shared memory, and no host thread moves data. Between hosts,
-// the network threads of each rank carry chunks and counters over TCP; for the streams nothing changes.
+// Between ranks of one host the counters and rings lie in shared memory, and no host thread moves data. The rings may
+// instead lie in the memory of the receiving device (device_rings.h). Between hosts, the network threads of each rank
+// carry chunks and counters; for the streams nothing changes.
 //
 // Why there is no deadlock. Number the operations of an exchange by (exchange, round, distance, send before receive).
 // In a round each rank sends one chunk to every peer and receives one chunk from every peer, nearest peer first. Each
@@ -38,6 +39,7 @@
 #include <vector>
 
 #include "device.h"
+#include "device_rings.h"
 #include "ring.h"
 #include "segment.h"
 #include "segment_layout.h"
@@ -57,6 +59,8 @@ struct Settings {
   std::string bind_to = "127.0.0.1";     // the address at which peers on other hosts connect to this rank
   std::string secret = "";               // that ranks on several hosts share; without it they must be on one machine
   std::size_t network_threads = 2;       // most threads per direction; never more than there are peers on other hosts
+  bool device_rings = false;             // try to put the rings between ranks of one host into device memory
+  std::string nixl_library = "";         // the path of NIXL, which moves chunks between hosts; empty: TCP moves them
   bool early_flag = false;               // a fault for tests: announce chunks before they are copied
   Word first_chunk = 0;                  // for tests: the first value of the counters, e.g. shortly before they wrap
 };
@@ -71,6 +75,7 @@ struct Report {
   std::size_t pinned_bytes = 0;      // host memory that this rank has pinned
   std::size_t ring_bytes = 0;        // memory of the rings that this rank sends from, so far
   std::size_t ring_bound_bytes = 0;  // the most that it can become
+  std::size_t device_bytes = 0;      // device memory of the rings that this rank receives into
   std::uint64_t exchanges = 0, sent_bytes = 0, received_bytes = 0;
 };
 
@@ -119,8 +124,11 @@ class Queue {
   ~Queue();
 
   // The set-up has three steps. All ranks must finish a step before any rank starts the next: each rank publishes its
-  // address, connects to the addresses of all ranks, and unlinks its segment.
+  // address, connects to the addresses of all ranks, and unlinks its segment. With `device_rings` there is a step before
+  // the second one: each rank maps the rings of its host. If one of them cannot, all ranks of the host drop the rings.
   std::string address() const;
+  std::string map_device_rings(const std::vector<std::string>& addresses);  // returns why it cannot; empty if it can
+  void drop_device_rings();  // the rings lie in shared memory then
   // `check` is called several times a second while this rank waits for others; what it throws ends the set-up.
   void connect(const std::vector<std::string>& addresses, const std::function<void()>& check = [] {});
   void unlink_segment();
@@ -145,7 +153,8 @@ class Queue {
     Segment* peer = nullptr;  // the peer's segment, if it is on the same host
     SegmentLayout view;       // of the peer's segment
     Ring out, in;
-    std::byte *out_ring = nullptr, *in_ring = nullptr;
+    std::byte *out_ring = nullptr, *in_ring = nullptr;  // rings in host memory
+    Address out_device = 0, in_device = 0;              // rings in device memory; 0 if they are in host memory
     std::optional<std::size_t> out_level, in_level;  // levels of the rings whose memory is committed and pinned
     Word *sent = nullptr, *received = nullptr;       // our streams write these
     Word *freed = nullptr, *arrived = nullptr;       // our streams wait for these
@@ -156,6 +165,7 @@ class Queue {
     std::unique_ptr<Announcements> their_announcements;  // built from the chunks that arrive
     std::deque<Chunk> pending;        // guarded by pending_mutex_
     std::deque<Chunk> notices;        // exchanges without bytes for the peer; guarded by pending_mutex_
+    std::deque<Chunk> expectations;   // what the peer has to be told; guarded by pending_mutex_
     Word last_heard = 0;              // the number after the latest exchange that the peer has announced
     std::optional<std::string> lost;  // guarded by pending_mutex_
     Word posted = 0, credited = 0;    // only the thread that sends to the peer uses these
@@ -185,6 +195,7 @@ class Queue {
   void agree_on_ring_size(const std::vector<std::string>& addresses);
   void reserve_memory();
   void open_channel(int peer, const std::string& segment);
+  void close_device_rings();
   void pin(std::byte* memory, std::size_t bytes);
   bool streams_idle();
   bool all_delivered() const;
@@ -228,6 +239,7 @@ class Queue {
   SendState send_ready(NetworkThreads& threads);
   bool post_next_chunk(NetworkThreads& threads, int peer);
   bool send_notices(NetworkThreads& threads, int peer);
+  bool send_expectations(NetworkThreads& threads, int peer);
   void send_chunks(NetworkThreads& threads);
   void receive_chunks(NetworkThreads& threads);
 
@@ -238,6 +250,9 @@ class Queue {
   std::unique_ptr<Stream> out_, in_;
   std::optional<Gate> gate_;
   std::unique_ptr<Wire> wire_;
+  std::unique_ptr<DeviceRings> device_rings_;   // empty if all rings are in host memory
+  std::unique_ptr<DeviceRings> dropped_rings_;  // not used, but other ranks may still have them mapped
+  std::string ring_problem_;                    // why there are no device rings, although they are wanted
 
   Segment own_segment_;
   std::size_t ring_capacity_ = 0;

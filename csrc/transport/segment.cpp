@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -126,6 +127,15 @@ void Segment::map(std::size_t bytes) {
   if (data == MAP_FAILED) shared_memory_error("cannot map " + std::to_string(bytes) + " bytes", errno);
   memory_->data = static_cast<std::byte*>(data);
   memory_->bytes = bytes;
+}
+
+void Segment::prefer_node(int node) {
+  constexpr int preferred = 1;  // MPOL_PREFERRED
+  constexpr std::size_t bits = 8 * sizeof(unsigned long), words = 16;
+  if (node < 0 || static_cast<std::size_t>(node) >= bits * words) return;
+  unsigned long nodes[words] = {};
+  nodes[node / bits] = 1ul << node % bits;
+  syscall(SYS_mbind, memory_->data, memory_->bytes, preferred, nodes, bits * words + 1, 0);
 }
 
 void Segment::reserve(std::size_t offset, std::size_t bytes) {

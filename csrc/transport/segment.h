@@ -32,6 +32,8 @@ class Segment {
 
   // Gives the segment its size and maps it. Every rank must give the same size.
   void map(std::size_t bytes);
+  // From now on, takes memory beside a NUMA node if it can. A failure changes the speed only, so it is not reported.
+  void prefer_node(int node);
   // Takes memory for a range of the segment from the system, or throws if /dev/shm is full. Without this call, the
   // first access would end the process with SIGBUS.
   void reserve(std::size_t offset, std::size_t bytes);

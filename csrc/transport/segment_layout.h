@@ -16,6 +16,7 @@ enum State : Word { running = 0, closed = 1, failed = 2 };
 struct Header {  // only the owner of the segment writes it
   char key[Segment::key_bytes];
   Word state;  // written last: when it is `failed`, `error` is complete
+  Word unmapped;  // 1 when the owner has unmapped the device memory of all other ranks
   Word final;  // 1 after a failure, when nothing more will be issued and the final counters below are there
   std::int32_t process;
   std::uint64_t started;    // start time of the process, which tells it from a later process with the same number

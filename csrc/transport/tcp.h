@@ -55,7 +55,27 @@ struct ResolvedAddress {
 
 using Sockets = std::map<int, std::shared_ptr<const Socket>>;  // by peer; all are non-blocking
 
-std::unique_ptr<WireSender> tcp_sender(const Sockets& sockets);
+// A sender over TCP. It can also tell a peer about a chunk that was written by other means.
+class TcpFrames : public WireSender {
+ public:
+  virtual void delivered(int peer, const Chunk& chunk) = 0;
+  void expect(int peer, const Chunk& chunk) override = 0;
+  virtual void close(int peer) = 0;  // ends the connection to this peer, which cannot be reached by other means
+};
+
+// The TCP connections of a rank.
+class TcpConnections : public Wire {
+ public:
+  virtual Sockets sockets(const std::vector<int>& peers) const = 0;
+  virtual const Sockets& sockets() const = 0;  // of all peers
+};
+std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret);
+
+// Sends a text to each peer and returns the text that each peer sends. All peers must do the same.
+std::map<int, std::string> swap_texts(const Sockets& sockets, const std::map<int, std::string>& texts,
+                                      Clock::time_point deadline, const std::function<void()>& check);
+
+std::unique_ptr<TcpFrames> tcp_sender(const Sockets& sockets);
 std::unique_ptr<WireReceiver> tcp_receiver(const Sockets& sockets);
 
 }  // namespace freescale::transport

@@ -14,12 +14,14 @@
 namespace freescale::transport {
 namespace {
 
-enum class FrameType : Word { chunk = 1, credit = 2, abort = 3, announcement = 4 };
+enum class FrameType : Word { chunk = 1, credit = 2, abort = 3, announcement = 4, delivered = 5, expectation = 6 };
 
 struct Frame {
   Word magic;
   FrameType type;
-  Chunk chunk;  // `bytes` bytes follow: those of the chunk or the text of an abort. In a credit, `number` is the count
+  Chunk chunk;  // `body()` bytes follow: those of the chunk or the text of an abort. In a credit, `number` is the count
+  // The bytes of a chunk that was delivered by other means are not in the frame.
+  std::uint64_t body() const { return type == FrameType::delivered ? 0 : chunk.bytes; }
 };
 
 // Waits for some sockets. Another thread can end the wait.
@@ -54,7 +56,7 @@ class Poller {
   std::vector<pollfd> files_;
 };
 
-class TcpSender : public WireSender {
+class TcpSender : public TcpFrames {
  public:
   explicit TcpSender(const Sockets& sockets) {
     for (const auto& [peer, socket] : sockets) links_[peer].socket = socket;
@@ -64,6 +66,18 @@ class TcpSender : public WireSender {
 
   void put(int peer, const Chunk& chunk, const std::byte* data) override {
     send(peer, {{tcp_magic, FrameType::chunk, chunk}, data, {}});
+  }
+  void delivered(int peer, const Chunk& chunk) override {
+    send(peer, {{tcp_magic, FrameType::delivered, chunk}, nullptr, {}});
+  }
+  void expect(int peer, const Chunk& chunk) override {
+    send(peer, {{tcp_magic, FrameType::expectation, chunk}, nullptr, {}});
+  }
+  void close(int peer) override {
+    Link& link = links_.at(peer);
+    link.broken = true;
+    link.frames.clear();
+    shutdown(link.socket->file(), SHUT_RDWR);  // so that our receiver and the peer notice it, too
   }
   void announce(int peer, const Chunk& chunk) override {
     send(peer, {{tcp_magic, FrameType::announcement, chunk}, nullptr, {}});
@@ -84,7 +98,7 @@ class TcpSender : public WireSender {
       link.frames.erase(link.frames.begin() + keep, link.frames.end());
       if (keep && link.frames[0].data) {
         OutgoingFrame& half = link.frames[0];
-        half.text.assign(reinterpret_cast<const char*>(half.data), half.frame.chunk.bytes);
+        half.text.assign(reinterpret_cast<const char*>(half.data), half.frame.body());
         half.data = nullptr;
       }
       link.frames.push_back(std::move(frame));
@@ -105,9 +119,7 @@ class TcpSender : public WireSender {
       auto& [peer, link] = *waiting[i];
       const std::string why = write_some(link);
       if (why.empty()) continue;
-      link.broken = true;
-      link.frames.clear();
-      shutdown(link.socket->file(), SHUT_RDWR);  // so that our receiver notices it, too
+      close(peer);
       callbacks.lost(peer, why);
     }
   }
@@ -137,7 +149,7 @@ class TcpSender : public WireSender {
   static std::string write_some(Link& link) {
     while (!link.frames.empty()) {
       const OutgoingFrame& first = link.frames.front();
-      const std::size_t body = first.frame.chunk.bytes;
+      const std::size_t body = first.frame.body();
       const auto* data = first.data ? first.data : reinterpret_cast<const std::byte*>(first.text.data());
       iovec parts[2];
       int count = 0;
@@ -210,17 +222,18 @@ class TcpReceiver : public WireReceiver {
       const bool in_header = link.got < sizeof(Frame);
       std::byte* target = in_header ? reinterpret_cast<std::byte*>(&link.frame) + link.got
                                   : link.destination + (link.got - sizeof(Frame));
-      const std::size_t end = sizeof(Frame) + (in_header ? 0 : link.frame.chunk.bytes);
+      const std::size_t end = sizeof(Frame) + (in_header ? 0 : link.frame.body());
       const ssize_t size = recv(link.socket->file(), target, end - link.got, 0);
       if (size == 0) return "it closed the connection";
       if (size < 0) return errno == EAGAIN || errno == EINTR ? "" : std::strerror(errno);
       link.got += size;
       if (in_header && link.got == sizeof(Frame)) begin(peer, link, callbacks);
-    } while (link.got < sizeof(Frame) || link.got < sizeof(Frame) + link.frame.chunk.bytes);
+    } while (link.got < sizeof(Frame) || link.got < sizeof(Frame) + link.frame.body());
     link.got = 0;
     const Frame& frame = link.frame;
-    if (frame.type == FrameType::chunk) callbacks.arrived(peer, frame.chunk);
+    if (frame.type == FrameType::chunk || frame.type == FrameType::delivered) callbacks.arrived(peer, frame.chunk);
     if (frame.type == FrameType::announcement) callbacks.announced(peer, frame.chunk);
+    if (frame.type == FrameType::expectation) callbacks.expected(peer, frame.chunk);
     if (frame.type == FrameType::credit) callbacks.credited(peer, frame.chunk.number);
     if (frame.type == FrameType::abort) callbacks.aborted(peer, link.text);
     return "";
@@ -229,11 +242,13 @@ class TcpReceiver : public WireReceiver {
   // Called when the header of a frame is complete: finds the memory for its body.
   static void begin(int peer, Link& link, WireCallbacks& callbacks) {
     const Frame& frame = link.frame;
-    const bool bare = frame.type == FrameType::credit || frame.type == FrameType::announcement;
-    const bool known = bare || frame.type == FrameType::chunk || frame.type == FrameType::abort;
+    const bool bare = frame.type == FrameType::credit || frame.type == FrameType::announcement ||
+                      frame.type == FrameType::expectation;
+    const bool chunk = frame.type == FrameType::chunk || frame.type == FrameType::delivered;
+    const bool known = bare || chunk || frame.type == FrameType::abort;
     if (frame.magic != tcp_magic || !known || (bare && frame.chunk.bytes != 0))
       throw std::runtime_error("network: rank " + std::to_string(peer) + " uses another version of the protocol");
-    if (frame.type == FrameType::chunk) link.destination = callbacks.destination(peer, frame.chunk);
+    if (chunk) link.destination = callbacks.destination(peer, frame.chunk);  // this also checks the chunk
     if (frame.type == FrameType::abort) {
       link.text.assign(std::min<std::uint64_t>(frame.chunk.bytes, 1 << 20), '\0');
       link.frame.chunk.bytes = link.text.size();
@@ -249,7 +264,7 @@ class TcpReceiver : public WireReceiver {
 
 }  // namespace
 
-std::unique_ptr<WireSender> tcp_sender(const Sockets& sockets) { return std::make_unique<TcpSender>(sockets); }
+std::unique_ptr<TcpFrames> tcp_sender(const Sockets& sockets) { return std::make_unique<TcpSender>(sockets); }
 std::unique_ptr<WireReceiver> tcp_receiver(const Sockets& sockets) { return std::make_unique<TcpReceiver>(sockets); }
 
 }  // namespace freescale::transport

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <list>
+#include <thread>
 #include <vector>
 
 #include "tcp_greeting.h"
@@ -22,7 +23,7 @@ void set(const Socket& socket, int level, int option, int value) {
   setsockopt(socket.file(), level, option, &value, sizeof value);  // a failure changes speed, not correctness
 }
 
-class TcpWire : public Wire {
+class TcpWire : public TcpConnections {
  public:
   TcpWire(int rank, const std::string& bind_to, std::string secret) : rank_(rank), secret_(std::move(secret)) {
     ResolvedAddress address(bind_to, "0", AI_PASSIVE);
@@ -68,10 +69,16 @@ class TcpWire : public Wire {
   }
 
   std::unique_ptr<WireSender> sender(const std::vector<int>& peers) override {
-    return tcp_sender(sockets_of(peers));
+    return tcp_sender(sockets(peers));
   }
   std::unique_ptr<WireReceiver> receiver(const std::vector<int>& peers) override {
-    return tcp_receiver(sockets_of(peers));
+    return tcp_receiver(sockets(peers));
+  }
+  const Sockets& sockets() const override { return sockets_; }
+  Sockets sockets(const std::vector<int>& peers) const override {
+    Sockets some;
+    for (const int peer : peers) some[peer] = sockets_.at(peer);
+    return some;
   }
 
  private:
@@ -136,12 +143,6 @@ class TcpWire : public Wire {
     }
   }
 
-  Sockets sockets_of(const std::vector<int>& peers) const {
-    Sockets some;
-    for (const int peer : peers) some[peer] = sockets_.at(peer);
-    return some;
-  }
-
   void add_socket(int peer, Socket socket) {
     set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
     set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30000);  // milliseconds; detects a host that lost power
@@ -162,10 +163,69 @@ class TcpWire : public Wire {
   Sockets sockets_;
 };
 
+// A text that is sent to a peer, and one that is received from it. Before each of them goes its size.
+struct Swap {
+  std::string out, in;
+  std::size_t written = 0;
+  bool done() const {
+    std::uint64_t size;
+    if (written < out.size() || in.size() < sizeof size) return false;
+    std::memcpy(&size, in.data(), sizeof size);
+    if (size > longest) throw std::runtime_error("network: a peer uses another version of the protocol");
+    return in.size() == sizeof size + size;
+  }
+  void step(const Socket& socket) {
+    const ssize_t sent = ::send(socket.file(), out.data() + written, out.size() - written, MSG_NOSIGNAL);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) network_error("a peer cannot be reached", errno);
+    if (sent > 0) written += sent;
+    // Reads no more than this text, because frames of the peer may follow.
+    std::uint64_t size = 0;
+    if (in.size() >= sizeof size) std::memcpy(&size, in.data(), sizeof size);
+    char buffer[4096];
+    const std::size_t end = sizeof size + (in.size() < sizeof size ? 0 : std::min<std::uint64_t>(size, longest));
+    const std::size_t wanted = std::min(sizeof buffer, (in.size() < sizeof size ? sizeof size : end) - in.size());
+    if (wanted == 0) return;
+    const ssize_t got = recv(socket.file(), buffer, wanted, 0);
+    if (got == 0) throw std::runtime_error("network: a peer closed the connection during the set-up");
+    if (got < 0 && errno != EAGAIN && errno != EINTR) network_error("a peer cannot be reached", errno);
+    if (got > 0) in.append(buffer, got);
+  }
+  static constexpr std::uint64_t longest = 16 << 20;
+};
+
 }  // namespace
 
-std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret) {
+std::map<int, std::string> swap_texts(const Sockets& sockets, const std::map<int, std::string>& texts,
+                                      Clock::time_point deadline, const std::function<void()>& check) {
+  std::map<int, Swap> swaps;
+  for (const auto& [peer, text] : texts) {
+    const std::uint64_t size = text.size();
+    swaps[peer].out = std::string(reinterpret_cast<const char*>(&size), sizeof size) + text;
+  }
+  const auto done = [](const auto& entry) { return entry.second.done(); };
+  Clock::time_point next_check{};
+  while (!std::all_of(swaps.begin(), swaps.end(), done)) {
+    const auto now = Clock::now();
+    if (now > deadline) throw std::runtime_error("network: not all peers have described their rings in time");
+    if (now >= next_check) {
+      check();
+      next_check = now + check_interval;
+    }
+    for (auto& [peer, swap] : swaps)
+      if (!swap.done()) swap.step(*sockets.at(peer));
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  std::map<int, std::string> received;
+  for (auto& [peer, swap] : swaps) received[peer] = swap.in.substr(sizeof(std::uint64_t));
+  return received;
+}
+
+std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret) {
   return std::make_unique<TcpWire>(rank, bind_to, secret);
+}
+
+std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret) {
+  return tcp_connections(rank, bind_to, secret);
 }
 
 bool is_loopback(const std::string& address) {

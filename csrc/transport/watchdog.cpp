@@ -175,7 +175,7 @@ bool Queue::nothing_more_is_read(int peer) {
 }
 
 // Ends the waits of our streams that nobody will end any more. A ring whose bytes will not come is filled with ones
-// first: floating-point numbers are NaN then, and integers are -1. The streams copy that into the outputs, so that
+// first (a ring in device memory has ones already): floating-point numbers are NaN then, and integers are -1. The streams copy that into the outputs, so that
 // nobody takes old bytes of the ring for a result. Callers that ask for a result get the failure instead.
 void Queue::release_waits() {
   if (std::unique_lock issue(mutex_, std::try_to_lock); issue && !load(&layout_.header().final))
@@ -185,7 +185,7 @@ void Queue::release_waits() {
   for (int peer = 0; peer < world(); ++peer) {
     Channel& channel = channels_[peer];
     if (!channel.arrived_release && (overdue || nothing_more_arrives(peer))) {
-      std::memset(channel.in_ring, 0xFF, channel.in.region());
+      if (!channel.in_device) std::memset(channel.in_ring, 0xFF, channel.in.region());
       channel.arrived_release = load(channel.arrived) + released;
     }
     if (!channel.freed_release && (overdue || nothing_more_is_read(peer)))

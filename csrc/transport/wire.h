@@ -1,6 +1,6 @@
 // The network between hosts. The interface is one-sided: a chunk that a sender puts appears in the ring of the peer,
-// and then the peer's `arrived` counter grows. TCP implements it (tcp_wire.cpp, tcp_endpoints.cpp). An RDMA
-// implementation could write into the peer's memory behind the same calls.
+// and then the peer's `arrived` counter grows. TCP implements it (tcp_wire.cpp, tcp_endpoints.cpp), and so does NIXL, which
+// writes into the peer's memory over RDMA (nixl_wire.cpp).
 //
 // Both directions and several peers move at the same time. Each sender and each receiver serves some of the peers, and
 // one thread uses it.
@@ -38,6 +38,7 @@ class WireCallbacks {
   virtual std::byte* destination(int peer, const Chunk& chunk) = 0;  // where its bytes go; throws on an invalid chunk
   virtual void arrived(int peer, const Chunk& chunk) = 0;            // all its bytes are there
   virtual void announced(int peer, const Chunk& chunk) = 0;          // the peer sends nothing in this exchange
+  virtual void expected(int peer, const Chunk& chunk) = 0;           // the peer has issued this exchange, and expects `total`
   virtual void credited(int peer, Word received) = 0;                // the peer has received this many chunks
   virtual void aborted(int peer, const std::string& why) = 0;        // the peer has failed for this reason
   virtual void lost(int peer, const std::string& why) = 0;           // the connection is lost; nothing more will come
@@ -61,9 +62,16 @@ class WireReceiver : public WireEndpoint {
 class WireSender : public WireEndpoint {
  public:
   virtual bool idle(int peer) const = 0;  // whether everything for this peer has been handed to the network
+  virtual bool ready(int peer) const { return idle(peer); }  // whether it takes another chunk
   virtual void put(int peer, const Chunk& chunk, const std::byte* data) = 0;  // data stays valid until it is credited
   virtual void announce(int peer, const Chunk& chunk) = 0;  // an exchange without bytes for this peer
   virtual void credit(int peer, Word received) = 0;
+  // Some networks let the peer's stream use a chunk before a thread of the peer has checked it. They need to know what the
+  // peer expects: expect() says it to the peer, and permit() says that the peer's word on all exchanges before this one has
+  // come and fits. Any thread may call permit().
+  virtual bool needs_expectations() const { return false; }
+  virtual void expect(int /*peer*/, const Chunk& /*chunk*/) {}
+  virtual void permit(int /*peer*/, Word /*exchange*/) {}
   // Tells every peer the reason of a failure. Afterwards the data of put() are not read any more.
   virtual void abort(const std::string& why) = 0;
 };
@@ -77,6 +85,9 @@ class Wire {
  public:
   virtual ~Wire() = default;
   virtual std::string address() const = 0;  // the address that peers connect to
+  // Before connect(): the rings for and from this peer, and the counter of the chunks that have arrived from it. They stay
+  // valid as long as this object lives.
+  virtual void use_rings(int /*peer*/, std::byte* /*out*/, std::byte* /*in*/, std::size_t /*bytes*/, Word* /*arrived*/) {}
   // Connects to all peers at the same time. Calls `check` several times a second; what it throws ends the set-up.
   virtual void connect(const std::map<int, WirePeer>& peers, Clock::time_point deadline,
                        const std::function<void()>& check) = 0;
@@ -87,6 +98,9 @@ class Wire {
 
 // A rank that listens at `bind_to` and accepts only peers that prove to know `secret`.
 std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret);
+// The same, but chunks are written by NIXL, whose `library` is loaded. Throws with the reason if NIXL cannot start.
+std::unique_ptr<Wire> nixl_wire(const std::string& library, int rank, const std::string& bind_to,
+                                const std::string& secret);
 // Whether only processes of this machine can reach the address.
 bool is_loopback(const std::string& address);
 

@@ -1,4 +1,7 @@
-"""``freescale doctor``: what is installed, what fits, which transport would be used on this machine, and what to fix."""
+"""``freescale doctor``: what is installed, what fits, which transport would be used on this machine, and what to fix.
+
+``freescale doctor --time`` also starts two ranks on this machine, or one for each GPU, and times every engine that can run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import re
 import resource
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from lightning_freescale.transport import capabilities
 from lightning_freescale.transport.addresses import shared_secret
 from lightning_freescale.transport.choice import Capabilities, decide
 from lightning_freescale.transport.choice_table import choice_rows
+from lightning_freescale.transport.engine_timing import EngineTime, time_engines
+from lightning_freescale.transport.nixl import nixl_library, rdma_devices
 
 ENOUGH_SHARED_MEMORY = 1 << 30  # bytes; with less, the buffers of several groups are small
 ENOUGH_DESCRIPTORS = 1024
@@ -99,8 +103,7 @@ def _devices(found: Capabilities) -> list[Finding]:
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     reachable = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    rdma = Path("/sys/class/infiniband")
-    cards = sorted(card.name for card in rdma.iterdir()) if rdma.is_dir() else []
+    cards = rdma_devices()
     built = torch.version.cuda
     return [
         Finding(
@@ -113,6 +116,7 @@ def _devices(found: Capabilities) -> list[Finding]:
         Finding("peer access", f"{reachable} of {len(pairs)} pairs of devices" if pairs else "no pairs of devices"),
         Finding("NCCL", nccl),
         Finding("RDMA", ", ".join(cards) if cards else "no device"),
+        Finding("NIXL", nixl_library() or "not installed; it is needed for RDMA without NCCL"),
     ]
 
 
@@ -161,14 +165,38 @@ def _transports(found: Capabilities) -> list[Finding]:
     for one_host in (True, False):
         choice = decide("auto", device, True, one_host, found)
         where = "one host" if one_host else "several hosts"
-        findings.append(Finding(f"transport='auto', {where}", f"{choice.backend}: {choice.reason}"))
+        findings.append(Finding(f"transport='auto', {where}", f"{choice.engine}: {choice.reason}"))
     return findings
+
+
+def timing_lines(times: Sequence[EngineTime]) -> list[str]:
+    """One line for each engine."""
+    width = max(len(time.engine) for time in times)
+    return [
+        f"  {time.engine:<{width}}  "
+        + (
+            f"cannot run: {time.problem}"
+            if time.gb_per_second is None
+            else f"{time.gb_per_second:7.2f} GB/s that leave a rank, {time.microseconds:8.0f} us for a small exchange"
+        )
+        for time in times
+    ]
+
+
+def _print_times() -> None:
+    device, count = ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", 0)
+    ranks = max(2, count)
+    where = f"{count} GPUs" if count else "the CPU, where threads stand for copy engines"
+    print(f"\n{ranks} ranks on {where}, 64 MiB that leave each rank:", flush=True)
+    for line in timing_lines(time_engines(device, ranks)):
+        print(line)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "freescale doctor") -> int:
     """Print the findings. The exit code is 1 if something has to be fixed."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--table", action="store_true", help="also show what transport='auto' chooses elsewhere")
+    parser.add_argument("--time", action="store_true", help="also time each engine that can run, a few seconds each")
     options = parser.parse_args(argv)
     findings = inspect()
     width = max(len(finding.name) for finding in findings)
@@ -177,7 +205,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "freescale doctor") -> i
     if options.table:
         print("\ntransport='auto' chooses:")
         for row in choice_rows():
-            print(f"  {', '.join(row[:5])}: {row[5]}, {row[6]}")
+            print(f"  {', '.join(row[:-2])}: {row[-2]}, {row[-1]}")
+    if options.time:
+        _print_times()
     to_fix = [finding for finding in findings if finding.fix]
     print("\nTo fix:" if to_fix else "\nNothing to fix.")
     for finding in to_fix:

@@ -95,7 +95,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
             ``{"rows": "bfloat16"}``. It applies to ``EmbeddingCollection``. ``"bfloat16"`` rounds, so the training differs.
         transport: what moves ids, rows and gradients. ``"host"`` uses copy engines and host memory, so that the exchange
             takes no SMs from the compute. ``"auto"`` is gloo on CPU. On CUDA it is ``"host"`` if exchanges are
-            prioritized and all ranks share a host, and NCCL otherwise.
+            prioritized and all ranks share a host or the hosts have RDMA and NIXL, and NCCL otherwise.
         loss_reduction: what the loss of ``training_step`` is a mean over: ``"sample"`` or ``"token"`` (events of the
             histories). The loss of each rank is weighted by its share of the global batch, so that the gradient is that
             of the mean over the global batch. An attribute ``loss_reduction`` of the model takes precedence.

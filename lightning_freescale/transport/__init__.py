@@ -11,6 +11,9 @@ Importing this package registers the torch.distributed backend ``"freescale"``. 
 - ``host_staged``: the mover of CUDA tensors. It wraps the C++ queue of ``csrc/transport``.
 - ``gloo``: the mover of CPU tensors.
 - ``rank_buffers``: the tensors of a collective as one byte buffer per rank, the form that both movers take.
+- ``nixl``: where NIXL is installed, and whether this machine has RDMA.
+- ``engine_timing``: times each engine that can start on this machine.
+- ``rings``: whether the buffers between ranks of one host lie in host memory or in GPU memory.
 - ``rendezvous``: how ranks meet before the first transfer, over the group's store.
 - ``addresses``: which ranks share a host, at which address a rank is reached, and the secret of the group.
 - ``errors``: the error of a transfer that fails.

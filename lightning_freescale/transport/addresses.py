@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from json import dumps, loads
 from pathlib import Path
@@ -56,16 +57,22 @@ class Place:
         host: ranks with equal values share memory.
         machine: ranks with equal values reach each other over the loopback interface.
         address: the address at which other machines reach this rank; empty if this rank cannot tell.
+        gpu: identity of its GPU; empty on a CPU.
+        peers: identities of the GPUs that its GPU has peer access to.
+        no_rdma: why this rank cannot use RDMA; empty if it can.
     """
 
     host: str
     machine: str
     address: str
+    gpu: str = ""
+    peers: Sequence[str] = ()
+    no_rdma: str = "not looked for"
 
     @classmethod
-    def of_this_rank(cls) -> Place:
+    def of_this_rank(cls, gpu: str = "", peers: Sequence[str] = (), no_rdma: str = "not looked for") -> Place:
         given = os.environ.get("FREESCALE_ADDRESS")
-        return cls(host_id(), machine_id(), given or _address_towards_master())
+        return cls(host_id(), machine_id(), given or _address_towards_master(), gpu, peers, no_rdma)
 
     def as_text(self) -> str:
         return dumps(asdict(self))

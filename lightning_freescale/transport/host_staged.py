@@ -1,8 +1,9 @@
-"""Moves tensors through pinned host memory by copy engines. No kernel runs, and between ranks of one host no thread moves data.
+"""Moves tensors by copy engines, through pinned host memory. No kernel runs, and between ranks of one host no thread moves data.
 
 For each buffer, a stream copies it from the device to shared memory and increments a counter. The stream of the receiving rank
 waits for the counter and copies the data to its device. What a rank sends to itself takes the same path: a direct copy within
-a device would be shorter, but the GPU runs such copies on its SMs. ``csrc/README.md`` and ``csrc/transport/queue.h`` describe
+a device would be shorter, but the GPU runs such copies on its SMs. The buffers between ranks of one host can also lie in the
+memory of the receiving GPU (``rings.py``). ``csrc/README.md`` and ``csrc/transport/queue.h`` describe
 the protocol.
 """
 
@@ -27,6 +28,7 @@ from typing_extensions import override
 from lightning_freescale import _C
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError
 from lightning_freescale.runtime.streams import current_stream_handle
+from lightning_freescale.transport import nixl, rings
 from lightning_freescale.transport.addresses import Place, address_of, shared_secret
 from lightning_freescale.transport.errors import TransportError
 from lightning_freescale.transport.options import Options
@@ -167,7 +169,9 @@ class HostStagedMover:
     def _set_up(self, rendezvous: Rendezvous, rank: int, options: Options, early_flag: bool) -> _C.TransportQueue:
         """Make the queue of this rank and connect it to those of all ranks. A collective."""
         cpp_device = _device(self.device)
-        places = [Place.from_text(text) for text in rendezvous.share("places", Place.of_this_rank().as_text())]
+        own = Place.of_this_rank(*rings.gpu_of(self.device), no_rdma=nixl.why_no_rdma())
+        places = [Place.from_text(text) for text in rendezvous.share("places", own.as_text())]
+        placement = rings.place_rings(options.rings, rank, places)
         self.hosts = [place.host for place in places]
         several = len(set(self.hosts)) > 1
         queue = _C.TransportQueue(
@@ -181,9 +185,13 @@ class HostStagedMover:
             bind_to=address_of(rank, places) if several else "127.0.0.1",
             secret=shared_secret() if several else "",
             network_threads=options.network_threads,
+            device_rings=placement.on_device,
+            nixl_library=nixl.library_of_group(options.network, places),
             early_flag=early_flag,
         )
-        queue.connect(rendezvous.share("addresses", queue.address()), rendezvous.raise_failure)
+        addresses = rendezvous.share("addresses", queue.address())
+        rings.map_rings(queue, options.rings, rank, placement, rings.Meeting(rendezvous, self.hosts, addresses))
+        queue.connect(addresses, rendezvous.raise_failure)
         rendezvous.share("connected", "")
         return queue
 
@@ -227,7 +235,8 @@ class HostStagedMover:
         """Memory and traffic so far.
 
         ``pinned_bytes``: host memory that this rank has pinned. ``ring_bytes`` and ``ring_bound_bytes``: memory of the ring
-        buffers that it sends from, now and at most. ``exchanges``, ``sent_bytes``, ``received_bytes``: totals.
+        buffers that it sends from, now and at most. ``device_bytes``: GPU memory of the ring buffers that it receives into,
+        if they are in GPU memory. ``exchanges``, ``sent_bytes``, ``received_bytes``: totals.
         """
         return self._queue.report()
 

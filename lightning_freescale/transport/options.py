@@ -33,6 +33,11 @@ class Options:
             other hosts, a rank receives into as much again.
         network_threads: most threads that send to other hosts, and most that receive from them
             (``FREESCALE_NETWORK_THREADS``). There are never more than ranks on other hosts.
+        rings: where the buffers between ranks of one host lie (``FREESCALE_RINGS``). ``"host"`` is pinned host memory.
+            ``"device"`` is the memory of the receiving GPU, ``buffer_bytes`` of it for each rank and group, reserved at set-up.
+            ``"auto"`` is ``"device"`` if no ranks share a GPU and all GPUs of the host have peer access to each other.
+        network: what moves data between hosts (``FREESCALE_NETWORK``). ``"tcp"`` is TCP. ``"nixl"`` is NIXL, over RDMA.
+            ``"auto"`` is NIXL if it is installed and every host has an RDMA device, otherwise TCP.
         reductions: the backend of CUDA tensors for every collective that the transport does not implement. ``"auto"`` is
             NCCL if torch was built with it, otherwise gloo. CPU tensors always use gloo.
         cpu: what moves CPU tensors. ``"gloo"``, or ``"queue"``: the queue that moves CUDA tensors, with threads instead of
@@ -43,6 +48,12 @@ class Options:
     chunk_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_CHUNK_BYTES", 8 << 20))
     buffer_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_BUFFER_BYTES", 256 << 20))
     network_threads: int = field(default_factory=lambda: _from_environment("FREESCALE_NETWORK_THREADS", 2))
+    rings: Literal["auto", "host", "device"] = field(
+        default_factory=lambda: os.environ.get("FREESCALE_RINGS", "auto")  # type: ignore[arg-type, return-value]
+    )
+    network: Literal["auto", "tcp", "nixl"] = field(
+        default_factory=lambda: os.environ.get("FREESCALE_NETWORK", "auto")  # type: ignore[arg-type, return-value]
+    )
     reductions: Literal["auto", "nccl", "gloo"] = "auto"
     cpu: Literal["gloo", "queue"] = "gloo"
 
@@ -52,7 +63,13 @@ class Options:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: must be at least 4096 bytes")
         if self.network_threads < 1:
             raise ConfigurationError(f"network_threads={self.network_threads}: must be at least 1")
-        choices = {"priority": ("high", "low"), "reductions": ("auto", "nccl", "gloo"), "cpu": ("gloo", "queue")}
+        choices = {
+            "priority": ("high", "low"),
+            "rings": ("auto", "host", "device"),
+            "network": ("auto", "tcp", "nixl"),
+            "reductions": ("auto", "nccl", "gloo"),
+            "cpu": ("gloo", "queue"),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(repr, allowed))}")

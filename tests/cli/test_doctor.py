@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from lightning_freescale.cli import doctor
 from lightning_freescale.cli import main as cli
 from lightning_freescale.runtime.requirements import FBGEMM_FOR_TORCH
 from lightning_freescale.transport.choice import Capabilities
-from lightning_freescale.transport.choice_table import choice_rows, choice_table
+from lightning_freescale.transport.choice_table import WORDS, choice_rows, choice_table
+from lightning_freescale.transport.engine_timing import EngineTime, engines, time_engines
 from tests.ranks import run_ranks
 
 OPTIONS = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -93,9 +95,28 @@ def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert cli.main(["doctor", "--table"]) == 1
     printed = capsys.readouterr().out
     assert "open files: ulimit -n 1024" in printed
-    assert all(row[6] in printed for row in choice_rows())
+    assert all(row[-1] in printed for row in choice_rows())
 
 
 def test_the_documentation_has_the_table_of_the_code() -> None:
     assert choice_table() in OPTIONS.read_text()
-    assert len(choice_rows()) == len({row[:5] for row in choice_rows()}), "no situation may have two choices"
+    situations = [row[1:-2] for row in choice_rows() if row[0] == "CUDA"]
+    exact = {values for row in situations for values in product(*map(_meanings, row, WORDS.values()))}
+    covered = sum(2 ** row.count("any") for row in situations)
+    assert covered == len(exact) == 2 ** len(WORDS), "every situation must have one choice"
+
+
+def _meanings(word: str, both: tuple[str, str]) -> tuple[str, ...]:
+    return both if word == "any" else (word,)
+
+
+def test_the_command_times_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("for machines without CUDA")
+    times = time_engines("cpu", 2, mebibytes=1, repeats=2)
+    assert [time.engine for time in times] == [engine.name for engine in engines("cpu")]
+    assert all(time.problem or (time.gb_per_second and time.microseconds) for time in times)
+    assert not times[0].problem, "gloo runs everywhere"
+    lines = doctor.timing_lines([*times, EngineTime("pigeons", problem="no bread")])
+    assert "GB/s" in lines[0]
+    assert lines[-1].endswith("cannot run: no bread")

@@ -1,9 +1,15 @@
-"""Runs the GPU checks with several ranks on one GPU, each rank in a new process.
+"""Runs the GPU checks with several ranks, each rank in a new process.
 
-    python3 tests/transport/gpu_cluster.py 2 [SCENARIO ...] [--exchanges 10000] [--output FILE]
+    python3 tests/transport/gpu_cluster.py 2 [SCENARIO ...] [--engine host] [--exchanges 10000] [--output FILE]
 
-If MPS is installed, it limits each rank to its share of the SMs. A single rank runs without MPS. After a failure, the remaining
-scenarios run in new processes. It needs what gpu_ranks.py needs.
+If there are as many GPUs as ranks, each rank has its own. Otherwise all ranks share one GPU, and if MPS is installed, it limits
+each rank to its share of the SMs. A single rank runs without MPS. After a failure, the remaining scenarios run in new processes.
+It needs what gpu_ranks.py needs.
+
+The engine says how data move. With `host` they go through pinned host memory, with `ipc` through the memory of the receiving GPU.
+If the driver does not share memory between the processes, `ipc` fails at set-up with the error of the driver. With `tcp` and
+`nixl` the ranks treat each other as separate hosts. `nixl` uses TCP over the loopback interface unless UCX_TLS and
+UCX_NET_DEVICES say otherwise, and needs NIXL (FREESCALE_NIXL_LIBRARY is the path of libnixl_capi.so).
 """
 
 from __future__ import annotations
@@ -36,17 +42,43 @@ SCENARIOS = [
     "proof",
     "hosts",
     "profile",
+    "timeout",
     "death",
 ]
+# Copies between ranks that share a GPU run on its SMs, so what is left out needs copy engines, or takes a certain time.
+ON_DEVICE = ["dtypes", "exact", "early_flag", "host_goes_on", "dropped", "timeout", "death"]
+BETWEEN_HOSTS = ["dtypes", "exact", "host_goes_on", "dropped", "timeout", "death"]
+# For each engine: its scenarios, and environment variables in which {rank} stands for the rank.
+ENGINES: dict[str, tuple[list[str], dict[str, str]]] = {
+    "host": (SCENARIOS, {"FREESCALE_RINGS": "host"}),
+    "ipc": (ON_DEVICE, {"FREESCALE_RINGS": "device"}),
+    "tcp": (BETWEEN_HOSTS, {"FREESCALE_HOST_ID": "node{rank}", "FREESCALE_NETWORK": "tcp"}),
+    "nixl": (
+        BETWEEN_HOSTS,
+        {
+            "FREESCALE_HOST_ID": "node{rank}",
+            "FREESCALE_NETWORK": "nixl",
+            "UCX_TLS": os.environ.get("UCX_TLS", "tcp"),
+            "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
+        },
+    ),
+}
 Environment = dict[str, str]
+
+
+def gpus() -> int:
+    """The number of GPUs of this machine."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return len(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines())
 
 
 @contextlib.contextmanager
 def shared_gpu(world: int) -> Iterator[Environment]:
     """The environment variables of ranks that use the GPU at the same time."""
     control = shutil.which("nvidia-cuda-mps-control")
-    if world == 1 or control is None:
-        if world > 1:
+    enough = gpus() >= world
+    if enough or control is None:
+        if not enough:
             print("MPS is not installed, so the ranks take turns on the GPU", flush=True)
         yield {}
         return
@@ -61,6 +93,11 @@ def shared_gpu(world: int) -> Iterator[Environment]:
                 subprocess.run([control], input="quit\n", text=True, env=os.environ | places, check=False, timeout=30)
 
 
+def of_rank(variables: Environment, rank: int) -> Environment:
+    """The environment variables of one rank."""
+    return {name: value.format(rank=rank) for name, value in variables.items()} | {"RANK": str(rank)}
+
+
 def run_ranks(world: int, command: list[str], extra: Environment, seconds: float) -> tuple[bool, str]:
     """Run ``command`` on every rank and print its output as it comes. A rank that fails ends the others.
 
@@ -70,14 +107,15 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | extra | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    own_gpu = gpus() >= world
     output = []
     with tempfile.NamedTemporaryFile("w") as written, open(written.name) as read:
         ranks = [
             subprocess.Popen(
                 [sys.executable, *command],
-                env=environment | {"RANK": str(rank)},
+                env=environment | of_rank(extra, rank) | {"LOCAL_RANK": str(rank if own_gpu else 0)},
                 stdout=written,
                 stderr=subprocess.STDOUT,
             )
@@ -98,11 +136,19 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
     return not any(status), "".join(output)
 
 
-def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> tuple[list[str], str]:
-    """Run the scenarios and print the output of the ranks. Returns the scenarios that failed, and the whole output."""
+def run(
+    world: int, scenarios: list[str] | None = None, exchanges: int = 10_000, engine: str = "host"
+) -> tuple[list[str], str]:
+    """Run the scenarios, or all of the engine, and print the output of the ranks.
+
+    Returns:
+        the scenarios that failed, and the whole output.
+    """
     script = str(Path(__file__).with_name("gpu_ranks.py"))
-    failed, left, printed = [], list(scenarios), ""
+    every, variables = ENGINES[engine]
+    failed, left, printed = [], list(scenarios or every), ""
     with shared_gpu(world) as environment:
+        environment |= variables
         while left:
             command = [script, *left, "--exchanges", str(exchanges)]
             good, output = run_ranks(world, command, environment, 60 + 60 * len(left))
@@ -115,28 +161,29 @@ def run(world: int, scenarios: list[str], exchanges: int = 10_000) -> tuple[list
     return failed, printed
 
 
-def results(world: int, printed: str) -> dict[str, object]:
+def results(world: int, printed: str, engine: str) -> dict[str, object]:
     """The results that rank 0 printed for each scenario, in the form of a result file."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     machine = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    if world > 1:
+    if gpus() < world:
         machine += f" as {world} ranks, MPS shares its cores out"
     lines = re.findall(r"^rank 0 (\w+): (.*)$", printed, re.MULTILINE)
-    rows = [{"ranks": world, "check": check, "result": result} for check, result in lines]
+    rows = [{"ranks": world, "engine": engine, "check": check, "result": result} for check, result in lines]
     return report.head("transport checks", machine, "tests/transport/gpu_cluster.py") | {"results": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", type=int)
-    parser.add_argument("scenarios", nargs="*", default=SCENARIOS)
+    parser.add_argument("scenarios", nargs="*", help="default: all of the engine")
+    parser.add_argument("--engine", choices=ENGINES, default="host")
     parser.add_argument("--exchanges", type=int, default=10_000)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results of rank 0 to this file, as JSON")
     args = parser.parse_args()
-    failed, printed = run(args.world, args.scenarios, args.exchanges)
+    failed, printed = run(args.world, args.scenarios, args.exchanges, args.engine)
     if args.output:
-        args.output.write_text(json.dumps(results(args.world, printed), indent=1) + "\n")
-    print(f"{args.world} ranks: {'FAILED: ' + ' '.join(failed) if failed else 'all ok'}", flush=True)
+        args.output.write_text(json.dumps(results(args.world, printed, args.engine), indent=1) + "\n")
+    print(f"{args.world} ranks, {args.engine}: {'FAILED: ' + ' '.join(failed) if failed else 'all ok'}", flush=True)
     sys.exit(bool(failed))
 
 

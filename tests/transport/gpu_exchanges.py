@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from datetime import timedelta
 from typing import Any
@@ -80,6 +81,10 @@ def exact(cluster: GpuRank, args: Any) -> str:
     assert wrong == 0, f"{wrong} wrong bytes"
     assert wrong_by_gloo == 0, f"{wrong_by_gloo} bytes differ from gloo's"
     report = group.report()
+    on_device = any(found["device_bytes"] for found in report.values())
+    assert on_device == (os.environ.get("FREESCALE_RINGS") == "device"), (
+        f"the buffers are in the wrong memory: {report}"
+    )
     dist.destroy_process_group(group)
     return f"{args.exchanges} exchanges, 0 wrong bytes, {report}"
 

@@ -20,7 +20,8 @@ rank_buffers = importlib.import_module("lightning_freescale.transport.rank_buffe
 collectives = importlib.import_module("tests.transport.collectives")
 
 
-def new_group(**options: Any) -> Any:
-    """A freescale group of all ranks whose other collectives use gloo."""
+def new_group(seconds: float = 20, **options: Any) -> Any:
+    """A freescale group of all ranks whose other collectives use gloo. ``seconds`` is its timeout."""
     options = {"reductions": "gloo"} | options
-    return dist.new_group(backend="freescale", pg_options=transport.Options(**options), timeout=timedelta(seconds=20))
+    limit = timedelta(seconds=seconds)
+    return dist.new_group(backend="freescale", pg_options=transport.Options(**options), timeout=limit)

@@ -34,6 +34,7 @@ SCENARIOS: dict[str, Callable[[GpuRank, Any], str]] = {
     "proof": gpu_proof.proof,
     "profile": gpu_proof.profile,
     "hosts": gpu_exchanges.hosts,
+    "timeout": gpu_semantics.timeout,
     "death": gpu_semantics.death,  # must be the last one, because it ends a rank
 }
 

@@ -92,6 +92,35 @@ def priorities(cluster: GpuRank, args: Any) -> str:
     return f"high {took * 1e3:.2f} ms beside the low one of {whole * 1e3:.1f} ms; alone {alone * 1e3:.2f} ms"
 
 
+def timeout(cluster: GpuRank, args: Any) -> str:
+    """When a rank is late, every rank raises an error that names it, and what did not come is NaN."""
+    group, world = new_group(seconds=3), cluster.world
+    send = torch.ones(world << 20, device=cluster.device)
+    received = torch.zeros_like(send)
+    dist.all_to_all_single(received, send, group=group)
+    assert bool((received == 1).all()), "the first exchange moved wrong bytes"
+    cluster.meet()
+    began, text = time.monotonic(), ""
+    if cluster.rank != world - 1:
+        try:
+            dist.all_to_all_single(received, send, group=group, async_op=True).wait()
+            torch.cuda.synchronize()  # returns although the data never arrive
+            dist.all_to_all_single(received, send, group=group)
+        except transport.TransportError as error:
+            text = str(error)
+        torch.cuda.synchronize()
+        assert bool(received.view(world, -1)[-1].isnan().all()), "what did not come must be NaN"
+    else:
+        assert eventually(lambda: transport.failed_transfer() is not None, 20), "the late rank must hear of the failure"
+        text = str(transport.failed_transfer())
+    took = time.monotonic() - began
+    assert f"bytes from rank {world - 1}" in text, f"the error must name the late rank, but is {text!r}"
+    assert took < 15, f"the error came after {took:.1f} s"
+    cluster.meet()
+    dist.destroy_process_group(group)
+    return f"after {took:.2f} s: {text}"
+
+
 def death(cluster: GpuRank, args: Any) -> str:
     """When a rank dies, the others raise an error that names it, even if their host waits for the device."""
     group, world = new_group(), cluster.world

@@ -75,3 +75,21 @@ def test_auto_is_nccl_on_several_hosts() -> None:
     choice = choose("auto", CUDA, overlapped=True, one_host=False, found=found)
     assert (choice.backend, choice.sm_free) == ("nccl", False)
     assert "several hosts" in choice.reason
+    assert "not looked for" in choice.reason  # it says why there is no RDMA
+
+
+@pytest.mark.parametrize(
+    ("one_host", "peer_access", "no_rdma", "engine", "sm_free"),
+    [
+        (True, False, "no device", "host staging", True),
+        (True, True, "no device", "peer copies", False),
+        (False, True, "", "host staging over NIXL", True),
+        (False, True, "no device", "host staging over TCP", True),
+    ],
+)
+def test_the_engine_follows_from_the_machine(
+    one_host: bool, peer_access: bool, no_rdma: str, engine: str, sm_free: bool
+) -> None:
+    found = Capabilities(True, "", "13.0", 2, 1 << 30, "host", True, peer_access, no_rdma)
+    choice = choose("host", CUDA, overlapped=True, one_host=one_host, found=found)
+    assert (choice.backend, choice.engine, choice.sm_free) == ("freescale", engine, sm_free)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -53,7 +54,15 @@ def _queue_on_fake_gpu(rank: int, world: int, driver: str, host: str, **options:
     queue = _C.TransportQueue(
         device=device, rank=rank, hosts=rendezvous.share("hosts", host), bind_to="127.0.0.1", secret="", **settings
     )
-    queue.connect(rendezvous.share("addresses", queue.address()), rendezvous.raise_failure)
+    addresses = rendezvous.share("addresses", queue.address())
+    if options.get("device_rings"):
+        problems = rendezvous.share("rings", queue.map_device_rings(addresses))
+        if "FAKE_GPU_RINGS" in os.environ:
+            assert all(os.environ["FAKE_GPU_RINGS"] in problem for problem in problems), problems
+            queue.drop_device_rings()
+        else:
+            assert problems == [""] * world
+    queue.connect(addresses, rendezvous.raise_failure)
     rendezvous.share("connected", "")
     queue.unlink_segment()
     return queue
@@ -70,24 +79,61 @@ def _all_to_all(queue: Any, rank: int, world: int, seed: int) -> tuple[Any, ...]
     return exchange, source, output, right
 
 
-def _exchange_on_fake_gpu(rank: int, world: int, driver: str, priority: str) -> None:
+def _exchange_on_fake_gpu(rank: int, world: int, driver: str, priority: str, device_rings: bool) -> dict[str, int]:
     # Ranks 0 and 2 share a host, rank 1 is on another one.
-    queue = _queue_on_fake_gpu(rank, world, driver, f"host{rank % 2}", high_priority=priority == "high")
+    options = {"high_priority": priority == "high", "device_rings": device_rings}
+    queue = _queue_on_fake_gpu(rank, world, driver, f"host{rank % 2}", **options)
     outstanding = [_all_to_all(queue, rank, world, seed) for seed in range(30)]
     for exchange, _, output, right in outstanding:
         exchange.block_stream(0)
         exchange.wait(20)
         assert exchange.done()
         assert same_bits(output, right)
-    assert queue.report()["ring_bytes"] > 0
+    report = queue.report()
+    assert report["ring_bytes"] > 0
     dist.barrier()
     queue.close(10)
     assert queue.failure() is None
+    return report
 
 
 @pytest.mark.parametrize("priority", ["low", "high"])
 def test_driver_calls_follow_the_rules_of_cuda(driver: Path, priority: str) -> None:
-    run_ranks(_exchange_on_fake_gpu, 3, (3, str(driver), priority))
+    run_ranks(_exchange_on_fake_gpu, 3, (3, str(driver), priority, False))
+
+
+def _memory_of_fake_gpus() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith("fake-gpu-")]
+
+
+@pytest.mark.parametrize("priority", ["low", "high"])
+def test_rings_in_device_memory_follow_the_rules_of_cuda(driver: Path, priority: str) -> None:
+    before = _memory_of_fake_gpus()
+    reports = run_ranks(_exchange_on_fake_gpu, 3, (3, str(driver), priority, True))
+    assert [report["device_bytes"] for report in reports] == [1 << 20] * 3
+    assert _memory_of_fake_gpus() == before  # it is freed, after the other ranks have unmapped it
+
+
+@pytest.mark.parametrize(("variable", "call"), [("CANNOT_MAP", "OpenMemHandle"), ("WITHOUT_IPC", "GetMemHandle")])
+def test_rings_fall_back_to_host_memory_if_the_driver_cannot_share(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, variable: str, call: str
+) -> None:
+    monkeypatch.setenv(f"FAKE_GPU_{variable}", "1")
+    monkeypatch.setenv("FAKE_GPU_RINGS", f"cuIpc{call} failed")
+    before = _memory_of_fake_gpus()
+    reports = run_ranks(_exchange_on_one_host, 2, (str(driver),))
+    assert [report["device_bytes"] for report in reports] == [0, 0]
+    assert _memory_of_fake_gpus() == before
+
+
+def _exchange_on_one_host(rank: int, driver: str) -> dict[str, int]:
+    queue = _queue_on_fake_gpu(rank, 2, driver, "one", device_rings=True)
+    exchange, _, output, right = _all_to_all(queue, rank, 2, 0)
+    exchange.wait(20)
+    assert same_bits(output, right)
+    dist.barrier()
+    queue.close(10)
+    return queue.report()
 
 
 def _copy_to_pageable_memory(driver: str) -> None:
@@ -117,24 +163,28 @@ def test_an_exchange_ends_while_its_caller_waits_inside_the_driver(driver: Path,
     run_ranks(_exchange_with_a_late_rank, 2, (str(driver), host), timeout=20)
 
 
-def _exchange_without_the_peer(rank: int, driver: str, host: str) -> str:
+def _exchange_without_the_peer(rank: int, driver: str, host: str, device_rings: bool) -> str:
     # Only rank 1 has a short timeout. As the higher rank it waits for no connection, which must come within the timeout, too.
-    queue = _queue_on_fake_gpu(rank, 2, driver, host.format(rank=rank), timeout=1 if rank == 1 else 20)
+    options = {"timeout": 1 if rank == 1 else 20, "device_rings": device_rings}
+    queue = _queue_on_fake_gpu(rank, 2, driver, host.format(rank=rank), **options)
     message = ""
     if rank == 1:
-        exchange, *_ = _all_to_all(queue, rank, 2, 0)
+        exchange, _, output, right = _all_to_all(queue, rank, 2, 0)
         exchange.block_stream(0)
         _copy_to_pageable_memory(driver)
+        assert bool(output.isnan().any()), "the missing bytes must be NaN"
+        assert bool(((output == right) | output.isnan()).all()), "no other bytes may differ"
         with pytest.raises(RuntimeError) as failure:
             exchange.done()
         message = str(failure.value)
     dist.barrier()
+    queue.close(5)  # on both ranks at the same time, because each waits for the other to unmap its memory
     return message
 
 
-@pytest.mark.parametrize("host", ["one", "host{rank}"])
-def test_the_timeout_ends_a_wait_inside_the_driver(driver: Path, host: str) -> None:
-    message = run_ranks(_exchange_without_the_peer, 2, (str(driver), host), timeout=20)[1]
+@pytest.mark.parametrize(("host", "device_rings"), [("one", False), ("one", True), ("host{rank}", False)])
+def test_the_timeout_ends_a_wait_inside_the_driver(driver: Path, host: str, device_rings: bool) -> None:
+    message = run_ranks(_exchange_without_the_peer, 2, (str(driver), host, device_rings), timeout=20)[1]
     assert re.match(r"rank 1, all_to_all #0: not finished after [\d.]+ s \(the timeout is 1 s\)", message), message
     assert re.search(r"still waiting for \d+ bytes from rank 0\.", message), message
 

@@ -11,7 +11,13 @@ from tests.transport import gpu_cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_scenarios(world: int) -> None:
-    assert gpu_cluster.run(world, gpu_cluster.SCENARIOS, exchanges=2_000)[0] == []
+    assert gpu_cluster.run(world, exchanges=2_000)[0] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_all_scenarios_with_buffers_in_gpu_memory() -> None:
+    assert gpu_cluster.run(4, exchanges=2_000, engine="ipc")[0] == []
 
 
 @pytest.mark.gpu

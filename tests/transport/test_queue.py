@@ -17,6 +17,7 @@ from lightning_freescale.transport import TransportError
 from lightning_freescale.transport.host_staged import check_cuda_connections
 from tests.ranks import RankFailed, run_ranks
 from tests.transport.collectives import all_to_all_case, in_group, same_bits
+from tests.transport.networks import use_network
 
 QUEUE = {"cpu": "queue", "chunk_bytes": 4096, "buffer_bytes": 1 << 20}
 
@@ -45,8 +46,12 @@ def _exchange_many(rank: int, world: int, group: Any, count: int, width: int = 4
     return group.report()["cpu"]
 
 
+@pytest.mark.parametrize("network", ["tcp", "nixl"])
 @pytest.mark.parametrize(("world", "hosts"), [(2, 2), (3, 2), (4, 2), (4, 4)])
-def test_exchanges_between_ranks_on_several_hosts(world: int, hosts: int) -> None:
+def test_exchanges_between_ranks_on_several_hosts(
+    world: int, hosts: int, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_network(monkeypatch, network)
     reports = run_ranks(_exchange_across_hosts, world, (world, hosts))
     assert all(report["exchanges"] == 40 for report in reports)
     assert sum(report["sent_bytes"] for report in reports) == sum(report["received_bytes"] for report in reports) > 0
@@ -86,8 +91,11 @@ def _exchange_with_a_rank_that_dies(rank: int, world: int, host: str) -> None:
     dist.all_to_all_single(torch.empty(2), torch.empty(2), [1, 0, 1], [1, 0, 1], group=group)
 
 
-@pytest.mark.parametrize("host", ["one", "host{rank}"])
-def test_every_rank_raises_an_error_that_names_the_dead_peer(host: str) -> None:
+@pytest.mark.parametrize(("host", "network"), [("one", "tcp"), ("host{rank}", "tcp"), ("host{rank}", "nixl")])
+def test_every_rank_raises_an_error_that_names_the_dead_peer(
+    host: str, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_network(monkeypatch, network)
     before = _segments()
     with pytest.raises(RankFailed) as caught:
         # The limit is far below the group's timeout of half an hour.
@@ -113,6 +121,8 @@ def _wait_for_a_late_peer(rank: int, world: int, group: Any) -> None:
 
 def _with_queue(rank: int, world: int, seconds: float, fn: Any) -> Any:
     """Run ``fn(rank, world, group)`` with a queue that is set up beforehand, so only the transfers have the short timeout."""
+    if host := os.environ.get("TEST_HOST"):
+        os.environ["FREESCALE_HOST_ID"] = host.format(rank=rank)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     group: Any = dist.new_group(backend="freescale", pg_options=QUEUE)
     group._timeout = timedelta(seconds=seconds)
@@ -120,7 +130,10 @@ def _with_queue(rank: int, world: int, seconds: float, fn: Any) -> Any:
     return fn(rank, world, group)
 
 
-def test_the_timeout_error_names_the_late_peer() -> None:
+@pytest.mark.parametrize(("host", "network"), [("one", "tcp"), ("host{rank}", "nixl")])
+def test_the_timeout_error_names_the_late_peer(host: str, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_network(monkeypatch, network)
+    monkeypatch.setenv("TEST_HOST", host)
     run_ranks(_with_queue, 2, (2, 1.0, _wait_for_a_late_peer))
 
 
@@ -133,7 +146,10 @@ def _disagree(rank: int, world: int, group: Any) -> str:
     return ""
 
 
-def test_the_error_names_sizes_that_do_not_match() -> None:
+@pytest.mark.parametrize(("host", "network"), [("one", "tcp"), ("host{rank}", "nixl")])
+def test_the_error_names_sizes_that_do_not_match(host: str, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_network(monkeypatch, network)
+    monkeypatch.setenv("TEST_HOST", host)
     messages = run_ranks(_with_queue, 2, (2, 20.0, _disagree))
     assert any("rank 0 sends 12 bytes to rank" in text or "expects 8" in text for text in messages), messages
 

@@ -1,4 +1,4 @@
-"""Two network namespaces as two hosts: the queue over TCP between them, and a link that goes down in the middle."""
+"""Two network namespaces as two hosts: the queue over TCP and over NIXL between them, and a link that goes down in the middle."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning_freescale.transport import TransportError
 from tests.ranks import run_ranks
 from tests.transport.collectives import all_to_all_case, same_bits
+from tests.transport.networks import use_network
 
 QUEUE = {"cpu": "queue", "chunk_bytes": 4096, "buffer_bytes": 1 << 20}
 ADDRESSES = ["10.213.0.1", "10.213.0.2"]
@@ -53,15 +55,30 @@ def enter(name: str) -> None:
         assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
 
 
+def _see_own_link(link: str) -> None:
+    """Mount a /sys that shows the links of this network namespace, where UCX looks for them, and wait until it is up."""
+    import ctypes
+
+    assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0  # CLONE_NEWNS
+    for command in (["mount", "--make-rprivate", "/"], ["mount", "-t", "sysfs", "x", "/sys"]):
+        subprocess.run(command, check=True, capture_output=True)
+    deadline = time.monotonic() + 10
+    while Path(f"/sys/class/net/{link}/operstate").read_text().strip() != "up":
+        assert time.monotonic() < deadline, f"{link} does not come up"
+        time.sleep(0.02)
+
+
 def _on_two_hosts(rank: int, hosts: list[str], cut: bool) -> str:
     enter(hosts[rank])
+    if os.environ["FREESCALE_NETWORK"] == "nixl":
+        _see_own_link(f"freescale-{rank}")
     os.environ["FREESCALE_HOST_ID"] = f"host{rank}"
     os.environ["FREESCALE_SECRET"] = "0123456789abcdef"
     # As torchrun on the first host may: the master's own name leads to its loopback interface.
     os.environ["MASTER_ADDR"] = "localhost" if rank == 0 else ADDRESSES[0]
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("0.0.0.0" if rank == 0 else ADDRESSES[0], port, 2, rank == 0, timedelta(seconds=20))
-    os.environ["GLOO_SOCKET_IFNAME"] = f"freescale-{rank}"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["UCX_NET_DEVICES"] = f"freescale-{rank}"
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     group: Any = dist.new_group(backend="freescale", pg_options=QUEUE, timeout=timedelta(seconds=6))
     stopped = []
@@ -90,11 +107,19 @@ def _on_two_hosts(rank: int, hosts: list[str], cut: bool) -> str:
     return message
 
 
-def test_exchanges_between_two_hosts_whose_master_is_called_localhost(hosts: list[str]) -> None:
+@pytest.mark.parametrize("network", ["tcp", "nixl"])
+def test_exchanges_between_two_hosts_whose_master_is_called_localhost(
+    hosts: list[str], network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_network(monkeypatch, network)
     assert run_ranks(_on_two_hosts, args=(hosts, False)) == ["ok", "ok"]
 
 
-def test_a_link_that_goes_down_ends_both_hosts_within_twice_the_timeout(hosts: list[str]) -> None:
+@pytest.mark.parametrize("network", ["tcp", "nixl"])
+def test_a_link_that_goes_down_ends_both_hosts_within_twice_the_timeout(
+    hosts: list[str], network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_network(monkeypatch, network)
     messages = run_ranks(_on_two_hosts, args=(hosts, True))
     for rank, message in enumerate(messages):
         assert f"rank {rank}, all_to_all" in message

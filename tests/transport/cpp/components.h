@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <cstring>
+#include <fstream>
 #include <map>
 
 #include "../../../csrc/transport/tcp_greeting.h"
@@ -26,6 +27,7 @@ void bad_chunk() {
     }
     void arrived(int, const Chunk&) override { ++came; }
     void announced(int, const Chunk&) override { require(false, "an announcement"); }
+    void expected(int, const Chunk&) override { require(false, "an expectation"); }
     void credited(int, Word) override { require(false, "a credit"); }
     void aborted(int, const std::string& why) override { require(false, why); }
     void lost(int, const std::string& why) override { require(false, why); }
@@ -155,6 +157,26 @@ void segments() {
   own.unlink();
   require(!error_of([&] { Segment other = Segment::open(own.name()); }).empty(), "the name must be gone");
   own.data()[100] = std::byte{1};  // the memory is still mapped
+}
+
+// The NUMA policy of the mapping of a segment, for example "prefer:0"; empty if the kernel does not tell.
+std::string policy_of(const Segment& segment) {
+  std::ifstream maps("/proc/self/numa_maps");
+  for (std::string line; std::getline(maps, line);)
+    if (has(line, segment.name())) return line.substr(line.find(' ') + 1, line.find(" file=") - line.find(' ') - 1);
+  return "";
+}
+
+void numa() {
+  Segment own = Segment::create();
+  own.map(1 << 20);
+  const std::string before = policy_of(own);
+  own.prefer_node(-1);     // unknown
+  own.prefer_node(1'000);  // there is no such node
+  require(policy_of(own) == before, "an unknown node must change nothing");
+  own.prefer_node(0);
+  require(before.empty() || policy_of(own) == "prefer:0", "the policy is " + policy_of(own));
+  own.reserve(0, 1 << 20);
 }
 
 }  // namespace

@@ -10,6 +10,28 @@ using namespace freescale::transport;
 
 namespace {
 
+// A device of the tests, whose memory is that of host_device().
+class TestDevice : public Device {
+ public:
+  TestDevice() { set_gate_memory(gates_); }
+  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
+  void pin(std::byte*, std::size_t) override {}
+  void unpin(std::byte*) override {}
+  Address allocate_shared(std::size_t bytes) override { return inner_->allocate_shared(bytes); }
+  void free_shared(Address memory) override { inner_->free_shared(memory); }
+  std::string handle_of(Address memory) override { return inner_->handle_of(memory); }
+  Address map_shared(const std::string& handle, std::size_t bytes) override {
+    return inner_->map_shared(handle, bytes);
+  }
+  void unmap_shared(Address memory) override { inner_->unmap_shared(memory); }
+
+ protected:
+  std::shared_ptr<Device> inner_ = host_device();
+
+ private:
+  GateWords gates_[max_gates] = {};
+};
+
 // The copies so far, in order, for example "low out". Before each copy the stream's thread calls `before` with the
 // number of such copies.
 struct Trace {
@@ -44,8 +66,8 @@ struct Trace {
 
 class TracedStream : public Stream {
  public:
-  TracedStream(std::unique_ptr<Stream> inner, Trace& trace, std::string name)
-      : inner_(std::move(inner)), trace_(trace), name_(std::move(name)) {}
+  TracedStream(std::unique_ptr<Stream> inner, Trace& trace, std::string name, bool out)
+      : inner_(std::move(inner)), trace_(trace), name_(std::move(name)), out_(out) {}
   void copy_to_host(std::byte* host, Address source, std::size_t bytes) override {
     inner_->wait_event(std::make_shared<Step>(trace_, name_ + " out"));
     inner_->copy_to_host(host, source, bytes);
@@ -54,6 +76,11 @@ class TracedStream : public Stream {
     inner_->wait_event(std::make_shared<Step>(trace_, name_ + " in"));
     inner_->copy_from_host(target, host, bytes);
   }
+  void copy_on_device(Address target, Address source, std::size_t bytes) override {
+    inner_->wait_event(std::make_shared<Step>(trace_, name_ + (out_ ? " out" : " in")));
+    inner_->copy_on_device(target, source, bytes);
+  }
+  void fill_with_ones(Address target, std::size_t bytes) override { inner_->fill_with_ones(target, bytes); }
   void write_word(Word* word, Word value) override { inner_->write_word(word, value); }
   void wait_word(const Word* word, Word value) override { inner_->wait_word(word, value); }
   void wait_event(std::shared_ptr<Event> event) override { inner_->wait_event(event); }
@@ -77,35 +104,30 @@ class TracedStream : public Stream {
   std::unique_ptr<Stream> inner_;
   Trace& trace_;
   std::string name_;
+  const bool out_;
 };
 
-class TracedDevice : public Device {
+class TracedDevice : public TestDevice {
  public:
-  explicit TracedDevice(Trace& trace) : trace_(trace) { set_gate_memory(gates_); }
+  explicit TracedDevice(Trace& trace) : trace_(trace) {}
   std::string name() const override { return "traced host memory"; }
   std::unique_ptr<Stream> new_stream() override {
-    return std::make_unique<TracedStream>(inner_->new_stream(), trace_, label);
+    out_ = !out_;  // a queue makes its outgoing stream first
+    return std::make_unique<TracedStream>(inner_->new_stream(), trace_, label, out_);
   }
-  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
-  void pin(std::byte*, std::size_t) override {}
-  void unpin(std::byte*) override {}
   std::string label = "low";  // the name of the streams that are created next
 
  private:
+  bool out_ = false;
   Trace& trace_;
-  std::shared_ptr<Device> inner_ = host_device();
-  GateWords gates_[max_gates] = {};
 };
 
 // A device whose streams take `most` operations. A further one blocks the caller, as CUDA does.
-class LimitedDevice : public Device {
+class LimitedDevice : public TestDevice {
  public:
-  explicit LimitedDevice(int most) : most_(most) { set_gate_memory(gates_); }
+  explicit LimitedDevice(int most) : most_(most) {}
   std::string name() const override { return "host memory, limited streams"; }
   std::unique_ptr<Stream> new_stream() override { return std::make_unique<Limited>(inner_->new_stream(), most_); }
-  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
-  void pin(std::byte*, std::size_t) override {}
-  void unpin(std::byte*) override {}
 
  private:
   class Limited : public Stream {
@@ -116,6 +138,12 @@ class LimitedDevice : public Device {
     }
     void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
       counted([&] { inner_->copy_from_host(target, host, bytes); });
+    }
+    void copy_on_device(Address target, Address source, std::size_t bytes) override {
+      counted([&] { inner_->copy_on_device(target, source, bytes); });
+    }
+    void fill_with_ones(Address target, std::size_t bytes) override {
+      counted([&] { inner_->fill_with_ones(target, bytes); });
     }
     void write_word(Word* word, Word value) override { counted([&] { inner_->write_word(word, value); }); }
     void wait_word(const Word* word, Word value) override { counted([&] { inner_->wait_word(word, value); }); }
@@ -149,20 +177,14 @@ class LimitedDevice : public Device {
     std::unique_ptr<Stream> inner_;
   };
   const int most_;
-  std::shared_ptr<Device> inner_ = host_device();
-  GateWords gates_[max_gates] = {};
 };
 
 // A device that runs all its streams as one queue, in the order of issue. CUDA may do so with streams that share a
 // hardware queue.
-class OneQueueDevice : public Device {
+class OneQueueDevice : public TestDevice {
  public:
-  OneQueueDevice() { set_gate_memory(gates_); }
   std::string name() const override { return "host memory, one queue"; }
   std::unique_ptr<Stream> new_stream() override { return std::make_unique<Shared>(queue_); }
-  std::shared_ptr<Event> record(StreamHandle caller) override { return inner_->record(caller); }
-  void pin(std::byte*, std::size_t) override {}
-  void unpin(std::byte*) override {}
 
  private:
   class Shared : public Stream {
@@ -174,6 +196,10 @@ class OneQueueDevice : public Device {
     void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override {
       queue_->copy_from_host(target, host, bytes);
     }
+    void copy_on_device(Address target, Address source, std::size_t bytes) override {
+      queue_->copy_on_device(target, source, bytes);
+    }
+    void fill_with_ones(Address target, std::size_t bytes) override { queue_->fill_with_ones(target, bytes); }
     void write_word(Word* word, Word value) override { queue_->write_word(word, value); }
     void wait_word(const Word* word, Word value) override { queue_->wait_word(word, value); }
     void wait_event(std::shared_ptr<Event> event) override { queue_->wait_event(event); }
@@ -183,9 +209,7 @@ class OneQueueDevice : public Device {
    private:
     std::shared_ptr<Stream> queue_;
   };
-  std::shared_ptr<Device> inner_ = host_device();
   std::shared_ptr<Stream> queue_ = inner_->new_stream();
-  GateWords gates_[max_gates] = {};
 };
 
 }  // namespace

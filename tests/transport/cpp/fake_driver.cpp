@@ -1,7 +1,9 @@
 // A CUDA driver for machines without a GPU: its streams are threads, and its device memory is host memory. It is
 // stricter than the real driver, to check the calls of csrc/transport/cuda_device.cpp: a context must be current,
 // copies must use pinned memory that was registered in one piece, and words must lie in pinned memory. As in the real
-// driver, a copy to memory that is not pinned blocks all other threads that call the driver until it is done.
+// driver, a copy to memory that is not pinned blocks all other threads that call the driver until it is done. Memory of
+// cuMemAlloc is a file of shared memory, which another process can map by its handle. As in the real driver, a process
+// cannot map its own memory, and memory must be unmapped before it is freed, which is checked with a lock of the file.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -11,12 +13,18 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 namespace {
 
-constexpr int invalid = 1, not_ready = 600, no_context = 201, already_registered = 712;
+constexpr int invalid = 1, no_memory = 2, cannot_map = 205, not_ready = 600, no_context = 201, already_registered = 712;
 
 struct Event {
   std::mutex mutex;
@@ -70,6 +78,32 @@ void poll(Done done) {
   while (!done()) std::this_thread::sleep_for(std::chrono::microseconds(20));
 }
 
+struct Handle {
+  char file[48];
+  std::size_t bytes;
+  int process, padding;
+};
+static_assert(sizeof(Handle) == 64);
+
+struct Block {
+  std::size_t bytes;
+  int file;
+  std::string path;  // empty if another process has allocated it
+};
+std::map<unsigned long long, Block> blocks;  // guarded by `driver`
+
+bool in_block(unsigned long long start, std::size_t bytes) {
+  auto block = blocks.upper_bound(start);
+  if (block == blocks.begin()) return false;
+  --block;
+  return start + bytes <= block->first + block->second.bytes;
+}
+
+unsigned long long map_file(int file, std::size_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return memory == MAP_FAILED ? 0 : reinterpret_cast<unsigned long long>(memory);
+}
+
 std::uint32_t* word_at(unsigned long long address) { return reinterpret_cast<std::uint32_t*>(address); }
 
 }  // namespace
@@ -83,6 +117,7 @@ int cuDriverGetVersion(int* version) { LOCKED; return *version = 13000, 0; }
 int cuDeviceGetCount(int* count) { LOCKED; return *count = 1, 0; }
 int cuDeviceGet(int* device, int ordinal) { LOCKED; return *device = ordinal, ordinal == 0 ? 0 : 101; }
 int cuDeviceGetName(char* name, int size, int) { LOCKED; return std::snprintf(name, size, "Fake GPU"), 0; }
+int cuDeviceGetPCIBusId(char* text, int size, int) { LOCKED; return std::snprintf(text, size, "FFFF:FF:1F.7"), 0; }
 int cuDevicePrimaryCtxRetain(void** out, int) { LOCKED; return *out = &context, 0; }
 int cuCtxPushCurrent_v2(void* given) { LOCKED; return given == &context ? (++current, 0) : invalid; }
 int cuCtxPopCurrent_v2(void** out) { LOCKED; return current > 0 ? (--current, *out = &context, 0) : no_context; }
@@ -168,6 +203,76 @@ int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, std::size_
   if (!current) return no_context;
   if (!bytes || !device || !pinned(host, bytes)) return invalid;
   stream->push([=] { std::memcpy(reinterpret_cast<void*>(device), host, bytes); });
+  return 0;
+}
+
+int cuMemcpyDtoDAsync_v2(unsigned long long target, unsigned long long source, std::size_t bytes, Stream* stream) {
+  LOCKED;
+  if (!current) return no_context;
+  if (!bytes || !(in_block(target, bytes) || in_block(source, bytes))) return invalid;
+  stream->push([=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); });
+  return 0;
+}
+int cuMemsetD8Async(unsigned long long target, unsigned char value, std::size_t bytes, Stream* stream) {
+  LOCKED;
+  if (!current) return no_context;
+  if (!bytes || !in_block(target, bytes)) return invalid;
+  stream->push([=] { std::memset(reinterpret_cast<void*>(target), value, bytes); });
+  return 0;
+}
+int cuMemAlloc_v2(unsigned long long* out, std::size_t bytes) {
+  LOCKED;
+  if (!current) return no_context;
+  char path[] = "/dev/shm/fake-gpu-XXXXXX";
+  const int file = mkstemp(path);
+  if (file < 0 || flock(file, LOCK_SH) != 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return no_memory;
+  *out = map_file(file, bytes);
+  blocks[*out] = {bytes, file, path};
+  return *out ? 0 : no_memory;
+}
+int cuMemFree_v2(unsigned long long memory) {
+  LOCKED;
+  if (!current) return no_context;
+  const auto block = blocks.find(memory);
+  if (block == blocks.end() || block->second.path.empty()) return invalid;
+  if (flock(block->second.file, LOCK_EX | LOCK_NB) != 0) return invalid;  // another process has mapped it
+  munmap(reinterpret_cast<void*>(memory), block->second.bytes);
+  unlink(block->second.path.c_str());
+  close(block->second.file);
+  blocks.erase(block);
+  return 0;
+}
+int cuIpcGetMemHandle(Handle* out, unsigned long long memory) {
+  LOCKED;
+  if (!current) return no_context;
+  if (std::getenv("FAKE_GPU_WITHOUT_IPC")) return invalid;
+  const auto block = blocks.find(memory);
+  if (block == blocks.end()) return invalid;
+  *out = {};
+  std::strncpy(out->file, block->second.path.c_str(), sizeof out->file - 1);
+  out->bytes = block->second.bytes;
+  out->process = getpid();
+  return 0;
+}
+int cuIpcOpenMemHandle_v2(unsigned long long* out, Handle handle, unsigned flags) {
+  LOCKED;
+  if (!current) return no_context;
+  if (flags != 1 || handle.process == getpid()) return invalid;
+  if (std::getenv("FAKE_GPU_CANNOT_MAP")) return cannot_map;
+  const int file = open(handle.file, O_RDWR);
+  if (file < 0 || flock(file, LOCK_SH) != 0) return cannot_map;
+  *out = map_file(file, handle.bytes);
+  blocks[*out] = {handle.bytes, file, ""};
+  return *out ? 0 : cannot_map;
+}
+int cuIpcCloseMemHandle(unsigned long long memory) {
+  LOCKED;
+  if (!current) return no_context;
+  const auto block = blocks.find(memory);
+  if (block == blocks.end() || !block->second.path.empty()) return invalid;
+  munmap(reinterpret_cast<void*>(memory), block->second.bytes);
+  close(block->second.file);
+  blocks.erase(block);
   return 0;
 }
 

@@ -1,6 +1,7 @@
 // The queue on host memory, with threads of one process as its ranks. test_queue_scenarios.py builds it and runs it
-// under the thread and the address sanitizer. Usage: queue_test SCENARIO...; without a scenario it lists them. The exit
-// status 0 means success.
+// under the thread and the address sanitizer. Usage: queue_test SCENARIO...; without a scenario it lists them. With
+// "@device" behind its name, a scenario puts the rings into device memory. With "@nixl" it moves data between hosts by
+// the library that the environment variable FAKE_NIXL names. The exit status 0 means success.
 #include <cstdio>
 #include <functional>
 #include <map>
@@ -47,6 +48,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"bad_chunk", bad_chunk},
     {"ring", ring},
     {"segments", segments},
+    {"numa", numa},
 };
 
 }  // namespace
@@ -54,7 +56,12 @@ const std::map<std::string, std::function<void()>> scenarios{
 int main(int count, char** arguments) {
   try {
     for (int i = 1; i < count; ++i) {
-      const auto scenario = scenarios.find(arguments[i]);
+      const std::string argument = arguments[i], name = argument.substr(0, argument.find('@'));
+      const std::string engine = argument.substr(name.size());
+      rings_on_device = engine == "@device";
+      nixl_library = engine == "@nixl" ? std::getenv("FAKE_NIXL") : "";
+      if (!engine.empty() && !rings_on_device && nixl_library.empty()) throw std::runtime_error("no engine " + engine);
+      const auto scenario = scenarios.find(name);
       if (scenario == scenarios.end()) throw std::runtime_error(std::string("there is no scenario ") + arguments[i]);
       scenario->second();
       std::printf("%s ok\n", arguments[i]);

@@ -54,6 +54,10 @@ class Meeting {
   std::condition_variable all_here_;
 };
 
+// Whether the rings between ranks of one host lie in device memory. A scenario with "@device" sets it.
+bool rings_on_device = false;
+std::string nixl_library;  // what moves data between hosts; empty: TCP does. A scenario with "@nixl" sets it.
+
 struct Group {
   int world;
   Meeting meeting;
@@ -62,6 +66,8 @@ struct Group {
   std::vector<std::shared_ptr<Device>> devices;
 
   Group(int world, int hosts_used, Settings given) : world(world), meeting(world), addresses(world), settings(given) {
+    settings.device_rings = rings_on_device;
+    settings.nixl_library = nixl_library;
     for (int rank = 0; rank < world; ++rank) {
       hosts.push_back("host" + std::to_string(rank % hosts_used));
       devices.push_back(host_device());
@@ -74,7 +80,12 @@ struct Group {
     auto queue = std::make_unique<Queue>(devices[rank], rank, hosts, of_this_rank);
     addresses[rank] = queue->address();
     meeting.wait();
+    if (rings_on_device) {
+      require(queue->map_device_rings(addresses).empty(), "every rank must map the rings of its host");
+      meeting.wait();
+    }
     queue->connect(addresses);
+    require((queue->report().device_bytes > 0) == rings_on_device, "the report must say where the rings lie");
     meeting.wait();
     queue->unlink_segment();
     return queue;
