@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 from benchmarks.harness.report import head
 from tests.faults.attempt import START
 from tests.faults.campaign import TIMEOUTS, WORLDS, TrainingResult, campaign
+from tests.faults.failures import FAILURES
 
 
 def show(result: TrainingResult) -> None:
     kills = ", ".join(f"rank {kill['rank']} at {kill['kind']} {kill['count']}" for kill in result.kills)
-    print(f"{result.seed}: ranks {result.worlds}, killed {kills}: {'; '.join(result.problems) or 'ok'}", flush=True)
+    seconds = ", ".join(f"{seconds:.0f}" for seconds in result.attempt_seconds)
+    found = "; ".join(result.problems) or f"ok, {result.difference}"
+    print(f"{result.seed}: ranks {result.worlds}, failed: {kills}, seconds {seconds}: {found}", flush=True)
 
 
 def device_name(device: str) -> str | None:
@@ -43,17 +47,34 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same settings and moments")
     parser.add_argument("--device", choices=sorted(TIMEOUTS), default="cpu", help="cuda: all ranks share one GPU")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks that are used")
+    parser.add_argument("--parallel", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--kills-each", type=int, help="kills of each training; default: a random number up to 3")
+    parser.add_argument(
+        "--failures", nargs="+", choices=sorted(FAILURES), default=[], help="also let a rank hang, or use up its memory"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no rank is killed after this time")
     parser.add_argument("--timeout", type=float, help="timeout of the strategy in seconds")
     parser.add_argument("--start-method", choices=["fork", "spawn"], default="fork", help="how ranks are started")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     options = parser.parse_args()
     START["method"] = options.start_method
-    found = campaign(options.kills, options.seed, show, options.ranks, options.device, options.timeout)
+    found = campaign(
+        options.kills,
+        options.seed,
+        show,
+        options.ranks,
+        options.device,
+        options.timeout,
+        parallel=options.parallel,
+        kills_each=options.kills_each,
+        failures=options.failures,
+        seconds=options.seconds,
+    )
     result = {"seed": options.seed, **found}
     print(json.dumps(result, indent=2))
     if options.output:
         write(options.output, result, device_name(options.device))
-    return 1 if result["problems"] else 0
+    return 1 if result["problems"] or result["left_behind"] else 0
 
 
 if __name__ == "__main__":

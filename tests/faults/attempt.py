@@ -1,4 +1,4 @@
-"""One start of all ranks of a training. A rank is killed at a chosen moment, and the others are watched until they end."""
+"""One start of all ranks of a training. A rank fails at a chosen moment, and the others are watched until they end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from tests.faults.failures import FAILURES, Failure
 from tests.faults.training import Settings, train
 from tests.ranks import free_port, run_rank
 
@@ -25,7 +26,8 @@ START = {"method": "fork"}  # how processes are started; "spawn" is slower, but 
 class Moment:
     """When a rank is killed: ``delay`` seconds after it has written ``count`` lines to its record of ``kind``.
 
-    ``kind`` is ``"start"`` (``count`` is 0), ``"samples"`` or ``"saves"``.
+    ``kind`` is ``"start"`` (``count`` is 0), or ``"forward"``, ``"backward"``, ``"exchange"`` or ``"saves"``, which say what the
+    rank begins when it writes a line. The name of one of :data:`FAILURES` means that the rank fails by itself in that step.
     """
 
     kind: str
@@ -38,19 +40,21 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        killed: whether the victim was killed before it was done.
+        failed: whether the victim was killed, or has failed, before it was done.
         results: the weights of each rank that has completed the training.
         errors: what each rank that failed has raised.
         seconds: how long after the kill each other rank ended.
         stuck: the ranks that were still running at the limit.
+        message: the error of the victim, if it has raised one.
         start_seconds: how long it took from the start of the processes to the begin of the training; ``None`` if it never began.
     """
 
-    killed: bool = False
+    failed: bool = False
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     stuck: list[int] = field(default_factory=list)
+    message: str = ""
     start_seconds: float | None = None
 
 
@@ -63,23 +67,26 @@ def run_attempt(
     moment: Moment | None = None,
     limit: float = 60.0,
 ) -> Outcome:
-    """Start ``world`` ranks, kill ``victim`` at ``moment``, and wait up to ``limit`` seconds after that for the others."""
+    """Start ``world`` ranks, let ``victim`` fail at ``moment``, and wait up to ``limit`` seconds after that for the others."""
     context = mp.get_context(START["method"])
     port, all_done, started = free_port(), context.Event(), time.time()
     processes, pipes = [], []
+    arguments: tuple[Any, ...] = (world, str(folder), attempt, settings)
+    if victim is not None and moment is not None and moment.kind in FAILURES:
+        arguments += (1, [Failure(moment.kind, victim, moment.count, folder, attempt)])
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (world, str(folder), attempt, settings)
         processes.append(context.Process(target=run_rank, args=(rank, world, port, train, arguments, theirs, all_done)))
         processes[-1].start()
         theirs.close()  # The death of the child then reads as the end of the pipe.
         pipes.append(ours)
     outcome = Outcome()
     if victim is not None and moment is not None:
-        outcome.killed = _kill(processes[victim], folder, attempt, victim, moment)
+        outcome.failed = _let_fail(processes[victim], folder, attempt, victim, moment)
     begin = time.monotonic()
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while waiting and (left := begin + limit - time.monotonic()) > 0:
+    hangs = {victim} if moment is not None and moment.kind == "hang" else set()
+    while set(waiting.values()) - hangs and (left := begin + limit - time.monotonic()) > 0:
         for pipe in connection.wait(list(waiting), left):
             rank = waiting.pop(pipe)  # type: ignore[arg-type]
             try:
@@ -88,9 +95,9 @@ def run_attempt(
                 status, value = "error", "the process has died without a message"
             (outcome.results if status == "ok" else outcome.errors)[rank] = value
             outcome.seconds[rank] = time.monotonic() - begin
-        if outcome.errors and not outcome.killed:
+        if outcome.errors and not outcome.failed:
             break
-    outcome.stuck = sorted(waiting.values())
+    outcome.stuck = sorted(set(waiting.values()) - hangs)
     all_done.set()
     for process in processes:
         process.kill()
@@ -98,18 +105,22 @@ def run_attempt(
     begins = [json.loads(line)["time"] for line in _first_lines(folder, attempt)]
     outcome.start_seconds = max(begins) - started if len(begins) == world else None
     if victim in outcome.results:
-        outcome.killed = False  # The rank had completed its training before.
-    if outcome.killed and victim is not None:
-        outcome.errors.pop(victim, None)
+        outcome.failed = False  # The rank had completed its training before.
+    if outcome.failed and victim is not None:
+        outcome.message = outcome.errors.pop(victim, "")
         outcome.seconds.pop(victim, None)
     return outcome
 
 
-def _kill(process: Any, folder: Path, attempt: int, victim: int, moment: Moment) -> bool:
-    """Kill the process at the moment. Return whether it was still running."""
+def _let_fail(process: Any, folder: Path, attempt: int, victim: int, moment: Moment) -> bool:
+    """Kill the process at the moment, or wait until it fails by itself. Return whether it was still running."""
     record = folder / moment.kind / f"{attempt}.{victim}.jsonl"
-    while moment.kind != "start" and _lines(record) < moment.count and process.is_alive():
+    by_itself = moment.kind in FAILURES
+    count = 1 if by_itself else moment.count
+    while moment.kind != "start" and _lines(record) < count and process.is_alive():
         time.sleep(POLL_SECONDS)
+    if by_itself:
+        return _lines(record) == count
     time.sleep(moment.delay)
     if not process.is_alive():
         return False

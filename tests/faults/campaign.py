@@ -1,34 +1,43 @@
-"""Many trainings with random settings, whose ranks are killed, and the checks of what they leave behind."""
+"""Many trainings with random settings, whose ranks are killed or fail otherwise, several of them at the same time."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
-import re
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests import toy
-from tests.faults.attempt import Moment, Outcome, run_attempt
-from tests.faults.training import EPOCHS, SAVE_EVERY, STEPS, USERS, Settings
+from tests.faults.attempt import Moment, run_attempt
+from tests.faults.checks import (
+    check_samples,
+    check_survivors,
+    check_weights,
+    largest_difference,
+    no_new_device_memory,
+    no_new_shared_memory,
+)
+from tests.faults.failures import FAILURES
+from tests.faults.training import SAVE_EVERY, STEPS, Settings
 
 WORLDS = (2, 3, 4)
-MAX_KILLS = 3  # kills of one training
+MAX_KILLS = 3  # kills of one training, if nothing else is asked for
 TIMEOUTS = {"cpu": 10.0, "cuda": 30.0}  # seconds, of the strategy
-DEVICE_MEMORY_MIB = 100  # A GPU that nobody uses may report a little more than before.
-ROUNDING = {"rtol": 1e-3, "atol": 1e-4}  # of the weights, if the number of ranks has changed
+START_SECONDS = {"cpu": 1.0, "cuda": 8.0}  # A kill at the start takes place within this time.
+MOMENTS = ("start", "forward", "backward", "exchange", "saves")
 
 
 @dataclass
@@ -38,11 +47,34 @@ class TrainingResult:
     seed: int
     worlds: list[int] = field(default_factory=list)  # the number of ranks of each attempt
     settings: dict[str, Any] = field(default_factory=dict)
-    kills: list[dict[str, Any]] = field(default_factory=list)
+    kills: list[dict[str, Any]] = field(default_factory=list)  # and other failures
     problems: list[str] = field(default_factory=list)
     restart_seconds: list[float] = field(
         default_factory=list
-    )  # from the start of the processes to the begin of the training
+    )  # from the start of the processes to that of the training
+    attempt_seconds: list[float] = field(default_factory=list)
+    difference: str = ""  # the largest one between its weights and those of the undisturbed training
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training of a campaign is to go through.
+
+    Attributes:
+        kills: how many ranks are killed, one per attempt.
+        failure: a failure of :data:`FAILURES` instead.
+        alone: no other training runs at the same time, so what is left in memory after each attempt is its own.
+        until: no rank is killed after this time of the monotonic clock.
+    """
+
+    seed: int
+    kills: int
+    failure: str | None
+    worlds: tuple[int, ...]
+    device: str
+    timeout: float
+    alone: bool
+    until: float
 
 
 def random_settings(numbers: random.Random, device: str, timeout: float) -> Settings:
@@ -56,155 +88,76 @@ def random_settings(numbers: random.Random, device: str, timeout: float) -> Sett
     )
 
 
-def random_moment(numbers: random.Random) -> Moment:
-    kind = numbers.choice(["start", "samples", "samples", "saves"])
+def random_moment(numbers: random.Random, device: str, steps_left: int, kills_left: int) -> Moment:
+    """A moment in the steps that are left. The first of several kills come early, so that all of them take place."""
+    kind = numbers.choice(MOMENTS) if steps_left else "start"
     if kind == "start":
-        return Moment(kind, 0, numbers.uniform(0.0, 1.0))
-    count = numbers.randint(1, STEPS) if kind == "samples" else numbers.randint(1, STEPS // SAVE_EVERY)
+        return Moment(kind, 0, numbers.uniform(0.0, START_SECONDS[device]))
+    last = math.ceil(steps_left / kills_left)
+    count = numbers.randint(1, max(1, last // SAVE_EVERY) if kind == "saves" else last)
     return Moment(kind, count, numbers.uniform(0.0, 0.03))
 
 
-def references(folder: Path, worlds: Sequence[int], device: str) -> dict[int, dict[str, Tensor]]:
-    """The weights of the undisturbed training, for each number of ranks."""
-    found = {}
-    for world in worlds:
-        outcome = run_attempt(
-            world, folder / f"reference_{world}", 0, Settings(timeout=60.0, device=device), limit=120.0
-        )
-        if outcome.errors or outcome.stuck:
-            raise RuntimeError(f"the undisturbed training on {world} ranks failed: {outcome.errors or outcome.stuck}")
-        found[world] = outcome.results[0]
-    return found
+def steps_left(folder: Path) -> int:
+    """How many steps follow the last save, complete or not."""
+    saves = [json.loads(line) for path in (folder / "saves").glob("*.jsonl") for line in path.read_text().splitlines()]
+    return STEPS - max((save["step"] for save in saves), default=0)
 
 
-def disturbed_training(
-    seed: int,
-    folder: Path,
-    expected: dict[int, dict[str, Tensor]],
-    kills: int = MAX_KILLS,
-    device: str = "cpu",
-    timeout: float = TIMEOUTS["cpu"],
-) -> TrainingResult:
-    """Run one training, kill up to ``kills`` ranks, restart it each time, and check the result."""
-    numbers = random.Random(seed)
-    settings = random_settings(numbers, device, timeout)
-    result = TrainingResult(seed, settings=asdict(settings))
-    world, wanted = numbers.choice(sorted(expected)), numbers.randint(1, kills)
+def reference(root: Path, world: int, device: str) -> None:
+    """The undisturbed training."""
+    folder = root / f"reference_{world}"
+    outcome = run_attempt(world, folder, 0, Settings(timeout=60.0, device=device), limit=120.0)
+    if outcome.errors or outcome.stuck:
+        raise RuntimeError(f"the undisturbed training on {world} ranks failed: {outcome.errors or outcome.stuck}")
+
+
+def reference_weights(root: Path, world: int) -> dict[str, Tensor]:
+    """The weights of the undisturbed training, which has written them."""
+    return torch.load(root / f"reference_{world}" / "weights.pt")
+
+
+def disturbed_training(root: Path, plan: Plan) -> TrainingResult:
+    """Run one training, kill ranks, restart it each time, and check the result."""
+    numbers, folder = random.Random(plan.seed), root / str(plan.seed)
+    settings = random_settings(numbers, plan.device, plan.timeout)
+    result = TrainingResult(plan.seed, settings=asdict(settings))
+    world = numbers.choice(plan.worlds)
     for attempt in range(100):
-        disturbed = len(result.kills) < wanted
-        victim = numbers.randrange(world) if disturbed else None
-        moment = random_moment(numbers) if disturbed else None
+        left = plan.kills - len(result.kills) if time.monotonic() < plan.until else 0
+        victim, moment = None, None
+        if left:
+            victim = numbers.randrange(world)
+            moment = random_moment(numbers, plan.device, steps_left(folder), left)
+            if plan.failure is not None:
+                moment = Moment(plan.failure, numbers.randint(2, STEPS), 0.0)
         result.worlds.append(world)
-        with no_new_shared_memory(result.problems), no_new_device_memory(result.problems, device):
+        begin = time.monotonic()
+        with ExitStack() as stack:
+            if plan.alone:
+                stack.enter_context(no_new_shared_memory(result.problems))
+                stack.enter_context(no_new_device_memory(result.problems, plan.device))
             outcome = run_attempt(world, folder, attempt, settings, victim, moment, limit=2 * settings.timeout + 10)
+        result.attempt_seconds.append(time.monotonic() - begin)
         if attempt and outcome.start_seconds is not None:
             result.restart_seconds.append(outcome.start_seconds)
-        if outcome.killed:
+        if outcome.failed:
             assert moment is not None
             assert victim is not None
             result.kills.append({"attempt": attempt, "rank": victim, **asdict(moment), "seconds": outcome.seconds})
-            result.problems += check_survivors(outcome, victim, settings)
+            result.problems += check_survivors(outcome, victim, settings, moment.kind)
             if numbers.random() < 0.4:
-                world = numbers.choice(sorted(expected))
+                world = numbers.choice(plan.worlds)
         elif outcome.errors or outcome.stuck:
             result.problems.append(f"attempt {attempt}: {outcome.errors or f'ranks {outcome.stuck} hang'}")
             return result
-        elif not disturbed or outcome.results:
+        elif not left or outcome.results:
             break
-    exact = device == "cpu"
-    result.problems += check_samples(folder) + check_weights(outcome.results[0], expected, result.worlds, exact)
+    expected = reference_weights(root, result.worlds[-1])
+    result.difference = largest_difference(outcome.results[0], expected)
+    exact = plan.device == "cpu" and len(set(result.worlds)) == 1
+    result.problems += check_samples(folder) + check_weights(outcome.results[0], expected, exact)
     return result
-
-
-def check_survivors(outcome: Outcome, victim: int, settings: Settings) -> list[str]:
-    """Every other rank ends within twice the timeout, and its error names the rank that was killed.
-
-    A rank that is killed before all ranks have met may stay without a name. The error then says that some rank has not come.
-    """
-    problems = [f"rank {rank} hangs after the death of rank {victim}" for rank in outcome.stuck]
-    for rank, text in outcome.errors.items():
-        message = text.rsplit("\n  ", 1)[-1].partition("\n")[2] or text  # what follows the last line of the traceback
-        if not re.search(rf"\brank {victim}\b|ranks have come within", message):
-            problems.append(f"rank {rank} does not name rank {victim}: {message[:400]}")
-    problems += [
-        f"rank {rank} ended {seconds:.1f} s after the death of rank {victim}"
-        for rank, seconds in outcome.seconds.items()
-        if seconds > 2 * settings.timeout
-    ]
-    return problems
-
-
-def check_samples(folder: Path) -> list[str]:
-    """In the weights that are left, every user was trained once per epoch.
-
-    The steps of an attempt that lie after the checkpoint from which the next attempt resumed are not in the weights.
-    """
-    trained: dict[int, list[tuple[int, int]]] = {}  # step: epoch and user
-    attempts: dict[int, list[Path]] = {}
-    for path in (folder / "samples").iterdir():
-        attempts.setdefault(int(path.name.split(".")[0]), []).append(path)
-    for attempt in sorted(attempts):
-        records = [json.loads(line) for path in attempts[attempt] for line in path.read_text().splitlines()]
-        begins = {record["begin"] for record in records if "begin" in record}
-        if len(begins) != 1:
-            return [f"attempt {attempt}: the ranks began at steps {sorted(begins)}"]
-        begin = begins.pop()
-        trained = {step: samples for step, samples in trained.items() if step <= begin}
-        for record in records:
-            if "step" in record:
-                trained.setdefault(record["step"], []).extend((record["epoch"], user) for user in record["users"])
-    counts = Counter(sample for samples in trained.values() for sample in samples)
-    expected = Counter((epoch, user) for epoch in range(EPOCHS) for user in range(USERS))
-    lost, twice = expected - counts, counts - expected
-    return [
-        f"{len(found)} samples {what}: {sorted(found)[:5]}"
-        for what, found in (("lost", lost), ("trained twice", twice))
-        if found
-    ]
-
-
-def check_weights(
-    weights: dict[str, Tensor], expected: dict[int, dict[str, Tensor]], worlds: list[int], exact: bool = True
-) -> list[str]:
-    """The weights equal those of the undisturbed training: bitwise if the number of ranks was always the same, on a CPU."""
-    reference = expected[worlds[-1]]
-    if len(set(worlds)) == 1 and exact:
-        return [] if toy.same(weights, reference) else [f"the weights differ: {largest_difference(weights, reference)}"]
-    close = all(torch.allclose(weights[name], value, **ROUNDING) for name, value in reference.items())
-    return [] if close else [f"the weights differ by more than rounding: {largest_difference(weights, reference)}"]
-
-
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
-    name, size = max(((name, float((a[name] - b[name]).abs().max())) for name in b), key=lambda pair: pair[1])
-    return f"{name} by {size:.2e}"
-
-
-@contextmanager
-def no_new_shared_memory(problems: list[str], folder: Path = Path("/dev/shm")) -> Iterator[None]:
-    """Note a problem if files are left in shared memory."""
-    names: Callable[[], set[str]] = lambda: {path.name for path in folder.glob("*freescale*")}  # noqa: E731
-    before = names()
-    yield
-    if left := names() - before:
-        problems.append(f"left in {folder}: {sorted(left)}")
-
-
-@contextmanager
-def no_new_device_memory(problems: list[str], device: str) -> Iterator[None]:
-    """Note a problem if memory of the GPU stays in use."""
-    if device == "cpu":
-        yield
-        return
-
-    def used() -> int:  # MiB
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
-
-    before = used()
-    yield
-    time.sleep(1.0)  # The driver frees the memory of a killed process a moment later.
-    if (more := used() - before) > DEVICE_MEMORY_MIB:
-        problems.append(f"{more} MiB of the GPU stay in use")
 
 
 def campaign(
@@ -214,31 +167,96 @@ def campaign(
     worlds: Sequence[int] = WORLDS,
     device: str = "cpu",
     timeout: float | None = None,
+    *,
+    parallel: int = 1,
+    kills_each: int | None = None,
+    failures: Sequence[str] = (),
+    seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Run trainings until ``kills`` ranks have been killed. ``note`` gets the result of each training."""
+    """Run trainings until ``kills`` ranks have been killed. ``note`` gets the result of each training.
+
+    Args:
+        parallel: number of trainings at the same time. If it is larger than 1, what is left in memory is looked at after the
+            last training instead of after each attempt.
+        kills_each: kills of each training; by default a random number up to :data:`MAX_KILLS`.
+        failures: names of :data:`FAILURES`. Each happens in a training of its own.
+        seconds: no rank is killed after this time, so the campaign ends soon, maybe with fewer kills.
+    """
     root = Path(tempfile.mkdtemp(prefix="faults"))
     timeout = timeout or TIMEOUTS[device]
-    expected = references(root, worlds, device)
+    begin = time.monotonic()
+    common = {"worlds": tuple(sorted(worlds)), "device": device, "timeout": timeout}
+    common |= {"alone": parallel == 1, "until": begin + seconds}
+    left_behind: list[str] = []
     done: list[TrainingResult] = []
-    while (killed := sum(len(result.kills) for result in done)) < kills:
-        number = seed * 100_000 + len(done)
-        most = min(MAX_KILLS, kills - killed)
-        done.append(disturbed_training(number, root / str(number), expected, most, device, timeout))
-        note(done[-1])
-        if not done[-1].problems:
-            shutil.rmtree(root / str(number))
+    with (
+        no_new_shared_memory(left_behind),
+        no_new_device_memory(left_behind, device),
+        # The ranks are forked from the processes of the pool, which have no other threads.
+        ProcessPoolExecutor(parallel, get_context("fork")) as pool,
+    ):
+        for undisturbed in [pool.submit(reference, root, world, device) for world in sorted(worlds, reverse=True)]:
+            undisturbed.result()
+        for result in _run_trainings(pool, parallel, root, kills, seed, kills_each, list(failures), common):
+            done.append(result)
+            note(result)
+            if not result.problems:
+                shutil.rmtree(root / str(result.seed))
+    totals = {"parallel": parallel, "seconds": time.monotonic() - begin, "timeout_seconds": timeout}
+    return totals | summary(done) | {"left_behind": left_behind}
+
+
+def _run_trainings(
+    pool: ProcessPoolExecutor,
+    parallel: int,
+    root: Path,
+    kills: int,
+    seed: int,
+    kills_each: int | None,
+    failures: list[str],
+    common: dict[str, Any],
+) -> Iterator[TrainingResult]:
+    """Start trainings as long as failures or kills are to come, ``parallel`` at a time."""
+    running: dict[Future[TrainingResult], Plan] = {}
+    number = seed * 100_000
+    while True:
+        more = kills - sum(plan.kills for plan in running.values() if plan.failure is None)
+        late = time.monotonic() > common["until"]
+        if len(running) < parallel and (failures or more > 0) and not late:
+            failure = failures.pop(0) if failures else None
+            wanted = 1 if failure else min(kills_each or random.Random(number).randint(1, MAX_KILLS), more)
+            plan = Plan(number, wanted, failure, **common)
+            running[pool.submit(disturbed_training, root, plan)] = plan
+            number += 1
+        elif running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                kills -= killed([result := future.result()])
+                yield result
+        else:
+            return
+
+
+def killed(results: Sequence[TrainingResult]) -> int:
+    return sum(kill["kind"] not in FAILURES for result in results for kill in result.kills)
+
+
+def summary(done: Sequence[TrainingResult]) -> dict[str, Any]:
+    """The results of all trainings in numbers."""
     restarts = [seconds for result in done for seconds in result.restart_seconds]
+    attempts = [seconds for result in done for seconds in result.attempt_seconds]
     survivors = [seconds for result in done for kill in result.kills for seconds in kill["seconds"].values()]
     return {
-        "kills": sum(len(result.kills) for result in done),
+        "kills": killed(done),
         "trainings": len(done),
         "with_resharding": sum(len(set(result.worlds)) > 1 for result in done),
         "survivors": len(survivors),
-        "timeout_seconds": timeout,
         "median_end_seconds": statistics.median(survivors or [0.0]),
         "longest_end_seconds": max(survivors, default=0.0),
         "median_restart_seconds": statistics.median(restarts or [0.0]),
+        "median_attempt_seconds": statistics.median(attempts or [0.0]),
         "problems": {result.seed: result.problems for result in done if result.problems},
+        "differences": {result.seed: result.difference for result in done},
         "by_moment": dict(Counter(kill["kind"] for result in done for kill in result.kills)),
         "by_checkpoint": dict(Counter(result.settings["checkpoint"] for result in done for _ in result.kills)),
     }

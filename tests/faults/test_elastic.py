@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.faults.attempt import run_attempt
-from tests.faults.campaign import check_samples, check_weights
+from tests.faults.checks import check_samples, check_weights
 from tests.faults.elastic import run_agent
 from tests.faults.training import SAVE_EVERY, STEPS, Settings
 from tests.ranks import free_port
@@ -110,4 +110,4 @@ def test_hosts_come_and_go(tmp_path: Path, start_host: Callable[[], Host]) -> No
     assert check_samples(tmp_path) == []
     undisturbed = run_attempt(2, tmp_path / "undisturbed", 0, Settings(timeout=60.0))
     weights = torch.load(tmp_path / "weights.pt")
-    assert check_weights(weights, {2: undisturbed.results[0]}, [2, 1, 2]) == []
+    assert check_weights(weights, undisturbed.results[0], exact=False) == []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.faults.attempt import Outcome
-from tests.faults.campaign import campaign, check_samples, check_survivors, check_weights
+from tests.faults.campaign import campaign
+from tests.faults.checks import check_samples, check_survivors, check_weights
 from tests.faults.training import EPOCHS, USERS, Settings
 
 
@@ -42,12 +43,12 @@ def test_lost_and_repeated_samples_are_found(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_found() -> None:
-    reference = {2: {"w": torch.ones(3)}}
+    reference = {"w": torch.ones(3)}
     rounded, wrong = {"w": torch.ones(3) + 1e-6}, {"w": torch.ones(3) + 0.1}
-    assert check_weights({"w": torch.ones(3)}, reference, [2, 2]) == []
-    assert len(check_weights(rounded, reference, [2, 2])) == 1
-    assert check_weights(rounded, reference, [3, 2]) == []
-    assert len(check_weights(wrong, reference, [3, 2])) == 1
+    assert check_weights({"w": torch.ones(3)}, reference, exact=True) == []
+    assert len(check_weights(rounded, reference, exact=True)) == 1
+    assert check_weights(rounded, reference, exact=False) == []
+    assert len(check_weights(wrong, reference, exact=False)) == 1
 
 
 def test_survivors_that_hang_or_name_nobody_are_found() -> None:
@@ -56,3 +57,4 @@ def test_survivors_that_hang_or_name_nobody_are_found() -> None:
     assert check_survivors(good, 1, settings) == []
     bad = Outcome(True, {}, {0: "RuntimeError: connection closed"}, {0: 11.0}, stuck=[2])
     assert len(check_survivors(bad, 1, settings)) == 3
+    assert len(check_survivors(good, 1, settings, "memory")) == 1

@@ -52,17 +52,22 @@ def histories() -> Histories:
     return Histories(items, times, offsets, np.arange(SHARED_ITEMS + USERS), np.arange(USERS))
 
 
+def append_record(folder: Path, attempt: int | None, rank: int, kind: str, entry: dict[str, Any]) -> None:
+    """Add a line to what a rank records of ``kind``."""
+    path = folder / kind / f"{attempt}.{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        stream.write(json.dumps(entry) + "\n")
+
+
 class SampleRecord(pl.Callback):
-    """Writes the users of every trained batch to ``folder/samples``, and notes the begin of every save."""
+    """Writes the users of every trained batch to ``folder/samples``, and notes the begin of the parts of every step and save."""
 
     def __init__(self, folder: Path, attempt: int | None):
         self.folder, self.attempt = folder, attempt
 
     def _append(self, rank: int, kind: str, entry: dict[str, Any]) -> None:
-        path = self.folder / kind / f"{self.attempt}.{rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as stream:
-            stream.write(json.dumps(entry) + "\n")
+        append_record(self.folder, self.attempt, rank, kind, entry)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.attempt is None:
@@ -79,6 +84,15 @@ class SampleRecord(pl.Callback):
             "users": (first - SHARED_ITEMS).tolist(),
         }
         self._append(trainer.global_rank, "samples", entry)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, i: int) -> None:
+        self._append(trainer.global_rank, "forward", {"step": trainer.global_step})
+
+    def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Any) -> None:
+        self._append(trainer.global_rank, "backward", {"step": trainer.global_step})
+
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._append(trainer.global_rank, "exchange", {"step": trainer.global_step})
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._append(trainer.global_rank, "saves", {"step": trainer.global_step})
@@ -104,6 +118,7 @@ def train(
     if settings.device == "cuda":
         # NCCL refuses two ranks on one GPU of one host.
         os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank), NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+        os.environ.update(NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1")  # A shorter set-up.
         placement = {"accelerator": "gpu", "devices": 1, "num_nodes": world}
     pl.seed_everything(1, verbose=False)
     data = fs.SeqRecDataModule(histories(), batch_size=GLOBAL_BATCH // world, max_history=32, num_negatives=4)
