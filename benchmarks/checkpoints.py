@@ -3,14 +3,16 @@
     python -m benchmarks.checkpoints [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--rows N] [--dim N]
 
 Each variant trains some steps, saves, and does this again some times. The table has the medians of all saves but the first, which
-is always a full one: full or incremental, in the training thread or asynchronous. Then a new Trainer resumes from the last save.
-The time of a resume goes from the call of ``fit`` to the first step, so it includes the set-up.
+is always a full one: full or incremental, in the training thread or asynchronous. An asynchronous variant then saves once more
+and trains further steps, which are timed as long as the save is being written. At the end a new Trainer resumes from a save. The
+time of a resume goes from the call of ``fit`` to the first step, so it includes the set-up.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -38,6 +40,7 @@ VARIANTS = {
 }
 HISTORY = 64  # events of a sample
 SAVES = 4  # of a training
+STEPS_BESIDE = 20  # steps beside the last save of an asynchronous variant
 
 
 class TableModel(pl.LightningModule):
@@ -77,6 +80,7 @@ class Saves(pl.Callback):
         self.stalls: list[float] = []  # seconds, as all of these
         self.completes: list[float] = []
         self.step_seconds: list[float] = []
+        self.beside: list[float] = []  # of steps while a save is being written
         self.began = 0.0
         self._last = 0.0
 
@@ -86,10 +90,14 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._synchronize(trainer)
         now = time.perf_counter()
-        if batch_idx > 1:
+        if trainer.strategy.saves_in_background:
+            self.beside.append(now - self._last)
+        elif batch_idx > 1:
             self.step_seconds.append(now - self._last)
         number, left = divmod(trainer.global_step, self.steps)
-        if left == 0 and number <= SAVES:
+        if left == 0 and number == SAVES + 1:
+            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+        elif left == 0 and number <= SAVES:
             trainer.strategy.barrier()
             begin = time.perf_counter()
             trainer.save_checkpoint(self.folder / f"{number}.ckpt")
@@ -109,6 +117,7 @@ class Saves(pl.Callback):
 
 def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path | None = None) -> Saves:
     incremental, asynchronous = VARIANTS[variant]
+    further = 1 if resume else arguments.steps + STEPS_BESIDE if asynchronous else 0
     saves = Saves(folder, arguments.steps)
     trainer = pl.Trainer(
         strategy=fs.FreeScaleStrategy(checkpoint=fs.Incremental() if incremental else "sharded", balance="off"),
@@ -117,14 +126,14 @@ def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path 
         num_nodes=arguments.ranks,
         callbacks=[saves],
         plugins=[AsyncCheckpointIO()] if asynchronous else [],
-        max_steps=SAVES * arguments.steps + (resume is not None),
+        max_steps=SAVES * arguments.steps + further,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     pl.seed_everything(1, verbose=False)
-    steps = SAVES * arguments.steps + 4
+    steps = SAVES * arguments.steps + further + 4
     data = Batches(arguments.rows, arguments.samples, steps, int(os.environ["RANK"]))
     begin = time.perf_counter()
     model = TableModel(arguments.rows, arguments.dim)
@@ -142,7 +151,7 @@ def written_bytes(path: Path, since: Path) -> int:
 def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, Any]], float]:
     """A row for each variant, and the median time of a step in ms."""
     rows, steps = [], []
-    for number, variant in enumerate(VARIANTS):
+    for number, variant in enumerate(arguments.variants):
         folder = root / str(number)
         saves = fit(arguments, folder, variant)
         steps += saves.step_seconds
@@ -153,11 +162,16 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
                 "save": variant,
                 "stall_ms": 1e3 * statistics.median(saves.stalls),
                 "complete_ms": 1e3 * statistics.median(saves.completes),
+                "step_beside_ms": 1e3 * statistics.median(saves.beside) if saves.beside else None,
                 "written_mib": written_bytes(last, folder / "1.ckpt") / 2**20,
                 "load_ms": 1e3 * resumed.began,
             }
         )
-    return rows, 1e3 * statistics.median(steps)
+        torch.distributed.barrier()
+        if int(os.environ["RANK"]) == 0:
+            shutil.rmtree(folder)
+    step_ms = 1e3 * statistics.median(steps)
+    return [row | {"stall_percent_of_step": 100 * row["stall_ms"] / step_ms} for row in rows], step_ms
 
 
 def changed_percent(arguments: argparse.Namespace) -> float:
@@ -177,6 +191,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--samples", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=5, help="steps between two saves")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="default: all")
     parser.add_argument("--folder", help="where the checkpoints are written; default: the system's temporary folder")
     arguments = parser.parse_args()
     launcher.resolve_options(arguments)

@@ -5,7 +5,7 @@ FBGEMM's kernels update the rows inside the backward of their lookup. There is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,9 +196,8 @@ def steps(module: nn.Module) -> dict[str, int]:
     return counted
 
 
-def steps_of_all_ranks(module: nn.Module, gather: Callable[[Any], list[Any]]) -> dict[str, int]:
-    """:func:`steps`, with the collections of which this rank holds no table. All ranks must call it."""
-    by_rank = gather(steps(module))
+def steps_of_all_ranks(by_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The steps of all collections, from what :func:`steps` gives on each rank, which lacks those without a table there."""
     return {name: max(counted.get(name, 0) for counted in by_rank) for counted in by_rank for name in counted}
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
+from lightning_freescale.strategy.checkpoints import device_copy
 from lightning_freescale.strategy.checkpoints import file as checkpoint_file
 from lightning_freescale.strategy.checkpoints import folder as checkpoint
 from lightning_freescale.strategy.checkpoints import saving as checkpoint_saving
@@ -66,7 +67,7 @@ def delayed(rank: int, folder: str, kind: str, copies: bool) -> list[bool]:
     toy.Model.optimizer_step = optimizer_step  # type: ignore[method-assign]
     setattr(owner, name, write_late)
     if not copies:
-        checkpoint_saving.snapshot = lambda value: value
+        checkpoint_saving.snapshot = device_copy.snapshot = lambda value: value
     train(rank, folder, kind, asynchronous=True)
     return threads
 

@@ -7,7 +7,8 @@
 * ``storage.py``: local folders and remote addresses, atomic replacement, checksums.
 * ``tensors.py`` and ``weights.py``: between sharded tables and full tensors, and into the model.
 * ``random_states.py``: a resumed run draws the numbers of the uninterrupted one.
-* ``background.py``: asynchronous saves. ``meeting.py``: saves while an exception is handled.
+* ``background.py``: asynchronous saves. ``device_copy.py``: what they copy while the training waits.
+* ``meeting.py``: saves while an exception is handled.
 * ``plain_loading.py``: lets ``Model.load_from_checkpoint`` and other strategies read folders.
 * ``verify.py``: checks a checkpoint without a Trainer, and finds the last undamaged one.
 * ``export.py``: turns a checkpoint into one plain file, without process groups. ``id_map.py``: which row belongs to which id.

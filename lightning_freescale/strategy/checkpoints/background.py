@@ -24,6 +24,11 @@ class BackgroundSaves:
         """Whether a save has been started whose result no call of :meth:`finish` has seen."""
         return self._save is not None
 
+    @property
+    def writing(self) -> bool:
+        """Whether the thread works on a save."""
+        return self._save is not None and not self._save.done()
+
     def control(self, control: Control) -> Control:
         """The control plane for collectives in the thread: a process group of its own. A collective."""
         if self._control is None:

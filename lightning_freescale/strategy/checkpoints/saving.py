@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,11 +14,13 @@ from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import logger
 from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
+from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy
 from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from lightning_freescale.strategy.checkpoints.meeting import AT_ONCE, MEETING_SECONDS, all_ranks_came
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
 from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, table_names, with_values
+from lightning_freescale.strategy.control import Control
 from lightning_freescale.transport import failed_transfer
 
 VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
@@ -127,32 +129,36 @@ class CheckpointSaving(CheckpointState):
         if asynchronous:
             self._background.finish(control)
         asynchronous = asynchronous and is_fitting(self._module.trainer)
-        entry = self._entry(checkpoint)
+        checkpoint = {**checkpoint, ENTRY: self._entry(checkpoint)}
         if self._format == "file":
-            self._save_file({**checkpoint, ENTRY: entry}, path, storage_options, asynchronous)
+            self._save_file(checkpoint, path, storage_options, asynchronous)
         elif storage_options is not None:
             raise TypeError(
                 "storage_options go to a CheckpointIO, which writes one file; this checkpoint is a folder. Use "
                 "FreeScaleStrategy(checkpoint='file') or leave them out"
             )
         else:
-            self._save_folder({**checkpoint, ENTRY: entry}, path, asynchronous)
+            self._save_folder(checkpoint, path, asynchronous)
 
     def _entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What this package adds to a checkpoint, except tensors that may be sharded. A collective."""
-        assert self.control is not None
+        """What this package adds to a checkpoint, except tensors that may be sharded and what :meth:`_own_state` has."""
         entry: dict[str, Any] = {"version": VERSION, "tables": sorted(table_names(self._module))}
         if "optimizer_states" in checkpoint:
-            entry["table_optimizer_steps"] = table_optimizer.steps_of_all_ranks(self._module, self.control.gather)
             entry["balance"] = self._balancer.state_dict()
-            middle = _in_the_middle_of_an_epoch(checkpoint)
-            opened = [states.opened for states in self._loader_random_states] if middle else None
-            current = random_states.capture(self.root_device)
-            entry["random"] = self.control.gather({"current": current, "opened": opened})
         return entry
+
+    def _own_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """What each rank adds to :meth:`_entry`. :func:`_of_all_ranks` puts it together."""
+        if "optimizer_states" not in checkpoint:
+            return {}
+        middle = _in_the_middle_of_an_epoch(checkpoint)
+        opened = [states.opened for states in self._loader_random_states] if middle else None
+        current = random_states.capture(self.root_device)
+        return {"steps": table_optimizer.steps(self._module), "random": {"current": current, "opened": opened}}
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any, asynchronous: bool) -> None:
         assert self.control is not None
+        checkpoint[ENTRY] |= _of_all_ranks(self.control.gather(self._own_state(checkpoint)))
         if "optimizer_states" in checkpoint:
             checkpoint[ENTRY]["table_optimizer"] = gather_full(self._optimizer_tensors(), self.control)
         error: Exception | None = None
@@ -178,13 +184,34 @@ class CheckpointSaving(CheckpointState):
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             sharded["table_optimizer"] = self._optimizer_tensors()
-        save = folder.save if self._incremental is None else self._incremental.save
+        own = self._own_state(checkpoint)
         if not asynchronous:
-            save(path, sharded, checkpoint, self.control)
+            self._write_folder(path, sharded, checkpoint, own, self.control)
             return
-        copied, meta = snapshot(sharded), snapshot(checkpoint) if self.control.rank == 0 else {}
+        meta = checkpoint if self.control.rank == 0 else {ENTRY: {}}
+        copy = DeferredCopy((sharded, meta, own), self.root_device)
         control = self._background.control(self.control)
-        self._background.start(lambda: save(path, copied, meta, control), path)
+
+        def write_copy() -> None:
+            copied: Any = ({}, {}, {})
+            error: Exception | None = None
+            try:
+                copied = copy.on_host()
+            except Exception as failure:  # The other ranks must not wait for this one.
+                error = failure
+            raise_together(control, error, where=f"saving {path}")
+            tensors, entries, states = copied
+            self._write_folder(path, tensors, entries, states, control)
+
+        self._background.start(write_copy, path)
+
+    def _write_folder(
+        self, path: str, sharded: dict[str, Any], meta: dict[str, Any], own: dict[str, Any], control: Control
+    ) -> None:
+        """Write a checkpoint folder, full or incremental. A collective of the ranks of ``control``."""
+        meta[ENTRY] |= _of_all_ranks(control.gather(own))
+        save = folder.save if self._incremental is None else self._incremental.save
+        save(path, sharded, meta, control)
 
     def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""
@@ -227,6 +254,14 @@ class CheckpointSaving(CheckpointState):
         """Wait for an asynchronous save without other ranks. A failure is logged."""
         if self._saves is not None and (error := self._saves.close()) is not None:
             logger.error("an asynchronous save failed: %s", error)
+
+
+def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries of a checkpoint from the states that the ranks have gathered."""
+    if not states[0]:
+        return {}
+    steps = table_optimizer.steps_of_all_ranks([state["steps"] for state in states])
+    return {"table_optimizer_steps": steps, "random": [state["random"] for state in states]}
 
 
 def _in_the_middle_of_an_epoch(checkpoint: Mapping[str, Any]) -> bool:

@@ -64,6 +64,11 @@ class CheckpointState(_Base):
         sharded = None if self._sharded_model is None else self._sharded_model.sharded
         return {} if sharded is None else table_optimizer.optimizer_tensors(sharded)
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether an asynchronous save is being written on this rank."""
+        return self._saves is not None and self._saves.writing
+
     def finish_saves(self) -> None:
         """Wait for an asynchronous save, and raise on all ranks if it failed. A collective."""
         if is_asynchronous(self.checkpoint_io):

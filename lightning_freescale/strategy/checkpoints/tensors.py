@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -112,29 +112,44 @@ def _move(piece: Tensor, source: int, control: Control, everywhere: bool) -> Non
         dist.send(piece, dst=0, group=control.group)
 
 
-def snapshot(value: Any) -> Any:
-    """A copy of a checkpoint in host memory. Training may change the original afterwards."""
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, also of a tensor that is there already."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def snapshot(value: Any, copy_of: Callable[[Tensor], Tensor] = host_copy) -> Any:
+    """A copy of a checkpoint, by default in host memory. Training may change the original afterwards.
+
+    Args:
+        copy_of: gives the copy of one tensor.
+    """
     if is_sharded(value):
-        return _copy_of_shards(value)
+        return _copy_of_shards(value, copy_of)
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copy_of(value)
     if type(value) in (dict, OrderedDict):
-        copied = {key: snapshot(part) for key, part in value.items()}
+        copied = {key: snapshot(part, copy_of) for key, part in value.items()}
         return copied if type(value) is dict else with_values(value, copied)
     if type(value) in (list, tuple):
-        return type(value)(snapshot(part) for part in value)
+        return type(value)(snapshot(part, copy_of) for part in value)
     return copy.deepcopy(value)
 
 
-def _copy_of_shards(value: Any) -> ShardedTensor:
+def _copy_of_shards(value: Any, copy_of: Callable[[Tensor], Tensor]) -> ShardedTensor:
+    tensors = [copy_of(shard.tensor) for shard in value.local_shards()]
+    on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+
+    def placed(metadata: Any) -> Any:
+        own = copy.deepcopy(metadata)
+        if on_host:
+            own.placement._device = torch.device("cpu")
+        return own
+
     metadata = copy.deepcopy(value.metadata())
-    for shard in metadata.shards_metadata:
-        shard.placement._device = torch.device("cpu")
-    shards = []
-    for shard in value.local_shards():
-        own = copy.deepcopy(shard.metadata)
-        own.placement._device = torch.device("cpu")
-        shards.append(Shard(shard.tensor.detach().to("cpu", copy=True), own))
+    metadata.shards_metadata = [placed(shard) for shard in metadata.shards_metadata]
+    shards = [
+        Shard(tensor, placed(shard.metadata)) for tensor, shard in zip(tensors, value.local_shards(), strict=True)
+    ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=metadata, process_group=value._process_group
     )

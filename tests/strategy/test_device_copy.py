@@ -1,0 +1,60 @@
+"""Copies of the state for asynchronous saves: training cannot change them, and they come to host memory by parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_freescale.strategy.checkpoints import device_copy
+from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy, device_bytes, to_host
+
+
+def state(device: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(1000, 64, generator=generator).to(device)
+    return {"table": table, "columns": table[:, 3:9], "empty": table[:0], "steps": [7, torch.tensor(3, device=device)]}
+
+
+def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for name in ("table", "columns", "empty"):
+        assert torch.equal(a[name], b[name].cpu()), name
+        assert a[name].device.type == "cpu"
+    assert a["steps"][0] == b["steps"][0]
+    assert torch.equal(a["steps"][1], b["steps"][1].cpu())
+
+
+@pytest.mark.parametrize("size", [8, 24, 100, 1 << 20])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 5), (33,)])
+def test_parts_make_the_whole(size: int, shape: tuple[int, ...]) -> None:
+    buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
+        value = torch.randint(0, 2, shape).to(dtype)
+        moved = to_host(value, buffers)
+        assert torch.equal(moved, value)
+        assert moved.shape == value.shape
+        assert moved.data_ptr() != value.data_ptr() or not value.numel()
+
+
+def test_a_copy_on_a_cpu_does_not_change() -> None:
+    original = state("cpu")
+    copied = DeferredCopy(original, torch.device("cpu"))
+    original["table"].zero_()
+    assert_equal(copied.on_host(), state("cpu"))
+    assert device_bytes(original) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_copy_on_a_gpu_does_not_change(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copy, "CHUNK_BYTES", 4096)
+    if not enough:
+        monkeypatch.setattr(device_copy, "SPARE_SHARE", 1.0)
+    original = state("cuda")
+    before = torch.cuda.memory_allocated()
+    copied = DeferredCopy(original, torch.device("cuda", 0))
+    assert (torch.cuda.memory_allocated() - before >= device_bytes(original)) is enough
+    original["table"].zero_()
+    assert_equal(copied.on_host(), state("cpu"))
+    assert torch.cuda.memory_allocated() == before
