@@ -15,11 +15,12 @@ from tests.faults.training import EPOCHS, USERS, Settings
 
 
 @pytest.mark.timeout(400)
-def test_five_kills() -> None:
-    result = campaign(kills=5, seed=7, worlds=(2, 3), timeout=6.0)
+def test_ten_kills() -> None:
+    result = campaign(kills=10, seed=7, worlds=(2, 3), timeout=6.0, parallel=3, kills_each=4)
     assert result["problems"] == {}
-    assert result["kills"] == 5
-    assert result["survivors"] >= 5
+    assert result["left_behind"] == []
+    assert result["kills"] == 10
+    assert result["survivors"] >= 10
     assert result["with_resharding"] >= 1
 
 

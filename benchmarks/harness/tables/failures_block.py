@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from benchmarks.harness.results import StoredResult, command, short_machine
 from benchmarks.harness.tables import markdown
@@ -72,6 +73,7 @@ def save_costs(results: Mapping[str, StoredResult]) -> str:
             {
                 "save": row["save"],
                 "training waits": f"{row['stall_ms']:,.0f} ms",
+                **_beside(row, found["step_ms"]),
                 "complete after": f"{row['complete_ms']:,.0f} ms",
                 "written": f"{row['written_mib']:,.1f} MiB",
                 "resume, to the first step": f"{row['load_ms']:,.0f} ms",
@@ -82,9 +84,32 @@ def save_costs(results: Mapping[str, StoredResult]) -> str:
             f"A table of {size['rows']:,} x {size['dim']} on {size['ranks']} ranks, {size['changed_percent']:.1f}% of whose "
             f"rows have changed since the last full save; a step takes {found['step_ms']:,.0f} ms:",
             markdown.table(rows),
+            *_finding(found),
             _origin(name, found),
         ]
     return "\n\n".join(parts)
+
+
+def _beside(row: Mapping[str, Any], step_ms: float) -> dict[str, str]:
+    """What a save does to the steps. Older results lack it."""
+    if "step_beside_ms" not in row:
+        return {}
+    beside = row["step_beside_ms"]
+    return {
+        "in steps": f"{row['stall_ms'] / step_ms:.2f}",
+        "a step during the save": "" if beside is None else f"{beside:,.0f} ms",
+    }
+
+
+def _finding(found: StoredResult) -> list[str]:
+    """What it costs to find the changed rows, by what a save does and by what it could do. Older results lack it."""
+    if "finding" not in found:
+        return []
+    costs = found["finding"]
+    return [
+        f"To compare a rank's shard with the last full save takes {costs['compare_ms']:,.0f} ms per save. To mark the rows of a "
+        f"step would take {costs['mark_ms']:.2f} ms in every step."
+    ]
 
 
 def _origin(name: str, found: StoredResult) -> str:
