@@ -124,11 +124,12 @@ class CheckpointSaving(CheckpointState):
             return
         control = self.control
         assert control is not None
-        path = os.fspath(self.broadcast(filepath))
+        path = control.gather(os.fspath(filepath))[0]
         asynchronous = is_asynchronous(self.checkpoint_io)
         if asynchronous:
             self._background.finish(control)
         asynchronous = asynchronous and is_fitting(self._module.trainer)
+        self._skip_barrier = asynchronous  # After it, the save would not be complete either.
         checkpoint = {**checkpoint, ENTRY: self._entry(checkpoint)}
         if self._format == "file":
             self._save_file(checkpoint, path, storage_options, asynchronous)
@@ -231,7 +232,7 @@ class CheckpointSaving(CheckpointState):
 
     def barrier(self, name: str | None = None) -> None:
         if name == "Trainer.save_checkpoint" and self._skip_barrier:
-            self._skip_barrier = False  # The other ranks do not come.
+            self._skip_barrier = False
             return
         super().barrier(name)
 
