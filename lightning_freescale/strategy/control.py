@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_freescale.runtime import errors
 from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.object_gather import gather_objects
 from lightning_freescale.runtime.process_groups import (
     are_complete,
     describe_missing_ranks,
@@ -252,12 +253,10 @@ class Control:
         """``value`` of every rank, in rank order. A collective."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            return gather_objects(value, self.group)
         except RuntimeError as error:
             raise self.missing_ranks("a gather", error) from error
-        return values
 
     def missing_ranks(self, what: str, error: Exception) -> FreeScaleError:
         """The error to raise if ``what`` did not arrive from all ranks. It says what happened to the other ranks."""
