@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
-import torch
+import numpy as np
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
@@ -23,10 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.embedding.stages import contents_version
 
 _ATTRIBUTE = "_freescale_owner_counts"
-_ROW_POSITIONS = (
-    "zch_bucketize_row_pos",
-    "kvzch_bucketize_row_pos",
-)  # of tables with buckets; the name depends on the release
+# Set for tables with buckets. The name depends on the release of TorchRec.
+_ROW_POSITIONS = ("zch_bucketize_row_pos", "kvzch_bucketize_row_pos")
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,11 @@ def count(host: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> tuple
         ranks: number of ranks.
     """
     counts, blocks = {}, {}
-    for name, ids in zip(host.keys(), host.values().split(host.length_per_key()), strict=True):
+    values = host.values().numpy()  # PyTorch would use its threads, which go on to occupy cores for a while afterwards
+    for name, (start, end) in zip(host.keys(), pairwise(host.offset_per_key()), strict=True):
         if name in rows:
             blocks[name] = -(-rows[name] // ranks)
-            owners = torch.div(ids, blocks[name], rounding_mode="trunc")
-            counts[name] = torch.bincount(owners, minlength=ranks).tolist()
+            counts[name] = np.bincount(values[start:end] // blocks[name], minlength=ranks).tolist()
     return counts, blocks
 
 
