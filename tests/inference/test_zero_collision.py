@@ -15,6 +15,8 @@ import lightning_freescale as fs
 from lightning_freescale.cli.main import main
 from lightning_freescale.data.raw_ids import raw_item_ids
 from lightning_freescale.models import HSTU
+from tests import toy
+from tests.ranks import run_ranks
 
 USERS, EVENTS, ITEMS, K = 24, 10, 60, 5
 NAMES = ("users", "items", "scores")
@@ -37,27 +39,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     walks = [[*walk, *chance.integers(ITEMS, size=EVENTS - 4)] for walk in walks]
     lines = [f"u{user},film {item},{time}" for user, walk in enumerate(walks) for time, item in enumerate(walk)]
     (folder / "events.csv").write_text("\n".join(["user,item,time", *lines]) + "\n")
+    run_ranks(train, 1, (folder,))  # In a process of its own: no rank can be forked from a process that has used gloo.
+    return folder
+
+
+def train(rank: int, folder: Path) -> None:
     pl.seed_everything(0, verbose=False)
     data = fs.SeqRecDataModule(
         str(folder / "events.csv"), batch_size=6, max_history=12, num_negatives=4, ids="raw", cache_dir=folder / "cache"
     )
     model = RawHSTU(256, embedding_dim=16, num_layers=1, max_history=16, filter_seen=True, top_k=K)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy="freescale",
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = toy.trainer("freescale", 1, max_epochs=2)
     trainer.fit(model, datamodule=data)
     trainer.save_checkpoint(folder / "raw.ckpt")
     predicted: Any = trainer.predict(model, datamodule=data)
     users, items, scores = (np.concatenate([getattr(part, name) for part in predicted]) for name in NAMES)
     np.savez(folder / "predicted.npz", users=users, items=items, scores=scores)
-    return folder
 
 
 def recommended(folder: Path, model: str) -> dict[str, list[tuple[str, float]]]:
