@@ -19,6 +19,7 @@ from tests import toy
 from tests.faults.attempt import Outcome
 from tests.faults.training import EPOCHS, USERS, Settings
 
+OTHER_PROGRAMS_SECONDS = 15.0  # after which files of other programs have vanished
 DEVICE_MEMORY_MIB = 100  # A GPU that nobody uses may report a little more than before.
 ROUNDING = {"rtol": 1e-3, "atol": 1e-4}  # of the weights, if the number of ranks has changed
 
@@ -97,11 +98,20 @@ def has_no_owner(path: Path) -> bool:
 
 @contextmanager
 def no_new_shared_memory(problems: list[str], folder: Path = Path("/dev/shm")) -> Iterator[None]:
-    """Note a problem if files are left in shared memory. A file that a process still uses belongs to another program."""
+    """Note a problem if files are left in shared memory.
+
+    A file that a process still uses belongs to another program. So does one that vanishes within some seconds: other tests run
+    at the same time.
+    """
     before = set(folder.glob("*freescale*"))
     yield
-    if left := [path.name for path in set(folder.glob("*freescale*")) - before if has_no_owner(path)]:
-        problems.append(f"left in {folder}: {sorted(left)}")
+    left = {path for path in set(folder.glob("*freescale*")) - before if has_no_owner(path)}
+    deadline = time.monotonic() + OTHER_PROGRAMS_SECONDS
+    while left and time.monotonic() < deadline:
+        time.sleep(0.2)
+        left = {path for path in left if path.exists()}
+    if left:
+        problems.append(f"left in {folder}: {sorted(path.name for path in left)}")
 
 
 @contextmanager
