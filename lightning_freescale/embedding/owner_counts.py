@@ -96,12 +96,16 @@ class KnownCounts:
             self._counts = None
 
     def _install(self) -> None:
-        """TorchRec makes the exchanges of ids when the module is called for the first time."""
+        """TorchRec makes the exchanges of ids when the module is called for the first time.
+
+        The counts of a later fit replace those of an earlier one: the exchange stays TorchRec's, and not the earlier wrapper.
+        """
         self._installed = True
         for exchange in self._module._input_dists:
             if isinstance(exchange, RwSparseFeaturesDist) and _in_equal_blocks(exchange):
                 blocks = exchange._feature_block_sizes_tensor.tolist()
-                exchange._dist.forward = partial(self._send, exchange._dist.forward, blocks, exchange._world_size)
+                forward = partial(type(exchange._dist).forward, exchange._dist)
+                exchange._dist.forward = partial(self._send, forward, blocks, exchange._world_size)
 
     def _send(
         self, forward: Callable[[KeyedJaggedTensor], Any], blocks: list[int], ranks: int, divided: KeyedJaggedTensor

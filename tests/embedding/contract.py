@@ -12,30 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
 )
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding, RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lightning_freescale.embedding import plan as sharding
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
 from lightning_freescale.embedding.moment_kernel import MomentKernel
 from lightning_freescale.embedding.plan import is_of_a_table
 from lightning_freescale.embedding.schedule import ExchangeSchedule
-from lightning_freescale.embedding.shard import shard
-from lightning_freescale.embedding.table_optimizer import has_own_optimizer, kernels_of
+from lightning_freescale.embedding.table_optimizer import kernels_of
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollision
+from tests.embedding.contract_model_parallel import check_model_parallel
 from tests.embedding.training import (
     BAG_DIMS,
     DIM,
@@ -313,52 +308,6 @@ def check_feature_processors() -> None:
     tables = [key for key in processed.state_dict() if is_of_a_table(key)]
     assert tables == ["_embedding_bag_collection.embedding_bags.t.weight"]
     assert len(processed.state_dict()) == 2
-
-
-def small_model() -> nn.Module:
-    model = nn.Module()
-    model.embeddings = EmbeddingCollection(
-        tables=[EmbeddingConfig(name="t", embedding_dim=DIM, num_embeddings=64, feature_names=["a"])]
-    )
-    model.head = nn.Linear(DIM, 1)
-    return model
-
-
-def check_fixed_buckets(model: DistributedDataParallel) -> None:
-    """The buckets begin with the last parameter, and DDP does not lay them out again."""
-    first = model.reducer._get_zeros_like_grad_buckets()[0].parameters()[0]
-    assert first is list(model.module.parameters())[-1]
-    assert not model.reducer._rebuild_buckets()
-
-
-def check_model_parallel(world: int) -> None:
-    """The names of DistributedModelParallel, and of optimizers inside backward, that the strategy uses."""
-    arguments = list(inspect.signature(DefaultDataParallelWrapper._ddp_wrap).parameters)
-    assert arguments == ["self", "dmp", "env", "device", "ddp_ignore_param_names"]  # overridden in embedding/shard.py
-    wrapped = shard(small_model(), dist.group.WORLD, torch.device("cpu"), ddp_kwargs={"bucket_cap_mb": 3})
-    assert isinstance(wrapped._dmp_wrapped_module, DistributedDataParallel)
-    assert wrapped._dmp_wrapped_module.bucket_bytes_cap == 3 * 1024 * 1024
-    check_fixed_buckets(wrapped._dmp_wrapped_module)
-    assert hasattr(ShardedManagedCollisionCollection, "_dedup_indices")
-    model = small_model()
-    collection = model.embeddings
-    device, group = torch.device("cpu"), dist.group.WORLD
-    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
-    assert has_own_optimizer([collection])
-    assert all(hasattr(parameter, "_optimizer_classes") for parameter in collection.parameters())
-    assert all(parameter._optimizer_kwargs == [{"lr": 0.1}] for parameter in collection.parameters())
-    sharders = sharding.make_sharders(model, None, device)
-    plan = sharding.make_plan(model, sharders, "row_wise", device=device, world_size=world, local_size=world)
-    assert group is not None
-    env = ShardingEnv.from_process_group(group)
-    sharded = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
-    assert isinstance(sharded._dmp_wrapped_module, DistributedDataParallel)
-    assert isinstance(model.embeddings, ShardedEmbeddingCollection)
-    fused = {id(parameter) for parameter in sharded.fused_optimizer.params.values()}
-    fused |= {id(p) for p in model.parameters() if hasattr(p, "_in_backward_optimizers")}
-    dense = [name for name, parameter in model.named_parameters() if id(parameter) not in fused]
-    assert dense == ["head.weight", "head.bias"]
-    assert isinstance(sharded.fused_optimizer.state_dict()["state"], dict)
 
 
 def output_options(rank: int) -> set[str]:

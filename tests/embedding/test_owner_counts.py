@@ -31,6 +31,11 @@ def note(forward: Any, divided: KeyedJaggedTensor) -> Any:
     return forward(divided)
 
 
+def noted(forward: Any, watched: Any) -> Any:
+    """:func:`note` for the exchange ``watched`` alone."""
+    return lambda self, ids: note(functools.partial(forward, self), ids) if self is watched else forward(self, ids)
+
+
 def ids_that_arrive(input_dist: Any, module: Any, kjt: KeyedJaggedTensor) -> list[Tensor]:
     WERE_KNOWN.clear()
     return [part.values() for part in input_dist(module.create_context(), kjt).wait().wait()]
@@ -43,13 +48,16 @@ def check_counts(rank: int, world: int, bags: bool) -> None:
     batches = [to_kjt(batch) for batch in random_batches(rank, 4, 5, lambda rank, step: 3 * step if rank else 4)]
     ids_that_arrive(module.input_dist, module, batches[0])  # TorchRec makes its exchanges here
     (row_wise,) = (part for part in module._input_dists if isinstance(part, RwSparseFeaturesDist))
-    row_wise._dist.forward = functools.partial(note, row_wise._dist.forward)  # The counts are installed above it.
+    kind = type(row_wise._dist)
+    kind.forward = noted(kind.forward, row_wise._dist)  # The counts are installed above it.
+    ids_that_arrive(KnownCounts(module).input_dist, module, batches[0])  # as in an earlier fit
     for kjt in batches:
         owner_counts.attach(kjt, kjt, FEATURE_ROWS, world)
         arrived = ids_that_arrive(known.input_dist, module, kjt)
         assert WERE_KNOWN == [True]
         plain = ids_that_arrive(module.input_dist, module, kjt)
         assert WERE_KNOWN == [False]
+        assert row_wise._dist.forward.args[0].func is kind.forward  # TorchRec's, not the wrapper of the earlier fit
         assert all(torch.equal(a, b) for a, b in zip(arrived, plain, strict=True))
     # Ids that were changed in place, tensors without counts, and counts of other tables are counted on the device.
     batches[0].values().clamp_(max=1)
