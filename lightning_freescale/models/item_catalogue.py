@@ -25,6 +25,7 @@ class ItemCatalogue(_Base):
     embedding: Any
     catalogue_ids: Tensor | None  # [n] int64, sorted; None if the ids are 0 to num_items - 1
     catalogue_order: Tensor | None  # [n] int64, the number of each of these items
+    _catalogue_was_taken = False  # from a data module, and not set by the user
 
     def _make_catalogue(self) -> None:
         """Call this in ``__init__``."""
@@ -46,12 +47,18 @@ class ItemCatalogue(_Base):
         if (repeated := len(found) - len(found.unique())) > 0:
             raise InputError(f"catalogue: {repeated} of the {len(found)} ids are repeated")
         self.catalogue_ids, self.catalogue_order = found.sort()
+        self._catalogue_was_taken = False
 
     def take_catalogue(self) -> None:
-        """Take the ids of the items from the data module, if they are raw and :meth:`set_catalogue` was not called."""
+        """Take the ids of the items from the data module, if they are raw and the user did not call :meth:`set_catalogue`.
+
+        A catalogue of an earlier data module is replaced: a second fit, or a prediction, may have other items.
+        """
         data: Any = getattr(self._trainer, "datamodule", None)
-        if self.catalogue_ids is None and self._takes_any_id and getattr(data, "ids", None) == "raw":
+        free = self.catalogue_ids is None or self._catalogue_was_taken
+        if free and self._takes_any_id and getattr(data, "ids", None) == "raw":
             self.set_catalogue(data.catalogue)
+            self._catalogue_was_taken = True
 
     def check_catalogue(self, ids: Tensor) -> None:
         """Refuse ids of a batch if the model does not know which items there are: it would rank others."""

@@ -15,7 +15,7 @@ from lightning_freescale.batch.torchrec_types import KeyedJaggedTensor
 from lightning_freescale.models.item_catalogue import ItemCatalogue
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.top_k import JaggedRows, Ranked, part_of, top_k
-from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.errors import ConfigurationError, InputError
 
 # Recommending is combined with the LightningModule of `lightning` or of `pytorch_lightning`.
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ class Recommending(ItemCatalogue, _Base):
         users = torch.arange(batch.num_samples) if batch.users is None else batch.users.cpu()
         rows = ranked.rows.clamp(min=0).cpu().numpy()
         named = hasattr(data, "item_ids") and hasattr(data, "user_ids") and batch.users is not None
+        if named and self.catalogue_ids is not None and len(data.item_ids) != self.catalogue_size:
+            raise InputError(
+                f"catalogue: the model ranks {self.catalogue_size} items, but the data module has names for "
+                f"{len(data.item_ids)}. Leave model.set_catalogue() out, or call it with the catalogue of this data module"
+            )
         return Recommendations(
             users=data.user_ids[users.numpy()] if named else users.numpy(),
             items=data.item_ids[rows] if named else rows,

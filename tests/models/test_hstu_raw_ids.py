@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,4 +122,13 @@ def test_a_model_that_does_not_know_its_items_says_so(tmp_path: Path) -> None:
     with pytest.raises(fs.InputError, match=r"catalogue: a batch has the item \d+, but .* the items are 0 to 399"):
         trainer.predict(model, data.predict_dataloader())
     trainer.predict(model, datamodule=data)
+    assert model.catalogue_size == ITEMS
+    # A data module with other items replaces the catalogue, and one that the user has set stays.
+    fewer = replace(cycles(), items=cycles().items % 7, item_ids=cycles().item_ids[:7])
+    other = fs.SeqRecDataModule(fewer, batch_size=8, max_history=12, num_negatives=4, ids="raw")
+    trainer.predict(model, datamodule=other)
+    assert model.catalogue_size == 7
+    model.set_catalogue(data.catalogue)
+    with pytest.raises(fs.InputError, match=rf"the model ranks {ITEMS} items, but the data module has names for 7"):
+        trainer.predict(model, datamodule=other)
     assert model.catalogue_size == ITEMS
