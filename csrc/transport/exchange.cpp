@@ -89,6 +89,7 @@ void Queue::prepare_ring(Channel& channel, int peer, bool out) {
   const Ring::Area area = ring.area();
   if (out) report_.ring_bytes += area.bytes;
   if (channel.in_device) return;      // device memory needs no pinning
+  if (channel.pinned) return;         // at set-up
   if (!out && peer == rank_) return;  // a rank receives from itself out of its outgoing ring
   pin((out ? channel.out_ring : channel.in_ring) + area.offset, area.bytes);
 }

@@ -43,10 +43,11 @@ class NixlAgent {
     if (started != nixl::success) {
       api_.destroy_agent(agent_);
       const char* kinds_of_network = std::getenv("UCX_TLS");
-      throw std::runtime_error("NIXL cannot start (status " + std::to_string(started) +
-                               "): UCX finds no network that it may use (UCX_TLS=" +
+      throw std::runtime_error("NIXL cannot start (status " + std::to_string(started) + ", UCX_TLS=" +
                                (kinds_of_network ? kinds_of_network : "") +
-                               "). Is there an RDMA device? Otherwise set FREESCALE_NETWORK=tcp, or transport='nccl'");
+                               "): UCX finds no network that it may use, or UCX_TLS leaves out cuda_copy on a machine with "
+                               "a GPU. NIXL has printed which. Without an RDMA device set FREESCALE_NETWORK=tcp, or "
+                               "transport='nccl'");
     }
     check(api_.create_opt_args(&arguments_), "creating arguments");
     check(api_.opt_args_add_backend(arguments_, backend_), "creating arguments");
@@ -349,6 +350,7 @@ class NixlWire : public Wire {
       : agent_(library, rank), connections_(tcp_connections(rank, bind_to, secret)) {}
 
   std::string address() const override { return connections_->address(); }
+  bool registers_rings() const override { return true; }
 
   void use_rings(int peer, std::byte* out, std::byte* in, std::size_t bytes, Word* arrived) override {
     Link& link = links_[peer];

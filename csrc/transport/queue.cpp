@@ -164,6 +164,11 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
     if (!channels_[peer].remote) continue;
     // Without a secret the peer must be a process of this user on this machine, which has a key in its segment.
     const bool key_is_here = settings_.secret.empty() && peer < rank_;
+    if (wire_->registers_rings()) {
+      pin(channels_[peer].out_ring, region);
+      pin(channels_[peer].in_ring, region);
+      channels_[peer].pinned = true;
+    }
     wire_->use_rings(peer, channels_[peer].out_ring, channels_[peer].in_ring, region,
                      channels_[peer].arrived);
     others[peer] = {fields.at("wire"), key_is_here ? Segment::key_of(fields.at("segment")) : settings_.secret};

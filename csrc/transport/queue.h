@@ -156,6 +156,7 @@ class Queue {
     std::byte *out_ring = nullptr, *in_ring = nullptr;  // rings in host memory
     Address out_device = 0, in_device = 0;              // rings in device memory; 0 if they are in host memory
     std::optional<std::size_t> out_level, in_level;  // levels of the rings whose memory is committed and pinned
+    bool pinned = false;                             // both rings, in whole, since set-up
     Word *sent = nullptr, *received = nullptr;       // our streams write these
     Word *freed = nullptr, *arrived = nullptr;       // our streams wait for these
     Announcements *ours = nullptr, *theirs = nullptr;

@@ -85,6 +85,9 @@ class Wire {
  public:
   virtual ~Wire() = default;
   virtual std::string address() const = 0;  // the address that peers connect to
+  // Whether use_rings() registers the whole rings with the network. On a GPU the network may pin them, too, and memory can be
+  // pinned only once: so the queue pins such rings before.
+  virtual bool registers_rings() const { return false; }
   // Before connect(): the rings for and from this peer, and the counter of the chunks that have arrived from it. They stay
   // valid as long as this object lives.
   virtual void use_rings(int /*peer*/, std::byte* /*out*/, std::byte* /*in*/, std::size_t /*bytes*/, Word* /*arrived*/) {}

@@ -62,7 +62,9 @@ def _missing_nixl() -> str:
 
 def _network_of_nixl() -> dict[str, str]:
     """Variables with which NIXL starts on one machine: without an RDMA device it uses TCP over the loopback interface."""
-    return {} if rdma_devices() or "UCX_TLS" in os.environ else {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    if rdma_devices() or "UCX_TLS" in os.environ:
+        return {}
+    return {"UCX_TLS": "tcp,cuda_copy" if torch.cuda.is_available() else "tcp", "UCX_NET_DEVICES": "lo"}
 
 
 class EngineTime(NamedTuple):

@@ -58,7 +58,7 @@ ENGINES: dict[str, tuple[list[str], dict[str, str]]] = {
         {
             "FREESCALE_HOST_ID": "node{rank}",
             "FREESCALE_NETWORK": "nixl",
-            "UCX_TLS": os.environ.get("UCX_TLS", "tcp"),
+            "UCX_TLS": os.environ.get("UCX_TLS", "tcp,cuda_copy"),
             "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
         },
     ),
