@@ -39,7 +39,7 @@ def _sum_of_ids(ids_ptr, start, end, BLOCK: tl.constexpr):
     return tl.sum(total.to(tl.int64, bitcast=True)).to(tl.uint64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["history_ptr", "history_offsets_ptr", "negatives_ptr", "negative_offsets_ptr", "step"])
 def _row_keys(
     history_ptr, history_offsets_ptr, negatives_ptr, negative_offsets_ptr, out_ptr, step,
     NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,7 +85,7 @@ def is_kept(keys, cols, number, limit):
     return _mixed(keys.to(tl.uint32, bitcast=True) ^ channels).to(tl.int32, bitcast=True) >= limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _drop(
     x_ptr, keys_ptr, out_ptr, x_row, count, number, limit, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

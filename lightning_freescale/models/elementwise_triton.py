@@ -24,7 +24,7 @@ def _place(ptr, rows, cols, stride):
     return ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (rows[:, None] < count) & (cols[None, :] < width)
@@ -32,7 +32,7 @@ def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS
     tl.store(_place(out_ptr, rows, cols, out_row), (x * tl.sigmoid(x)).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add(x_ptr, y_ptr, shift_ptr, out_ptr, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (rows[:, None] < count) & (cols[None, :] < width)
@@ -43,7 +43,7 @@ def _add(x_ptr, y_ptr, shift_ptr, out_ptr, count, width, ROWS: tl.constexpr, COL
     tl.store(_place(out_ptr, rows, cols, width), total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _summed(
     x_ptr, grad_ptr, out_ptr, shares_ptr, x_row, grad_row, out_row, share_row, count, width,
     SILU: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

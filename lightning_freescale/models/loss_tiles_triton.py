@@ -25,7 +25,7 @@ def _load_sets(sets_ptr, histories, samples, SETS: tl.constexpr):
     return sets
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offsets_ptr", "samples"])
 def _tiles(
     offsets_ptr, sets_ptr, out_ptr, samples, SETS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _tiles(
     tl.store(field + 4, (used & (number == 0)).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offsets_ptr", "samples"])
 def _segments(
     offsets_ptr, sets_ptr, ranges_ptr, out_ptr, samples,
     SETS: tl.constexpr, SIZE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,

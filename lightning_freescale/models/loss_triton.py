@@ -34,7 +34,7 @@ def _fields(tiles_ptr, tile):
     return tl.load(field), tl.load(field + 1), tl.load(field + 2), tl.load(field + 3), tl.load(field + 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["item_ids_ptr", "negative_ids_ptr", "target_q_ptr", "negative_q_ptr"])
 def _logits(
     outputs_ptr, items_ptr, negatives_ptr, item_ids_ptr, negative_ids_ptr, target_q_ptr, negative_q_ptr,
     tiles_ptr, loss_ptr, dpositive_ptr, dlogits_ptr, scale, D, K,

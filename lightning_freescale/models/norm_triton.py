@@ -67,7 +67,7 @@ def _kept(keys_ptr, rows, cols, count, number, limit):
     return is_kept(keys[:, None], cols[None, :], number, limit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _forward(
     x_ptr, branch_ptr, shift_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, sum_ptr, out_ptr,
     x_row, gate_row, count, eps, number, limit, scale,
@@ -93,7 +93,7 @@ def _forward(
     _store(out_ptr, rows, D, cols, count, D, out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _backward(
     x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, factor_ptr, dout_ptr, dx_ptr, rounded_ptr, dgate_ptr, shares_ptr,
     x_row, gate_row, added_row, dout_row, dgate_row, share_row, count, eps, number, limit, scale,
@@ -150,7 +150,7 @@ def _backward(
         tl.store(share + 2 * D, third, mask=cols < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _unit_forward(
     x_ptr, out_ptr, x_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -161,7 +161,7 @@ def _unit_forward(
     _store(out_ptr, rows, D, cols, count, D, x / length[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _unit_backward(
     x_ptr, dout_ptr, dx_ptr, x_row, dout_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip

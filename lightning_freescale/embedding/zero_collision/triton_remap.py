@@ -56,9 +56,13 @@ def _remainder(h, divisor):
 
 
 # Kernels are not compiled anew for special values of numbers, such as 1 or multiples of 16: steps and batches have all values.
+# Nor are they for addresses that are multiples of 16: ids may be a part of a longer tensor.
 @triton.jit(
-    do_not_specialize=["count", "buckets", "first_bucket", "bucket_size", "usable", "reserved", "limit", "span"]
-)
+    do_not_specialize=[
+        "ids_ptr", "chosen_ptr", "slots_ptr", "count", "buckets", "first_bucket", "bucket_size", "usable", "reserved",
+        "limit", "span",
+    ]
+)  # fmt: skip
 def _look_up(
     identities_ptr, seen_ptr, ids_ptr, chosen_ptr, slots_ptr, key_ptr, old_ids_ptr, old_seen_ptr, count, buckets,
     first_bucket, bucket_size, usable, reserved, limit, span, CHOSEN: tl.constexpr, INSERT: tl.constexpr, IDS: tl.constexpr,
@@ -99,7 +103,7 @@ def _look_up(
         tl.store(old_seen_ptr + at, tl.load(seen_ptr + slot, mask=found, other=-1), mask=at < count)
 
 
-@triton.jit(do_not_specialize=["count", "step"])
+@triton.jit(do_not_specialize=["slots_ptr", "count", "step"])
 def _mark_seen(seen_ptr, slots_ptr, old_ids_ptr, count, step, IDS: tl.constexpr):
     """The ids that own their slots are seen in this step."""
     at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
@@ -109,7 +113,7 @@ def _mark_seen(seen_ptr, slots_ptr, old_ids_ptr, count, step, IDS: tl.constexpr)
     tl.store(seen_ptr + slot, tl.zeros((IDS,), tl.int32) + step, mask=known)
 
 
-@triton.jit(do_not_specialize=["step", "ttl", "bucket_size", "usable", "reserved", "limit"])
+@triton.jit(do_not_specialize=["ids_ptr", "slots_ptr", "step", "ttl", "bucket_size", "usable", "reserved", "limit"])
 def _insert(
     identities_ptr, seen_ptr, ids_ptr, order_ptr, bounds_ptr, slots_ptr, old_ids_ptr, old_seen_ptr, fate_ptr,
     step, ttl, bucket_size, usable, reserved, limit, POLICY: tl.constexpr, PROBES: tl.constexpr,

@@ -19,7 +19,7 @@ EVENTS = hopper.RECORD_EVENTS
 CHUNKS = 8  # programs that share the events of a history
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offsets_ptr", "samples"])
 def _schedule(
     offsets_ptr, out_ptr, samples, SIZE: tl.constexpr, QUERY_SIZE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _schedule(
     tl.store(row + 3, tl.where(used, query_tile, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offsets_ptr", "times_ptr", "samples"])
 def _events(
     offsets_ptr, times_ptr, records_ptr, scale_ptr, samples,
     TIMES: tl.constexpr, LIMIT: tl.constexpr, EVENTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -18,7 +18,7 @@ COPIES = 512  # of a block
 SCANNED = 64  # blocks that are summed up at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _count(chosen_ptr, counts_ptr, total, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     """``counts[block, expert]``. ``EXPERTS`` is a power of two, not less than the number of experts."""
     copy = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -27,7 +27,7 @@ def _count(chosen_ptr, counts_ptr, total, SIZE: tl.constexpr, EXPERTS: tl.conste
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.sum(chosen, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "experts", "tiles"])
 def _scan(
     counts_ptr, first_ptr, ends_ptr, totals_ptr, tiles_ptr, blocks, experts, tiles,
     SCANNED: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
@@ -56,7 +56,7 @@ def _scan(
         tl.store(tiles_ptr + tile, tl.sum(after.to(tl.int32), 1), mask=tile < tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _place(
     chosen_ptr, first_ptr, copies_ptr, rows_ptr, total, SIZE: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip

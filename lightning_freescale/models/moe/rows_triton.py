@@ -13,7 +13,7 @@ from lightning_freescale.models.moe.dispatch import Arrangement
 GATHER_ROWS = 8  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather(
     x_ptr, copies_ptr, out_ptr, x_row, count, width, CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def _gather(
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :], x, mask=(rows < count)[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _combine(
     y_ptr, rows_ptr, gates_ptr, out_ptr, count, width,
     GATED: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
