@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "4 tokens": {"kind": "tokens", "tokens": 4},
     "16 tokens": {"kind": "tokens", "tokens": 16},
     "4 segments of 4 tokens": {"kind": "tokens", "tokens": 4, "segments": 4},
+    "4 segments of 16 tokens": {"kind": "tokens", "tokens": 16, "segments": 4},
     "4 tokens, fixed cut": {"kind": "tokens", "tokens": 4, "random_cut": False},
     FULL: {"kind": "full"},
 }

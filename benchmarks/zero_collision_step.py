@@ -156,6 +156,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "load": load,
         "new_ids_percent": 100 * NEW,
         "step_times": summarize(rounds, remaps),
+        "rounds_ms": rounds,
     }
 
 
@@ -176,15 +177,18 @@ def _make_variants(workload: EqualCostWorkload, machine: Machine) -> tuple[dict[
 
 
 def summarize(rounds: Sequence[dict[str, float]], remaps: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """One row for each variant, from the mean step times of each round. Ratios are taken within a round."""
+    """One row for each variant: medians of the rounds, each of which has a mean step time. Ratios are taken within a round.
+
+    A kernel that is compiled in the middle of a round, or another program on the machine, affects single rounds only.
+    """
     rows = []
     for name in rounds[0]:
         times, ratios = [one[name] for one in rounds], [one[name] / one[DENSE] for one in rounds]
         rows.append(
             {
                 "ids": name,
-                "step ms": statistics.mean(times),
-                "step / dense": statistics.mean(ratios),
+                "step ms": statistics.median(times),
+                "step / dense": statistics.median(ratios),
                 "lowest": min(ratios),
                 "highest": max(ratios),
                 "insert ms": remaps.get(name, {}).get("insert ms"),

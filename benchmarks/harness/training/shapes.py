@@ -21,7 +21,7 @@ SHAPES: dict[str, list[str]] = {
     "wide": ["--dim", "512", "--layers", "8", "--heads", "4", "--longest", "8192", "--batch-size", "32"],
     "context": ["--context", "8"],
     "short": ["--longest", "128", "--batch-size", "2048", "--rows", "40000000", "--negatives", "4"],
-    "dlrm": ["--clicks", "26", "--batch-size", "4096", "--rows", "20000000"],
+    "dlrm": ["--clicks", "26", "--dim", "64", "--batch-size", "8192", "--rows", "20000000"],
 }
 # The same kinds of shapes for two CPU cores: they show that the benchmark works, and nothing else.
 TINY_SHAPES: dict[str, list[str]] = {
