@@ -95,6 +95,17 @@ def current_stream_handle(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def device_failure(device: torch.device) -> Exception | None:
+    """The error of a GPU whose state is lost. Every call of CUDA returns it again. Does not wait for the device."""
+    if device.type != "cuda":
+        return None
+    try:
+        torch.cuda.current_stream(device).query()
+    except Exception as failure:
+        return failure
+    return None
+
+
 class Readback:
     """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`."""
 

@@ -1,7 +1,7 @@
 """Trainings whose ranks are killed at random moments, and which are started again until they are complete.
 
 ``training``  the training of one rank: a small HSTU, a checkpoint every few steps, a record of every trained sample
-``failures``  a rank that hangs, or whose memory is used up
+``failures``  a rank that hangs, or whose memory is used up; an MPS server that dies
 ``attempt``   one start of all ranks; a rank is killed or fails, and the others are watched until they end
 ``checks``    named errors, no sample lost, equal weights, nothing left in memory
 ``campaign``  many trainings with random settings, several at the same time

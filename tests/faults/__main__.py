@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.harness.report import head
 from tests.faults.attempt import START
 from tests.faults.campaign import TIMEOUTS, WORLDS, TrainingResult, campaign
-from tests.faults.failures import FAILURES
+from tests.faults.failures import FAILURES, NEEDS_CUDA
 
 
 def show(result: TrainingResult) -> None:
@@ -50,13 +50,19 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--kills-each", type=int, help="kills of each training; default: a random number up to 3")
     parser.add_argument(
-        "--failures", nargs="+", choices=sorted(FAILURES), default=[], help="also let a rank hang, or use up its memory"
+        "--failures",
+        nargs="+",
+        choices=sorted(FAILURES),
+        default=[],
+        help="also let a rank hang, let it use up its memory, or kill the MPS server through which the ranks use the GPU",
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no rank is killed after this time")
     parser.add_argument("--timeout", type=float, help="timeout of the strategy in seconds")
     parser.add_argument("--start-method", choices=["fork", "spawn"], default="fork", help="how ranks are started")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     options = parser.parse_args()
+    if options.device == "cpu" and (needs := sorted(NEEDS_CUDA & set(options.failures))):
+        parser.error(f"--failures {' '.join(needs)}: this failure needs a GPU; add --device cuda")
     START["method"] = options.start_method
     found = campaign(
         options.kills,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from tests.faults.failures import FAILURES, Failure
+from tests.faults.failures import FAILURES, HITS_ALL_RANKS, Failure
 from tests.faults.training import Settings, train
 from tests.ranks import free_port, run_rank
 
@@ -42,8 +42,8 @@ class Outcome:
     Attributes:
         failed: whether the victim was killed, or has failed, before it was done.
         results: the weights of each rank that has completed the training.
-        errors: what each rank that failed has raised.
-        seconds: how long after the kill each other rank ended.
+        errors: what each rank that failed has raised; not the victim, unless the failure hits all ranks.
+        seconds: how long after the failure each of these ranks ended.
         stuck: the ranks that were still running at the limit.
         message: the error of the victim, if it has raised one.
         start_seconds: how long it took from the start of the processes to the begin of the training; ``None`` if it never began.
@@ -106,7 +106,7 @@ def run_attempt(
     outcome.start_seconds = max(begins) - started if len(begins) == world else None
     if victim in outcome.results:
         outcome.failed = False  # The rank had completed its training before.
-    if outcome.failed and victim is not None:
+    if outcome.failed and victim is not None and not (moment is not None and moment.kind in HITS_ALL_RANKS):
         outcome.message = outcome.errors.pop(victim, "")
         outcome.seconds.pop(victim, None)
     return outcome

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.faults.checks import (
     no_new_device_memory,
     no_new_shared_memory,
 )
-from tests.faults.failures import FAILURES
+from tests.faults.failures import FAILURES, end_mps_servers, mps_clients
 from tests.faults.training import SAVE_EVERY, STEPS, Settings
 
 WORLDS = (2, 3, 4)
@@ -119,6 +119,11 @@ def reference_weights(root: Path, world: int) -> dict[str, Tensor]:
 
 def disturbed_training(root: Path, plan: Plan) -> TrainingResult:
     """Run one training, kill ranks, restart it each time, and check the result."""
+    with mps_clients() if plan.failure == "mps" else nullcontext():
+        return _disturbed_training(root, plan)
+
+
+def _disturbed_training(root: Path, plan: Plan) -> TrainingResult:
     numbers, folder = random.Random(plan.seed), root / str(plan.seed)
     settings = random_settings(numbers, plan.device, plan.timeout)
     result = TrainingResult(plan.seed, settings=asdict(settings))
@@ -137,6 +142,8 @@ def disturbed_training(root: Path, plan: Plan) -> TrainingResult:
             if plan.alone:
                 stack.enter_context(no_new_shared_memory(result.problems))
                 stack.enter_context(no_new_device_memory(result.problems, plan.device))
+            if plan.failure == "mps":
+                stack.callback(end_mps_servers)  # A server without clients takes memory of the device.
             outcome = run_attempt(world, folder, attempt, settings, victim, moment, limit=2 * settings.timeout + 10)
         result.attempt_seconds.append(time.monotonic() - begin)
         if attempt and outcome.start_seconds is not None:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from tests import toy
 from tests.faults.attempt import Outcome
+from tests.faults.failures import HITS_ALL_RANKS
 from tests.faults.training import EPOCHS, USERS, Settings
 
+CUDA_ERROR = r"CUDA (driver )?error: \S|\bcudaError[A-Z]|\bCUDA_ERROR_[A-Z]"
 OTHER_PROGRAMS_SECONDS = 15.0  # after which files of other programs have vanished
 DEVICE_MEMORY_MIB = 100  # A GPU that nobody uses may report a little more than before.
 ROUNDING = {"rtol": 1e-3, "atol": 1e-4}  # of the weights, if the number of ranks has changed
@@ -28,9 +30,14 @@ def check_survivors(outcome: Outcome, victim: int, settings: Settings, kind: str
     """Every other rank ends within twice the timeout, and its error names the rank that has failed.
 
     A rank that is killed before all ranks have met may stay without a name. The error then says that some rank has not come.
+    After a failure that hits all ranks, the error of every rank names the error of CUDA.
     """
     problems = [f"rank {rank} hangs after the failure of rank {victim}" for rank in outcome.stuck]
     for rank, text in outcome.errors.items():
+        if kind in HITS_ALL_RANKS:
+            if not re.search(CUDA_ERROR, text):
+                problems.append(f"rank {rank} names no error of CUDA: {text[-400:]}")
+            continue
         message = text.rsplit("\n  ", 1)[-1].partition("\n")[2] or text  # what follows the last line of the traceback
         if not re.search(rf"\brank {victim}\b|ranks have come within", message):
             problems.append(f"rank {rank} does not name rank {victim}: {message[:400]}")

@@ -1,15 +1,20 @@
-"""Failures of a rank that is not killed: it hangs, or its memory is used up."""
+"""Failures of a rank that is not killed: it hangs, its memory is used up, or the server through which it uses the GPU dies."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.harness.gpu_cluster.mps import mps, server_processes
 from tests.faults.training import append_record
 
 LONG = 3600.0  # seconds
@@ -29,7 +34,32 @@ def use_up_memory(device: torch.device) -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device=device)
 
 
-FAILURES: dict[str, Callable[[torch.device], None]] = {"hang": hang, "memory": use_up_memory}
+@contextmanager
+def mps_clients() -> Iterator[None]:
+    """Processes that are started inside use the GPU as clients of an MPS daemon, which runs as long as the block."""
+    with mps(sm_percent=100) as variables, patch.dict(os.environ, variables):
+        yield
+
+
+def end_mps_servers() -> int:
+    """Kill the MPS servers of this process's daemon with SIGKILL, and return how many there were. The daemon goes on."""
+    ended = 0
+    for pid in server_processes({}):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            ended += 1
+    return ended
+
+
+def lose_mps_server(device: torch.device) -> None:
+    """Kill the server through which all ranks use the GPU."""
+    if not end_mps_servers():
+        raise RuntimeError(f"the ranks do not use {device} through MPS: its control daemon lists no server")
+
+
+FAILURES: dict[str, Callable[[torch.device], None]] = {"hang": hang, "memory": use_up_memory, "mps": lose_mps_server}
+HITS_ALL_RANKS = frozenset({"mps"})  # Every rank fails by itself, and no rank is the victim.
+NEEDS_CUDA = frozenset({"mps"})
 
 
 class Failure(pl.Callback):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.harness.gpu_cluster.mps import MPS_CONTROL
+from tests.faults.__main__ import main
 from tests.faults.attempt import Outcome
 from tests.faults.campaign import campaign
 from tests.faults.checks import check_samples, check_survivors, check_weights
+from tests.faults.failures import lose_mps_server, mps_clients
 from tests.faults.training import EPOCHS, USERS, Settings
 
 
@@ -59,3 +66,41 @@ def test_survivors_that_hang_or_name_nobody_are_found() -> None:
     bad = Outcome(True, {}, {0: "RuntimeError: connection closed"}, {0: 11.0}, stuck=[2])
     assert len(check_survivors(bad, 1, settings)) == 3
     assert len(check_survivors(good, 1, settings, "memory")) == 1
+    lost = Outcome(
+        True, {}, {0: "AcceleratorError: CUDA error: MPS client failed", 1: "rank 0 is missing"}, {0: 3.0, 1: 11.0}
+    )
+    assert (
+        len(check_survivors(lost, 0, settings, "mps")) == 2
+    )  # Rank 1 is late, and does not say what CUDA has reported.
+
+
+# ---- an MPS server that dies; the control program is replaced by one that lists a process of this test ----------------------
+def test_the_mps_server_is_killed_and_its_daemon_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as server:
+        tool, notes = tmp_path / MPS_CONTROL, tmp_path / "notes"
+        answer = f"kill -0 {server.pid} 2>/dev/null && echo {server.pid}"
+        tool.write_text(f"""#!/bin/sh
+            [ $# = 0 ] && read -r line
+            echo $CUDA_MPS_PIPE_DIRECTORY $1 $line >> {notes}
+            [ "$line" = get_server_list ] && {answer}
+            exit 0""")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with mps_clients():
+            folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+            lose_mps_server(torch.device("cuda"))
+            assert server.wait(10.0) == -signal.SIGKILL
+            with pytest.raises(RuntimeError, match="lists no server"):
+                lose_mps_server(torch.device("cuda"))
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    asked = ["-d", "get_server_list", "get_server_list", "quit"]
+    assert notes.read_text().splitlines() == [f"{folder} {what}" for what in asked]
+
+
+def test_without_a_gpu_there_is_no_mps_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tests.faults", "--failures", "mps"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--failures mps: this failure needs a GPU; add --device cuda" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
@@ -36,3 +36,15 @@ def mps(sm_percent: int) -> Iterator[dict[str, str]]:
             yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_percent)}
         finally:
             subprocess.run([tool], env=env, input="quit\n", text=True, check=False, timeout=60, capture_output=True)
+
+
+def server_processes(variables: Mapping[str, str]) -> list[int]:
+    """The process ids of the servers of an MPS daemon. It starts a server when its first client comes.
+
+    Args:
+        variables: what :func:`mps` has yielded.
+    """
+    env = dict(os.environ) | dict(variables)
+    command, question = [MPS_CONTROL], "get_server_list\n"
+    done = subprocess.run(command, env=env, input=question, text=True, check=True, timeout=60, capture_output=True)
+    return [int(word) for word in done.stdout.split() if word.isdigit()]

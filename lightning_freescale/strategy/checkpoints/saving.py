@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import logger
+from lightning_freescale.runtime.streams import device_failure
 from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
 from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy
 from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
@@ -105,6 +106,7 @@ class CheckpointSaving(CheckpointState):
         if control.diverged:
             return "the weights are invalid, because a loss was not finite"
         try:
+            control.agree(device_failure(self.root_device), where="the device has failed")
             self._flush_and_check()
         except Exception as failure:
             return f"the weights cannot be completed: {failure}"
