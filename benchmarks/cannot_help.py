@@ -78,7 +78,6 @@ def launch(arguments: argparse.Namespace) -> int:
     gpu = arguments.device == "cuda"
     with tempfile.TemporaryDirectory(prefix="cannot-help-") as folder:
         env = {
-            "OMP_NUM_THREADS": launcher.threads_per_rank(arguments),
             alternation.PORT: str(launcher.free_port()),
             FIGURES_FOLDER: folder,
         }

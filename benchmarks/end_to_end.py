@@ -146,7 +146,6 @@ def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, An
     Args:
         words: the options of the script, from which ``arguments`` were parsed.
     """
-    env = {"OMP_NUM_THREADS": launcher.threads_per_rank(arguments)}
     gpu, share = arguments.device == "cuda", arguments.share
     reserve = gpu and share is None
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
@@ -156,9 +155,7 @@ def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, An
         argv = ["-m", "benchmarks.end_to_end", *words, "--part", str(part)]
         while True:
             try:
-                launcher.run(
-                    arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, reserve_sms=reserve, env=env, echo=True
-                )
+                launcher.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, reserve_sms=reserve, echo=True)
                 break
             except ClusterFailed as failure:
                 if not _note_failure(part, failure):
@@ -187,7 +184,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
     """Measure as one of the ranks; rank 0 keeps the figures of the variants that are done."""
     # The streams of all variants share the hardware queues. Four ranks with 32 queues each are more than MPS has.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
-    os.environ.setdefault("OMP_NUM_THREADS", launcher.threads_per_rank(arguments))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, if another launcher does not
     rank = int(os.environ["RANK"])  # read now: Lightning deletes the variables
     part = arguments.part or arguments.output
     from benchmarks.harness import rank_setup  # imported late: the launcher does not need torch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_freescale.runtime import cpu_threads
 from lightning_freescale.runtime.process_groups import (
     await_store,
     bounded_connect,
@@ -24,8 +25,15 @@ class BoundedSetup(_Base):
 
     _wait: timedelta  # The strategy's timeout.
 
+    def __init__(self, **options: Any) -> None:
+        # Lightning sets the variable later, when it starts the ranks.
+        self._threads_were_chosen = cpu_threads.were_chosen()
+        super().__init__(**options)
+
     def setup_environment(self) -> None:
         keep_from_forked_processes()
+        if not self._threads_were_chosen:
+            cpu_threads.use_one(self.root_device)
         try:
             await_store(self.cluster_environment, self._wait)
             super().setup_environment()

@@ -78,26 +78,29 @@ def run(
 
 
 def _shared_environment(ranks: int) -> dict[str, str]:
-    return dict(os.environ) | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",
-    }
+    # PyTorch would otherwise use all CPU cores on each rank, and Lightning, which takes every rank for a machine, as well.
+    return (
+        {"OMP_NUM_THREADS": "1"}
+        | dict(os.environ)
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def launch(
     module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0, reserve_sms: bool = False
 ) -> int:
     """Run ``python -m module *argv`` on every rank, print what rank 0 prints, and return the exit status."""
-    # Lightning treats every rank as its own machine and would use all CPU cores on each rank.
-    env = {} if gpu else {"OMP_NUM_THREADS": "1"}
     try:
-        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, reserve_sms=reserve_sms, env=env, echo=True)
+        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, reserve_sms=reserve_sms, echo=True)
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status
@@ -127,11 +130,6 @@ def resolve_options(arguments: argparse.Namespace) -> None:
     """Replace missing values of ``--ranks`` and ``--device`` by their defaults."""
     arguments.device = arguments.device or ("cuda" if has_gpu() else "cpu")
     arguments.ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks or (4 if arguments.device == "cuda" else 2)))
-
-
-def threads_per_rank(arguments: argparse.Namespace) -> str:
-    """Value of ``OMP_NUM_THREADS``. Lightning treats every rank as its own machine and would use all CPU cores on each rank."""
-    return str(max(1, (os.cpu_count() or 1) // arguments.ranks)) if arguments.device == "cuda" else "1"
 
 
 def has_gpu() -> bool:
