@@ -29,7 +29,7 @@ def kills(results: Mapping[str, StoredResult]) -> str:
             {
                 "seed": row["seed"],
                 "kills": row["kills"],
-                "other failures": sum(row["by_moment"].get(kind, 0) for kind in ("hang", "memory")),
+                "other failures": sum(row["by_moment"].get(kind, 0) for kind in ("hang", "memory", "mps")),
                 "trainings": row["trainings"],
                 "with another number of ranks": row["with_resharding"],
                 "other ranks that ended": row["survivors"],

@@ -68,7 +68,7 @@ def step(results: Mapping[str, StoredResult]) -> str:
         parameters, workload = found["parameters"], found["workload"]
         parts += [
             f"{parameters['ranks']} ranks, {workload['rows']:,} rows at a load of {found['load']:.2f}, "
-            f"{workload['ids_per_rank']:,} ids of a rank's batch, {found['new_ids_percent']:.0f}% of them new; mean of "
+            f"{workload['ids_per_rank']:,} ids of a rank's batch, {found['new_ids_percent']:.0f}% of them new; medians of "
             f"{parameters['rounds']} rounds, and the lowest and the highest round ({short_machine(found)}):",
             markdown.table(rows),
             _origin(name, found),
