@@ -75,7 +75,8 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
             the plan.
         topology: TorchRec's ``Topology`` for the planner.
         embedding_optimizer: the optimizer of the tables, for instance ``{"optimizer": "rowwise_adagrad", "lr": 0.02}``.
-            The choices are ``sgd``, ``adagrad``, ``rowwise_adagrad`` and, on CUDA, ``adam``. It runs inside backward.
+            The choices are ``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam``, ``lamb``, ``partial_rowwise_adam`` and
+            ``partial_rowwise_lamb``. It runs inside backward.
             Its learning rate changes in proportion to the rate of the parameter group that holds the table.
         balance: how samples move between ranks, so that all ranks have equal work. ``"fixed"`` keeps sample counts
             equal, ``"variable"`` does not, ``"zigzag"`` is the paper's fixed batch size, ``"off"`` moves nothing, and a
