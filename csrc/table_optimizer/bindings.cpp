@@ -16,29 +16,29 @@ namespace freescale {
 namespace {
 
 using Floats = py::array_t<float, py::array::c_style>;
-using Ints = py::array_t<std::int64_t, py::array::c_style>;
+using Longs = py::array_t<std::int64_t, py::array::c_style>;
 
-void expect(bool correct, const char* what) {
+void ensure(bool correct, const char* what) {
   if (!correct) throw std::invalid_argument(std::string("update_moments: ") + what);
 }
 
 void check(const moments::Gradients& gradients, std::int64_t num_values, std::int64_t num_rows, std::int64_t dim) {
   for (std::int64_t i = 0; i < gradients.count; ++i) {
-    expect(gradients.order[i] >= 0 && gradients.order[i] < gradients.count, "order: an entry is out of range");
-    expect(gradients.rows[i] >= 0 && gradients.rows[i] < num_rows, "rows: an entry is out of range");
-    expect(gradients.source[i] >= 0 && gradients.source[i] + dim <= num_values, "source: an entry is out of range");
+    ensure(gradients.order[i] >= 0 && gradients.order[i] < gradients.count, "order: an entry is out of range");
+    ensure(gradients.rows[i] >= 0 && gradients.rows[i] < num_rows, "rows: an entry is out of range");
+    ensure(gradients.source[i] >= 0 && gradients.source[i] + dim <= num_values, "source: an entry is out of range");
   }
 }
 
-void py_update(const Floats& values, const Ints& source, const std::optional<Floats>& scale, const Ints& rows,
-               const Ints& order, Floats weights, Floats first, Floats second, float rate, float beta1, float beta2,
+void py_update(const Floats& values, const Longs& source, const std::optional<Floats>& scale, const Longs& rows,
+               const Longs& order, Floats weights, Floats first, Floats second, float rate, float beta1, float beta2,
                float eps, float weight_decay, std::int64_t step, bool lamb) {
-  expect(weights.ndim() == 2 && first.ndim() == 2, "weights and first moments must be [rows, dim]");
+  ensure(weights.ndim() == 2 && first.ndim() == 2, "weights and first moments must be [rows, dim]");
   const std::int64_t count = rows.size(), num_rows = weights.shape(0), dim = weights.shape(1);
-  expect(source.size() == count && order.size() == count && (!scale || scale->size() == count),
+  ensure(source.size() == count && order.size() == count && (!scale || scale->size() == count),
          "source, scale, rows and order must have as many entries");
   const bool one_second_moment = second.ndim() == 1;
-  expect(first.size() == weights.size() && second.size() == (one_second_moment ? num_rows : weights.size()),
+  ensure(first.size() == weights.size() && second.size() == (one_second_moment ? num_rows : weights.size()),
          "the moments must fit the weights");
   const moments::Settings settings{rate,
                                    beta1,
