@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 
+from lightning_freescale.runtime import collector as _collector  # its import begins the pause
+
+# isort: split
 from lightning_utilities.core import rank_zero as _rank_zero
 
 from lightning_freescale.runtime import requirements as requirements  # imports TorchRec, so it comes first
@@ -29,6 +32,7 @@ if requirements.TORCHREC_PROBLEM is None:
     with contextlib.suppress(ModuleNotFoundError):  # pytorch_lightning comes with lightning, but may have been removed
         from lightning_freescale import pytorch_lightning as pytorch_lightning
     _rank_zero.log = _messages  # importing pytorch_lightning takes lightning's messages over, in another format
+_collector.resume()
 
 __version__ = "0.1.0"
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = getattr(importlib.import_module(module), function)
     from lightning_freescale.runtime.errors import FreeScaleError
 
+    if argv is None:  # the process belongs to the command
+        gc.freeze()  # later collections, and the last one at exit, skip what was imported
     try:
         return run(options.arguments, prog=prog) or 0
     except FreeScaleError as error:  # its message says what to do; a traceback would hide the message
