@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
 
@@ -17,18 +20,24 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # The same examples in every run: a change is blamed for what it did, not for what chance found that day.
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # a loaded machine is no failure
 settings.load_profile("repeatable")
+# Every Trainer reads the metadata of all installed packages, to find callbacks. The ranks inherit what is read here.
+registry.entry_points = functools.cache(registry.entry_points)
+registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
+gc.freeze()  # later collections skip what was imported
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
 def _quiet_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test runs in its own folder, with one thread, the environment and the seeds it found."""
+    """Each test runs in its own folder, with one thread and the environment it found, and leaves no process group."""
     monkeypatch.chdir(tmp_path)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     environment = dict(os.environ)
     yield
+    if torch.distributed.is_initialized():  # run_ranks could not fork ranks any more
+        torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
@@ -66,14 +67,27 @@ def run_rank(
     os._exit(0)  # skip the parent's atexit and pytest hooks
 
 
+def _refuse_an_open_process_group() -> None:
+    """A forked rank inherits the group without its threads, and its first collective over gloo waits without end."""
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            "run_ranks: torch.distributed is initialized in this process, and a rank that is forked from it would hang. "
+            "Train or call init_process_group inside the function that run_ranks runs, with world=1 if one rank is "
+            "enough, or call torch.distributed.destroy_process_group() before run_ranks"
+        )
+
+
 def run_ranks(
     fn: Callable, world: int = 2, args: tuple = (), timeout: float = 60, every_error: bool = False
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``world`` forked processes and return the results in rank order.
 
+    The calling process must not have a process group, see :func:`_refuse_an_open_process_group`.
+
     The first failure ends the run with :class:`RankFailed`; with ``every_error`` all ranks are awaited first, so that a
     test can see what each of them reported.
     """
+    _refuse_an_open_process_group()
     port = free_port()
     context = mp.get_context("fork")
     pipes, processes, all_done = [], [], context.Event()
