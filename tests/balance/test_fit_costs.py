@@ -23,10 +23,10 @@ from tests.ranks import run_ranks
 
 SQUARE = 1.5e-5  # seconds per squared event
 WRONG = CostModel(linear=1.0)  # without the quadratic term
-EVERY = 8
-SAVED = 22  # steps before the checkpoint
-TAIL = 8  # last steps to check; some batches are planned already when the first fitted cost model is used
-USERS, BATCH = 480, 12  # 40 steps
+EVERY = 6
+SAVED = 16  # steps before the checkpoint
+TAIL = 6  # last steps to check; some batches are planned already when the first fitted cost model is used
+USERS, BATCH = 360, 12  # 30 steps
 SYNTHETIC = {"users": USERS, "items": 50, "clusters": 5, "mean_length": 14, "sigma": 1.0, "max_length": 61, "seed": 0}
 
 
@@ -218,8 +218,8 @@ def test_without_fit_costs_the_cost_model_does_not_change(cache: Path, plain: li
 
 
 def test_with_variable_work_leaves_a_slow_rank_and_comes_back(cache: Path) -> None:
-    """The last rank takes twice as long for its work in the first 60 of 120 steps."""
-    recovers = 60
+    """The last rank takes twice as long for its work in the first 45 of 90 steps."""
+    recovers = 45
     options = {"source": "variable", "slow": 2.0, "recovers": recovers, "epochs": 3, "fit_costs": 4}
     runs = run_ranks(_fit, args=(2, cache, options))
     assert runs[0]["shares"] == runs[1]["shares"]
@@ -230,7 +230,7 @@ def test_with_variable_work_leaves_a_slow_rank_and_comes_back(cache: Path) -> No
     work = np.array([[float((own**2).sum()) for own in step] for step in by_step(runs, "lengths")])  # [steps, ranks]
     times = work * np.where(np.arange(len(work))[:, None] < recovers, [1.0, 2.0], 1.0)
     longest = times.max(axis=1) / work.sum(axis=1)  # the time of a step, for one unit of work
-    at_first, adapted, recovered = (longest[part].mean() for part in (slice(8), slice(40, recovers), slice(-20, None)))
+    at_first, adapted, recovered = (longest[part].mean() for part in (slice(8), slice(30, recovers), slice(-15, None)))
     assert adapted < at_first - 0.1
     assert recovered < adapted - 0.05
 

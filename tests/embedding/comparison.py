@@ -59,7 +59,7 @@ def compare_case(
 
 
 def case(
-    world: int, steps: int = 8, seed: int = 0, samples: Any = lambda rank, step: 4, **kwargs: Any
+    world: int, steps: int = 6, seed: int = 0, samples: Any = lambda rank, step: 4, **kwargs: Any
 ) -> dict[str, Any]:
     """A case of :func:`compare` with random batches."""
     return {"batches": [random_batches(rank, steps, seed, samples) for rank in range(world)], **kwargs}

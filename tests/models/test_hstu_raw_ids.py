@@ -47,7 +47,9 @@ def fit(rank: int, ids: str, prioritize: bool, corrected: bool) -> tuple[dict[st
     if corrected:
         model.correct_sampling(torch.from_numpy(data.item_counts))
     strategy = fs.FreeScaleStrategy(prioritize=prioritize, embedding_optimizer={"lr": 0.1})
-    trainer = toy.trainer(strategy, 2, max_epochs=6, limit_val_batches=1.0, num_sanity_val_steps=1)
+    trainer = toy.trainer(
+        strategy, 2, max_epochs=6, check_val_every_n_epoch=3, limit_val_batches=1.0, num_sanity_val_steps=1
+    )
     trainer.fit(model, datamodule=data)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     predicted = trainer.predict(model, datamodule=data)

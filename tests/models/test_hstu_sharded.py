@@ -32,7 +32,9 @@ def fit(
     batches = [training_batch(histories[i : i + 16][mine], seed=i + rank) for i in range(0, 64, 16)]
     model = tiny(lr=1e-2, meta_tables=True, bias=bias)
     strategy = FreeScaleStrategy(sharding=sharding, prioritize=prioritize, balance="off")
-    trained = toy.trainer(strategy, 2, max_epochs=12, limit_val_batches=1, use_distributed_sampler=False)
+    trained = toy.trainer(
+        strategy, 2, max_epochs=12, check_val_every_n_epoch=6, limit_val_batches=1, use_distributed_sampler=False
+    )
     trained.fit(model, loader(batches), loader([make_batch(held_out[mine], targets=targets[mine])]))
     logged = {name: float(value) for name, value in trained.callback_metrics.items() if name.startswith("val/")}
     weights = toy.weights(model)

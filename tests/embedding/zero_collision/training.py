@@ -30,7 +30,7 @@ EVICTING = {
     "shop": fs.ZeroCollision(buckets=5, max_probe=3, evict="lru", ttl=2),
 }
 
-STEPS = 14
+STEPS = 10
 SLEEP_CYCLES = 40_000_000  # of a GPU: 20 ms, several times as long as the host needs for a step
 
 host_group: Any = None  # process group for CPU tensors; by default that of all ranks

@@ -67,7 +67,7 @@ void priority() {
 // There is no deadlock although no operation can overtake another: two groups of different priority run exchanges that
 // are larger than their rings.
 void one_queue() {
-  constexpr int world = 3, exchanges = 30;
+  constexpr int world = 3, exchanges = 16;
   Group low(world, 1, small(false)), high(world, 1, small(true));
   on_ranks(world, [&](int rank) {
     low.devices[rank] = high.devices[rank] = std::make_shared<OneQueueDevice>();

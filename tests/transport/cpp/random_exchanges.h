@@ -39,7 +39,7 @@ void random_exchanges(int world, int hosts, bool high, Word first = 0, std::size
   settings.first_chunk = first;
   settings.network_threads = network_threads;
   Group group(world, hosts, settings);
-  require(run_random(group, 40, 60'000) == 0, "every byte must be right");
+  require(run_random(group, 24, 60'000) == 0, "every byte must be right");
 }
 
 }  // namespace
