@@ -159,15 +159,15 @@ def from_ddp(rank: int, path: str) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     model = Model(6)
     trainer = toy.trainer("ddp", 2, max_epochs=1)
-    trainer.fit(model, toy.loader())
+    trainer.fit(model, toy.loader(64))
     trainer.save_checkpoint(path)
     dense = trainer.optimizers[0].state[model.head[0].weight]["exp_avg"].clone()
     ours = Model(6)
     resumed = toy.trainer(FreeScaleStrategy(), 2, max_epochs=1)
-    resumed.fit(ours, toy.loader(), ckpt_path=path)
+    resumed.fit(ours, toy.loader(64), ckpt_path=path)
     state = resumed.optimizers[0].state[ours.head[0].weight]["exp_avg"]
     onwards = Model(6)
-    toy.trainer(FreeScaleStrategy(), 2, max_epochs=2).fit(onwards, toy.loader(), ckpt_path=path)
+    toy.trainer(FreeScaleStrategy(), 2, max_epochs=2).fit(onwards, toy.loader(64), ckpt_path=path)
     return {
         "weights": toy.same(toy.weights(ours), {name: value.detach() for name, value in model.state_dict().items()}),
         "optimizer": torch.equal(state, dense),

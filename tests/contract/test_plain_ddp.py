@@ -218,7 +218,7 @@ def monitored(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     options: dict[str, Any] = {"log_every_n_steps": 2, "default_root_dir": "root"}
     for name, module, train, more in (
-        ("tables", toy.Model(), toy.loader(), {}),
+        ("tables", toy.Model(), toy.loader(64), {}),
         ("plain", Dense(), data(48), {}),
         ("accumulated", Dense(), data(48), {"callbacks": [BubbleMonitor()], "accumulate_grad_batches": 2}),
     ):

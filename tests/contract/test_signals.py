@@ -41,7 +41,7 @@ def terminate(rank: int) -> list[tuple[int, bool, int]]:
     for batch in (BATCHES - 4, BATCHES - 1):
         trainer = toy.trainer(FreeScaleStrategy(timeout=20), 2, max_epochs=1)
         with pytest.raises(SIGTERMException) as stopped:
-            trainer.fit(Signalled(signal.SIGTERM, batch), toy.loader())
+            trainer.fit(Signalled(signal.SIGTERM, batch), toy.loader(64))
         found.append((trainer.global_step, trainer.received_sigterm, stopped.value.code))
     return found
 
@@ -64,7 +64,7 @@ def fit_after_sigterm(rank: int, at: int) -> tuple[int, int, dict[str, torch.Ten
         trainer = toy.trainer(strategy, 2, max_epochs=1, enable_checkpointing=True, callbacks=[saves])
         model = Signalled(signum, at)
         with contextlib.suppress(SIGTERMException):
-            trainer.fit(model, toy.loader(), ckpt_path="last")
+            trainer.fit(model, toy.loader(64), ckpt_path="last")
         stopped = trainer.global_step if signum else stopped
     return stopped, len(model.losses), toy.weights(model)
 
@@ -98,7 +98,7 @@ def fit_requeued(rank: int, at: int) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module = Signalled(signal.SIGUSR1 if at >= 0 else None, at)
     trainer = slurm_trainer(rank)
-    trainer.fit(module, toy.loader())
+    trainer.fit(module, toy.loader(64))
     return {"steps": trainer.global_step, "trained": len(module.losses), "weights": toy.weights(module)}
 
 

@@ -30,7 +30,8 @@ from lightning_freescale import FreeScaleStrategy
 from tests import toy
 from tests.ranks import run_ranks
 
-STEPS = 20
+SAMPLES = 32  # two ranks with batches of 2 make 8 steps an epoch
+STEPS = 11  # ends in the second epoch
 FUSED = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -87,7 +88,7 @@ def by_hand(
     not_fused = [part for part in model.parameters() if not hasattr(part, "_in_backward_optimizers")]
     dense = torch.optim.Adam(not_fused, lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(dense, step_size=3, gamma=0.5)
-    samples = toy.Samples(64)
+    samples = toy.Samples(SAMPLES)
     sampler = DistributedSampler(samples, world, rank, shuffle=True, seed=1)
     batches = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=toy.collate, sampler=sampler)
     losses: list[float] = []
@@ -120,7 +121,7 @@ def by_strategy(
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags, data_type=DataType.FP16 if half else DataType.FP32)
     strategy = FreeScaleStrategy(**({"balance": "off", "prioritize": False} | options))
-    toy.trainer(strategy, world, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader())
+    toy.trainer(strategy, world, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader(SAMPLES))
     return model.losses, toy.weights(model)
 
 

@@ -52,7 +52,7 @@ def fit(
         )
         options |= {"enable_checkpointing": True, "callbacks": [save]}
     trainer = toy.trainer(FreeScaleStrategy(checkpoint=kind, balance="off"), world, **options)
-    trainer.fit(model, toy.loader(), ckpt_path=resume)
+    trainer.fit(model, toy.loader(48), ckpt_path=resume)  # 12 steps of two ranks, or 24 of one
     if folder is not None:
         assert not Path(folder).exists()  # Once, the address was taken for a local path.
     return {"losses": model.losses, "weights": toy.weights(model), "steps": trainer.global_step}
@@ -62,12 +62,12 @@ def in_memory(rank: int, kind: str) -> None:
     full = fit(rank, 1, "memory://runs/one", None, kind)
     store = fsspec.filesystem("memory")
     names = sorted(path.rsplit("/", 1)[-1] for path in store.ls("/runs/one", detail=False))
-    assert names == ["epoch=0-step=28.ckpt", "epoch=0-step=32.ckpt"]  # save_top_k removed the older ones.
-    assert store.isdir("/runs/one/epoch=0-step=28.ckpt") == (kind == "sharded")
-    rest = fit(rank, 1, None, "memory://runs/one/epoch=0-step=28.ckpt", kind)
-    assert rest["losses"] == full["losses"][28:]
+    assert names == ["epoch=0-step=20.ckpt", "epoch=0-step=24.ckpt"]  # save_top_k removed the older ones.
+    assert store.isdir("/runs/one/epoch=0-step=20.ckpt") == (kind == "sharded")
+    rest = fit(rank, 1, None, "memory://runs/one/epoch=0-step=20.ckpt", kind)
+    assert rest["losses"] == full["losses"][20:]
     assert toy.same(rest["weights"], full["weights"])
-    exported = fs.export("memory://runs/one/epoch=0-step=32.ckpt", "memory://runs/model.pt")
+    exported = fs.export("memory://runs/one/epoch=0-step=24.ckpt", "memory://runs/model.pt")
     assert toy.same(exported, full["weights"])
     with store.open("/runs/model.pt", "rb") as stream:
         assert toy.same(torch.load(stream, weights_only=True), full["weights"])
@@ -83,14 +83,14 @@ def test_two_ranks_save_remove_and_resume_in_a_store(tmp_path: Path, kind: str) 
     folder = f"testfs://{tmp_path}/runs"
     full = run_ranks(fit, args=(2, folder, None, kind))
     kept = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert kept == ["epoch=0-step=12.ckpt", "epoch=0-step=16.ckpt"]
-    rest = run_ranks(fit, args=(2, None, f"{folder}/epoch=0-step=12.ckpt", kind))
+    assert kept == ["epoch=0-step=12.ckpt", "epoch=0-step=8.ckpt"]
+    rest = run_ranks(fit, args=(2, None, f"{folder}/epoch=0-step=8.ckpt", kind))
     for whole, part in zip(full, rest, strict=True):
-        assert part["losses"] == whole["losses"][12:]
+        assert part["losses"] == whole["losses"][8:]
         assert toy.same(part["weights"], whole["weights"])
     if kind == "sharded":  # Downloaded, the folder loads from a local path, too.
-        (tmp_path / "runs" / "epoch=0-step=12.ckpt").rename(tmp_path / "here.ckpt")
-        assert run_ranks(fit, args=(2, None, str(tmp_path / "here.ckpt"), kind))[0]["losses"] == full[0]["losses"][12:]
+        (tmp_path / "runs" / "epoch=0-step=8.ckpt").rename(tmp_path / "here.ckpt")
+        assert run_ranks(fit, args=(2, None, str(tmp_path / "here.ckpt"), kind))[0]["losses"] == full[0]["losses"][8:]
 
 
 # ---- crashes ---------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def crash(rank: int, path: str, stage: str) -> None:
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
     trainer = toy.trainer(FreeScaleStrategy(timeout=5, balance="off", checkpoint="sharded"), 2, max_steps=3)
-    trainer.fit(model, toy.loader())
+    trainer.fit(model, toy.loader(48))
     trainer.save_checkpoint(path)
     with torch.no_grad():
         for parameter in model.head.parameters():
@@ -158,7 +158,7 @@ def test_a_crash_leaves_one_complete_checkpoint_and_the_next_save_cleans_up(tmp_
 
 def save_again(rank: int, path: str) -> None:
     trainer = toy.trainer(FreeScaleStrategy(checkpoint="sharded"), 2, max_steps=1)
-    trainer.fit(toy.Model(), toy.loader())
+    trainer.fit(toy.Model(), toy.loader(48))
     trainer.save_checkpoint(path)
 
 
@@ -194,7 +194,7 @@ def alternate(rank: int, path: str) -> dict[str, torch.Tensor]:
     for kind in ("file", "sharded", "file"):
         model = toy.Model()
         trainer = toy.trainer(FreeScaleStrategy(checkpoint=kind), 2, max_steps=1)
-        trainer.fit(model, toy.loader())
+        trainer.fit(model, toy.loader(48))
         trainer.save_checkpoint(path)
     return toy.weights(model)
 

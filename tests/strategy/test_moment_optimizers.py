@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests import toy
 from tests.ranks import run_ranks
-from tests.strategy.test_against_torchrec import STEPS, by_strategy, nn_loss, plan_by_hand
+from tests.strategy.test_against_torchrec import SAMPLES, STEPS, by_strategy, nn_loss, plan_by_hand
 
 Trained = tuple[list[float], dict[str, Tensor]]
 BETAS, EPS, RATE, DECAY = (0.8, 0.9), 1e-6, 0.1, 0.01
@@ -47,7 +47,8 @@ class RowOptimizer:
             squares = sum_of(squares) / g.shape[1]
         self.first[rows] = beta1 * self.first[rows] + (1 - beta1) * g
         self.second[rows] = beta2 * self.second[rows] + (1 - beta2) * squares
-        second = self.second[rows].view(len(rows), -1)
+        second = self.second[rows]
+        second = second[:, None] if second.ndim == 1 else second
         of_step = [torch.tensor(1 - float(beta) ** self.steps) for beta in (beta1, beta2)]
         r = (self.first[rows] / of_step[0]) / ((second / of_step[1]).sqrt() + eps) + decay * w
         rates = torch.tensor(rate).expand(len(rows))
@@ -81,11 +82,11 @@ def by_hand(rank: int, kind: str, optimizer: str, bags: bool, first_step: int = 
             tables.append(RowOptimizer(optimizer, shard.tensor.data, first_step))
     dense = torch.optim.Adam(model.head.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(dense, step_size=3, gamma=0.5)
-    samples = toy.Samples(64)
+    samples = toy.Samples(SAMPLES)
     sampler = DistributedSampler(samples, 2, rank, shuffle=True, seed=1)
     losses: list[float] = []
     while len(losses) < STEPS:
-        sampler.set_epoch(len(losses) * 4 // 64)
+        sampler.set_epoch(len(losses) * 4 // SAMPLES)
         for batch in DataLoader(samples, batch_size=2, collate_fn=toy.collate, sampler=sampler):
             rate = RATE * schedule.get_last_lr()[0] / 0.05
             loss = nn_loss(dmp(batch.features), batch.label)

@@ -45,7 +45,7 @@ def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: t
     pl.seed_everything(1, verbose=False)
     module = model()
     trainer = toy.trainer(strategy(embedding_optimizer={"optimizer": "adam", "lr": 0.1}), world, **options)
-    trainer.fit(module, toy.loader(), toy.loader(8, shuffle=False))
+    trainer.fit(module, toy.loader(32), toy.loader(8, shuffle=False))
     return {
         "seen": module.seen,
         "losses": module.losses,
@@ -62,7 +62,7 @@ def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: t
         {"limit_train_batches": 5},
         {"limit_train_batches": 0.5},
         {"max_steps": 5},
-        {"max_epochs": -1, "max_steps": 21},
+        {"max_epochs": -1, "max_steps": 11},
         {"limit_val_batches": 2, "val_check_interval": 0.25},
         {"limit_val_batches": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
         {"reload_dataloaders_every_n_epochs": 1},
@@ -98,7 +98,7 @@ def test_number_of_ranks(world: int) -> None:
 def test_ranks_hold_the_same_dense_weights_and_their_own_batches() -> None:
     first, second = run_ranks(fit, args=(FreeScaleStrategy, 2, {}))
     assert toy.same(first["weights"], second["weights"])
-    assert not {i for batch in first["seen"][:16] for i in batch} & {i for batch in second["seen"][:16] for i in batch}
+    assert not {i for batch in first["seen"][:8] for i in batch} & {i for batch in second["seen"][:8] for i in batch}
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests import toy
 from tests.ranks import run_ranks
 from tests.strategy.test_against_torchrec import nn_loss, plan_by_hand
 
-STEPS = 20
+STEPS = 12
 Trained = tuple[list[float], dict[str, Tensor]]
 HALF = torch.bfloat16
 

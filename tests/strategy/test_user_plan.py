@@ -19,7 +19,7 @@ from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroColli
 from lightning_freescale.embedding.support import reason_against_prioritizing
 from tests import toy
 from tests.ranks import run_ranks
-from tests.strategy.test_against_torchrec import STEPS, by_hand, plan_by_hand
+from tests.strategy.test_against_torchrec import SAMPLES, STEPS, by_hand, plan_by_hand
 
 SGD = {"optimizer": "sgd", "lr": 0.1}
 
@@ -34,7 +34,7 @@ def train(rank: int, kind: str, bags: bool, prioritize: bool) -> tuple[list[floa
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags)
     strategy = FreeScaleStrategy(balance="off", prioritize=prioritize, plan=plan, embedding_optimizer=SGD)
-    toy.trainer(strategy, 2, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader())
+    toy.trainer(strategy, 2, max_epochs=-1, max_steps=STEPS).fit(model, toy.loader(SAMPLES))
     return model.losses, toy.weights(model)
 
 
