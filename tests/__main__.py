@@ -1,52 +1,109 @@
-"""Run all tests in two processes at the same time: ``python -m tests [pytest options]``.
+"""Run all tests, several parts at the same time: ``python -m tests [pytest options]``.
 
-Most tests wait for other processes, so two processes finish sooner than one. The second process runs the folders of the
-list below. Both take about equally long.
+A part is a test file, a folder, or some files of a large folder. Most tests wait for other processes now and then, so a few
+more parts than there are cores finish sooner. Each part runs in a process that is forked from this one, which has imported
+torch, Lightning and TorchRec already: importing them takes as long as many tests do.
 """
 
 from __future__ import annotations
 
-import subprocess
+import atexit
+import contextlib
+import gc
+import os
+import re
+import signal
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch
+
+import lightning_freescale  # noqa: F401 - the import that all parts share
+
 ROOT = Path(__file__).resolve().parents[1]
-SECOND_PROCESS = [
-    "tests/test_packaging.py",
-    "tests/test_site.py",
-    "tests/inference",
-    "tests/serving",
-    "tests/examples",
-    "tests/cli",
-    "tests/transport",
-    "tests/benchmarks",
-    "tests/models",
-    "tests/data",
-    "tests/bubbles",
-    "tests/simulate",
-    "tests/runtime",
-    "tests/strategy/test_zero_collision.py",
-    "tests/embedding/zero_collision",
-]
+AT_ONCE = 3
+FILES_OF_A_PART = 8
+# These take longest, so they start first. The last parts should be short: then no core waits at the end.
+FIRST = ("tests/test_packaging.py", "tests/examples", "tests/transport", "tests/faults", "tests/strategy")
+
+
+def parts() -> list[list[str]]:
+    """The paths of each part, in the order in which the parts start."""
+    by_folder: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = str(path.relative_to(ROOT))
+        folder = name if name in FIRST else str(path.parent.relative_to(ROOT))
+        by_folder.setdefault(folder, []).append(name)
+    order = sorted(by_folder, key=lambda folder: FIRST.index(folder) if folder in FIRST else len(FIRST))
+    return [
+        by_folder[folder][start : start + FILES_OF_A_PART]
+        for folder in order
+        for start in range(0, len(by_folder[folder]), FILES_OF_A_PART)
+    ]
+
+
+def start(arguments: Sequence[str], log: Path) -> int:
+    """Run pytest in a forked process, which writes to ``log``. Returns the process id. The exit code is that of pytest."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process:
+        return process
+    status = 3  # an internal error, as pytest says it
+    try:
+        atexit._clear()  # what the parent does at its end
+        with log.open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        if torch.version.cuda:  # a forked process cannot use a GPU if the first one has asked for it
+            os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+        sys.argv = ["pytest", *arguments]
+        status = int(pytest.main(list(arguments)))
+        atexit._run_exitfuncs()  # pytest removes old folders of tests
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def describe(part: Sequence[str], status: int, log: Path, seconds: float) -> str:
+    """One line for a part that has passed, the whole output of one that has not."""
+    text = log.read_text(errors="replace")
+    summary = next((line for line in reversed(text.splitlines()) if re.search(r" in \d+\.\d+s", line)), "no summary")
+    line = f"{part[0]}{f' to {Path(part[-1]).name}' if len(part) > 1 else ''}: {summary.strip('= ')}"
+    return line if status in (0, 5) else f"{text}\n{line} (exit code {status}, {seconds:.0f} s)"
 
 
 def main() -> int:
-    pytest = [sys.executable, "-m", "pytest", "-q", *sys.argv[1:]]
-    with tempfile.TemporaryFile("w+") as log:
-        second = subprocess.Popen(
-            [*pytest, "-p", "no:cacheprovider", *SECOND_PROCESS], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )
+    os.chdir(ROOT)
+    gc.freeze()  # no part changes pages of memory only to look for garbage in what was imported
+    options = ["-q", "-p", "no:cacheprovider", *sys.argv[1:]]
+    waiting, statuses = parts(), set()
+    running: dict[int, tuple[list[str], Path, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            ignored = [f"--ignore={path}" for path in SECOND_PROCESS]
-            first_status = subprocess.run([*pytest, *ignored], cwd=ROOT, check=False).returncode
-            second_status = second.wait()
+            while waiting or running:
+                while waiting and len(running) < AT_ONCE:
+                    log = Path(folder) / f"{len(waiting)}.log"
+                    part = waiting.pop(0)
+                    running[start([*options, *part], log)] = (part, log, time.monotonic())
+                process, ended = os.wait()
+                part, log, began = running.pop(process)
+                status = os.waitstatus_to_exitcode(ended)
+                statuses.add(abs(status))
+                print(describe(part, status, log, time.monotonic() - began), flush=True)
         finally:
-            second.kill()
-        log.seek(0)
-        print(f"\n{' '.join(SECOND_PROCESS)}:\n{log.read()}", flush=True)
-    statuses = {first_status, second_status} - {0, 5}  # 5: the options select no test of this process
-    return max(statuses, default=0)
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+    return max(statuses - {0, 5}, default=0)  # 5: the options select no test of a part
 
 
 if __name__ == "__main__":

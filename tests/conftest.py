@@ -21,7 +21,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # a loaded machine is no failure
 settings.load_profile("repeatable")
 # Every Trainer reads the metadata of all installed packages, to find callbacks. The ranks inherit what is read here.
-registry.entry_points = functools.cache(registry.entry_points)
+registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[assignment]
 registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
 gc.freeze()  # later collections skip what was imported
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
