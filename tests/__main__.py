@@ -26,7 +26,7 @@ import torch
 import lightning_freescale  # noqa: F401 - the import that all parts share
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_ONCE = 3
+AT_ONCE = 2 if torch.version.cuda else min(1 + (os.cpu_count() or 1), 4)  # parts; two share a GPU
 FILES_OF_A_PART = 8
 # These take longest, so they start first. The last parts should be short: then no core waits at the end.
 FIRST = ("tests/test_packaging.py", "tests/examples", "tests/transport", "tests/faults", "tests/strategy")

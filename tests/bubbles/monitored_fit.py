@@ -30,5 +30,5 @@ def fit(
     trainer = toy.trainer(
         strategy or SynchronousStrategy(), world, **({"callbacks": [monitor or BubbleMonitor(every=1)]} | options)
     )
-    trainer.fit(model or toy.Model(), loader or toy.loader())
+    trainer.fit(model or toy.Model(), loader or toy.loader(64))
     return trainer
