@@ -32,6 +32,7 @@ class CheckpointState(_Base):
     _incremental: IncrementalSaves | None = None
     _format: str | None = None  # The format chosen for the model: "file" or "sharded".
     _saves: BackgroundSaves | None = None
+    _copying = False  # Whether the present save is a copy in host memory, which has the form of a folder.
 
     @property
     def _module(self) -> Any:
