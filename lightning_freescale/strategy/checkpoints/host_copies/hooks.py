@@ -19,7 +19,10 @@ from lightning_freescale.strategy.checkpoints.host_copies.hosts import Hosts
 from lightning_freescale.strategy.checkpoints.host_copies.options import HostCopies
 from lightning_freescale.strategy.checkpoints.loading import CheckpointLoading
 from lightning_freescale.strategy.checkpoints.saving import CheckpointSaving
+from lightning_freescale.strategy.checkpoints.shared_state import is_interrupted
 from lightning_freescale.strategy.checkpoints.tensors import is_sharded
+
+CLOSE_SECONDS = 1.0  # How long a training that has failed waits for a copy. Other ranks may have ended.
 
 
 class HostCopyHooks(CheckpointSaving, CheckpointLoading):
@@ -184,7 +187,8 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
         super().close_saves()
         if self._copy_place is None:
             return
-        if (error := self._copy_saves.close()) is not None:
+        failed = is_interrupted(self._module.trainer)
+        if (error := self._copy_saves.close(CLOSE_SECONDS if failed else None)) is not None:
             logger.error("a copy in host memory failed: %s", error)
         compat.remove_callback(self._module.trainer, self._copy_callback)
         self._copy_place = self._copy_callback = None

@@ -30,6 +30,7 @@ class HostFolder:
     def __init__(self, folder: str, run: str):
         name = f"freescale_copies_{os.getuid()}_{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self.path = Path(folder) / name
+        self.described = False  # Whether the log has what copies take.
 
     def open(self) -> tuple[str, int, int]:
         """Make the folder, and return an identity that ranks have in common if they share it."""

@@ -37,7 +37,9 @@ def write(
     sizes = control.gather(device_bytes((sharded, meta), "cpu"))
     needed = bytes_on_hosts(sizes, hosts)
     run_together(control, lambda: place.check_space(needed[hosts.leader]), where)
-    _describe(place, sizes, needed)
+    if not place.described:
+        place.described = True
+        log_once(describe(place, sizes, needed))
     folder.write_tensors(partial, sharded, control, where)
     own = run_together(control, lambda: _finish_own(partial, meta, control.rank), where)
     gathered = control.gather(own)
@@ -74,12 +76,12 @@ def bytes_on_hosts(sizes: list[int], hosts: Hosts) -> dict[int, int]:
     }
 
 
-def _describe(place: HostFolder, sizes: list[int], needed: Mapping[int, int]) -> None:
-    """Say once what copies take."""
+def describe(place: HostFolder, sizes: list[int], needed: Mapping[int, int]) -> str:
+    """What copies take, for the log."""
     total, most = (f"{2 * size / MIB:,.1f} MiB" for size in (sum(needed.values()), max(needed.values())))
     where = f"on {len(needed)} hosts, each part on two of them" if len(needed) > 1 else "on one host"
     alone = "" if len(needed) > 1 else ". All ranks share this host, so its loss is the loss of the copies"
-    log_once(
+    return (
         f"copies in host memory: a copy of the training state has {sum(sizes) / MIB:,.1f} MiB. It lies {where}, in "
         f"{place.path}. Two copies take {total} in total, and at most {most} of a host{alone}"
     )
