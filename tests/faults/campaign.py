@@ -86,7 +86,7 @@ def random_settings(numbers: random.Random, device: str, timeout: float) -> Sett
         checkpoint=numbers.choice(["file", "sharded", "incremental"]),
         asynchronous=numbers.random() < 0.3,
         transport=numbers.choice(["auto", "host"]),
-        host_copies=copies.random() < 0.3,
+        host_copies=copies.random() < 0.5,
     )
 
 

@@ -67,7 +67,7 @@ class CheckpointState(_Base):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether an asynchronous save is being written on this rank."""
+        """Whether an asynchronous save or a copy in host memory is being written on this rank."""
         return self._saves is not None and self._saves.writing
 
     def finish_saves(self) -> None:

@@ -98,9 +98,8 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
         self._skip_barrier = True
 
     @property
-    def copies_in_background(self) -> bool:
-        """Whether a copy is being written on this rank."""
-        return self._copy_place is not None and self._copy_saves.writing
+    def saves_in_background(self) -> bool:
+        return super().saves_in_background or (self._copy_place is not None and self._copy_saves.writing)
 
     def finish_saves(self) -> None:
         super().finish_saves()
