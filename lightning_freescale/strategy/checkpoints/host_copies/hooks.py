@@ -22,7 +22,7 @@ from lightning_freescale.strategy.checkpoints.saving import CheckpointSaving
 from lightning_freescale.strategy.checkpoints.shared_state import is_interrupted
 from lightning_freescale.strategy.checkpoints.tensors import is_sharded
 
-CLOSE_SECONDS = 1.0  # How long a training that has failed waits for a copy. Other ranks may have ended.
+LAST_COPY_SECONDS = 1.0  # How long a training that has failed waits for a copy. Other ranks may have ended.
 
 
 class HostCopyHooks(CheckpointSaving, CheckpointLoading):
@@ -187,7 +187,7 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
         if self._copy_place is None:
             return
         failed = is_interrupted(self._module.trainer)
-        if (error := self._copy_saves.close(CLOSE_SECONDS if failed else None)) is not None:
+        if (error := self._copy_saves.close(LAST_COPY_SECONDS if failed else None)) is not None:
             logger.error("a copy in host memory failed: %s", error)
         compat.remove_callback(self._module.trainer, self._copy_callback)
         self._copy_place = self._copy_callback = None
