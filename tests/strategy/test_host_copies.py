@@ -9,19 +9,23 @@ import logging
 import os
 import shutil
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_freescale import CheckpointError, ConfigurationError, FreeScaleStrategy, HostCopies
 from lightning_freescale.runtime.log import logger
-from lightning_freescale.strategy.checkpoints.host_copies import finding, writing
+from lightning_freescale.strategy.checkpoints import storage
+from lightning_freescale.strategy.checkpoints.host_copies import file_exchange, finding, writing
 from lightning_freescale.strategy.checkpoints.host_copies.host_folder import HostFolder
 from lightning_freescale.strategy.checkpoints.host_copies.hosts import Hosts
+from lightning_freescale.strategy.control import Control
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
@@ -79,6 +83,7 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return where the training began, its final weights, which files have come from other hosts, and the log."""
     host.mkdir(parents=True, exist_ok=True)
+    file_exchange.PART_BYTES = 1000  # Each file travels in many parts.
     fetched: list[str] = []
     exchange = finding.exchange_files
 
@@ -257,9 +262,8 @@ def too_large(rank: int, root: Path) -> None:
 
 
 def test_a_rank_that_dies_leaves_the_copy_before(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(dies_while_copying, args=(tmp_path,), every_error=True)
-    assert "rank 1 is missing" in failure.value.errors[0]
+    with pytest.raises(RankFailed, match="rank 1 failed:\ndied with exit code 9"):
+        run_ranks(dies_while_copying, args=(tmp_path,))  # Rank 0 is killed, too.
     results = run_ranks(resume_on, args=(2, tmp_path))
     assert [result["begin"][0] for result in results] == [EVERY, EVERY]
 
@@ -299,6 +303,38 @@ def slow_copies(rank: int, root: Path) -> list[int]:
 def test_training_does_not_wait_for_a_slow_copy(tmp_path: Path) -> None:
     for steps in run_ranks(slow_copies, args=(tmp_path,)):
         assert steps[:2] == [2, 6]
+
+
+def exchanges(rank: int, root: Path) -> list[str]:
+    """Send two files to rank 1: as they are, after a change, and to a folder that does not exist. Return the errors."""
+    torch.distributed.init_process_group("gloo")
+    control = Control(timedelta(seconds=20))
+    file_exchange.PART_BYTES = 1000
+    files = {name: storage.checksum(str(root / "host0" / name)) for name in ("a", "b")}
+    transfers = [file_exchange.FileTransfer(0, 1, name) for name in files]
+    errors = []
+    for folder in ("host1", "host1", "nowhere"):
+        error = file_exchange.exchange_files(transfers, str(root / ("host0" if rank == 0 else folder)), files, control)
+        errors.append("" if error is None else f"{type(error).__name__}: {error}")
+        control.gather(None)  # Before it, rank 1 has not compared.
+        if rank == 0:
+            flip_a_bit(root / "host0" / "b")
+    return errors
+
+
+def test_errors_of_files_do_not_hold_other_ranks_up(tmp_path: Path) -> None:
+    for host in ("host0", "host1"):
+        (tmp_path / host).mkdir()
+    for name, size in (("a", 0), ("b", 3500)):
+        (tmp_path / "host0" / name).write_bytes(os.urandom(size))
+    before = (tmp_path / "host0" / "b").read_bytes()
+    of_sender, of_receiver = run_ranks(exchanges, args=(tmp_path,))
+    assert of_sender == ["", "", ""]
+    assert of_receiver[0] == ""
+    assert "host1/b has arrived with CRC" in of_receiver[1]
+    assert of_receiver[2].startswith("FileNotFoundError")
+    assert (tmp_path / "host1" / "a").read_bytes() == b""
+    assert len((tmp_path / "host1" / "b").read_bytes()) == len(before)
 
 
 # ---- parts without ranks ---------------------------------------------------------------------------------------------

@@ -75,14 +75,16 @@ def _sizes(files: Checksums, name: str) -> Iterator[int]:
 
 
 def _outgoing(folder: str, names: Sequence[str], files: Checksums, problems: list[Exception]) -> Iterator[Tensor]:
-    """The parts of files that this rank sends. In place of a part that cannot be read, zeros are sent."""
+    """The parts of files that this rank sends. In place of bytes that cannot be read, zeros are sent."""
     for name in names:
         stream = _open(Path(folder) / name, "rb", problems)
         for size in _sizes(files, name):
-            part = bytearray(size)
-            if stream is not None and stream.readinto(part) != size:  # type: ignore[attr-defined]
-                problems.append(CheckpointError(f"{folder}/{name} has become shorter"))
-            yield torch.frombuffer(part, dtype=torch.uint8)
+            content = b""
+            try:
+                content = stream.read(size) if stream is not None else b""
+            except OSError as error:
+                problems.append(error)
+            yield torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
         if stream is not None:
             stream.close()
 

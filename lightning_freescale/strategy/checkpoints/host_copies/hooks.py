@@ -53,10 +53,8 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
     # ---- make --------------------------------------------------------------------------------------------------------
     def _copy_if_due(self, trainer: Any, *batch: Any) -> None:
         assert self._host_copies is not None
-        step = trainer.global_step
-        if (
-            step % self._host_copies.every_n_steps == 0 and step > self._last_copied
-        ):  # It stays equal in an accumulation.
+        step, every = trainer.global_step, self._host_copies.every_n_steps
+        if step % every == 0 and step > self._last_copied:  # The step stays equal while gradients are accumulated.
             self._last_copied = step
             self.keep_copy(trainer)
 
