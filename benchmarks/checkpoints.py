@@ -6,6 +6,9 @@ Each variant trains some steps, saves, and does this again some times. The table
 is always a full one: full or incremental, in the training thread or asynchronous. An asynchronous variant then saves once more
 and trains further steps, which are timed as long as the save is being written. At the end a new Trainer resumes from a save. The
 time of a resume goes from the call of ``fit`` to the first step, so it includes the set-up.
+
+The last variant makes copies in host memory. A folder in ``/dev/shm`` for each rank stands for the memory of a host. The resume
+from copies is timed once more without the folder of the last rank.
 """
 
 from __future__ import annotations
@@ -34,12 +37,15 @@ from benchmarks.harness import rank_setup, report
 from benchmarks.harness.gpu_cluster import launcher, reserved_sms
 from lightning_freescale.strategy.checkpoints.changes import changed_rows
 
+COPIES = "copy in host memory"
 VARIANTS = {
     "full": (False, False),
     "full, asynchronous": (False, True),
     "incremental": (True, False),
     "incremental, asynchronous": (True, True),
+    COPIES: (False, True),
 }
+MEMORY = "FREESCALE_BENCHMARK_MEMORY"  # the folder in host memory
 HISTORY = 64  # events of a sample
 SAVES = 4  # of a training
 STEPS_BESIDE = 20  # steps beside the last save of an asynchronous variant
@@ -77,8 +83,8 @@ class Batches(torch.utils.data.IterableDataset):
 class Saves(pl.Callback):
     """Saves every ``steps`` steps, and notes the times of the saves, without the first one, and of the steps."""
 
-    def __init__(self, folder: Path, steps: int):
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path, steps: int, memory: Path | None):
+        self.folder, self.steps, self.memory = folder, steps, memory
         self.stalls: list[float] = []  # seconds, as all of these
         self.completes: list[float] = []
         self.step_seconds: list[float] = []
@@ -98,11 +104,11 @@ class Saves(pl.Callback):
             self.step_seconds.append(now - self._last)
         number, left = divmod(trainer.global_step, self.steps)
         if left == 0 and number == SAVES + 1:
-            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+            self._save(trainer, number)
         elif left == 0 and number <= SAVES:
             trainer.strategy.barrier()
             begin = time.perf_counter()
-            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+            self._save(trainer, number)
             self._synchronize(trainer)
             stall = time.perf_counter() - begin
             trainer.strategy.finish_saves()
@@ -111,23 +117,52 @@ class Saves(pl.Callback):
                 self.completes.append(time.perf_counter() - begin)
         self._last = time.perf_counter()
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.memory is not None:  # The strategy is about to remove the copies.
+            trainer.strategy.finish_saves()
+            self.memory.rename(kept(self.memory))
+
+    def _save(self, trainer: Any, number: int) -> None:
+        if self.memory is None:
+            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+        else:
+            trainer.strategy.keep_copy(trainer)
+
     @staticmethod
     def _synchronize(trainer: Any) -> None:
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
 
 
+def memory_of(rank: int) -> Path:
+    """The folder that stands for the memory of the host of a rank."""
+    return Path(os.environ[MEMORY]) / f"host_{rank}"
+
+
+def kept(memory: Path) -> Path:
+    return memory.with_name(f"{memory.name}_kept")
+
+
 def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path | None = None) -> Saves:
     incremental, asynchronous = VARIANTS[variant]
     further = 1 if resume else arguments.steps + STEPS_BESIDE if asynchronous else 0
-    saves = Saves(folder, arguments.steps)
+    memory, copies = None, None
+    if variant == COPIES:
+        memory = memory_of(int(os.environ["RANK"]))
+        if resume:  # The last copy is newer than the save from which the other variants resume.
+            memory, further = kept(memory), arguments.steps + 1
+        memory.mkdir(exist_ok=True)
+        copies = fs.HostCopies(every_n_steps=1 << 30, folder=str(memory), run="benchmark")  # The callback makes them.
+    saves = Saves(folder, arguments.steps, memory)
     trainer = pl.Trainer(
-        strategy=fs.FreeScaleStrategy(checkpoint=fs.Incremental() if incremental else "sharded", balance="off"),
+        strategy=fs.FreeScaleStrategy(
+            checkpoint=fs.Incremental() if incremental else "sharded", host_copies=copies, balance="off"
+        ),
         accelerator=arguments.device,
         devices=1,
         num_nodes=arguments.ranks,
         callbacks=[saves],
-        plugins=[AsyncCheckpointIO()] if asynchronous else [],
+        plugins=[AsyncCheckpointIO()] if asynchronous and copies is None else [],
         max_steps=SAVES * arguments.steps + further,
         logger=False,
         enable_checkpointing=False,
@@ -139,7 +174,7 @@ def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path 
     data = Batches(arguments.rows, arguments.samples, steps, int(os.environ["RANK"]))
     begin = time.perf_counter()
     model = TableModel(arguments.rows, arguments.dim)
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=resume)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=None if copies else resume)
     saves.began -= begin
     return saves
 
@@ -150,6 +185,13 @@ def written_bytes(path: Path, since: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir() if file.stat().st_ino not in known)
 
 
+def copy_bytes(ranks: int) -> int:
+    """The bytes of the newest copy on all hosts together."""
+    found = [path for rank in range(ranks) for path in kept(memory_of(rank)).glob("*/step=*")]
+    newest = max(int(path.name.partition("=")[2]) for path in found)
+    return sum(file.stat().st_size for path in found if path.name == f"step={newest}" for file in path.iterdir())
+
+
 def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, Any]], float]:
     """A row for each variant, and the median time of a step in ms."""
     rows, steps = [], []
@@ -158,22 +200,40 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
         saves = fit(arguments, folder, variant)
         steps += saves.step_seconds
         last = folder / f"{SAVES}.ckpt"
+        torch.distributed.barrier()
+        written = copy_bytes(arguments.ranks) if variant == COPIES else written_bytes(last, folder / "1.ckpt")
         resumed = fit(arguments, folder / "resumed", variant, last)
+        lost_ms = resume_without_a_host(arguments, folder) if variant == COPIES else None
         rows.append(
             {
                 "save": variant,
                 "stall_ms": 1e3 * statistics.median(saves.stalls),
                 "complete_ms": 1e3 * statistics.median(saves.completes),
                 "step_beside_ms": 1e3 * statistics.median(saves.beside) if saves.beside else None,
-                "written_mib": written_bytes(last, folder / "1.ckpt") / 2**20,
+                "written_mib": written / 2**20,
                 "load_ms": 1e3 * resumed.began,
+                "load_without_a_host_ms": lost_ms,
             }
         )
         torch.distributed.barrier()
         if int(os.environ["RANK"]) == 0:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=variant == COPIES)  # Copies lie elsewhere.
     step_ms = 1e3 * statistics.median(steps)
     return [row | {"stall_percent_of_step": 100 * row["stall_ms"] / step_ms} for row in rows], step_ms
+
+
+def resume_without_a_host(arguments: argparse.Namespace, folder: Path) -> float:
+    """How long a resume from copies takes after the loss of the last rank's host, in ms. A resume has taken place before."""
+    rank = int(os.environ["RANK"])
+    own = kept(memory_of(rank))
+    if rank == arguments.ranks - 1:
+        shutil.rmtree(kept(own))
+    else:
+        kept(own).rename(own)
+    torch.distributed.barrier()
+    milliseconds = 1e3 * fit(arguments, folder / "resumed", COPIES, folder).began
+    shutil.rmtree(kept(own))
+    return milliseconds
 
 
 def cost_of_finding(arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
@@ -218,13 +278,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps between two saves")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="default: all")
     parser.add_argument("--folder", help="where the checkpoints are written; default: the system's temporary folder")
+    parser.add_argument("--memory", default="/dev/shm", help="where copies in host memory are written")
     arguments = parser.parse_args()
     launcher.resolve_options(arguments)
     arguments.rows = arguments.rows or (20_000 if arguments.quick else 1_000_000)
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            os.environ["FREESCALE_BENCHMARK_FOLDER"] = folder
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+            tempfile.TemporaryDirectory(dir=arguments.memory) as memory,
+        ):
+            os.environ |= {"FREESCALE_BENCHMARK_FOLDER": folder, MEMORY: memory}
             return launcher.launch(
                 "benchmarks.checkpoints", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=500, reserve_sms=gpu
             )

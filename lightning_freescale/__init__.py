@@ -25,6 +25,7 @@ if requirements.TORCHREC_PROBLEM is None:
     from lightning_freescale.embedding.zero_collision.collection import ZeroCollision, zero_collision
     from lightning_freescale.strategy import FreeScaleStrategy
     from lightning_freescale.strategy.checkpoints.export import export
+    from lightning_freescale.strategy.checkpoints.host_copies.options import HostCopies
     from lightning_freescale.strategy.checkpoints.incremental import Incremental
     from lightning_freescale.strategy.checkpoints.verify import last_checkpoint
 
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigurationError",
     "FreeScaleError",
     "FreeScaleStrategy",
+    "HostCopies",
     "Incremental",
     "InputError",
     "SeqBatch",

@@ -216,6 +216,41 @@ def forward_signal(launcher: Any, signum: int) -> None:
 Loading = Callable[..., Any]
 
 
+def choose_checkpoint(trainer: Any, choose: Callable[[Any, bool | None], Any]) -> None:
+    """Let ``choose`` replace the path from which the next ``fit`` resumes.
+
+    It gets ``ckpt_path``, which may be ``None``, and ``weights_only``.
+
+    Lightning decides about ``ckpt_path`` before the ranks are connected, and does not ask the strategy if it is ``None``.
+    """
+    connector = trainer._checkpoint_connector
+
+    def resume_start(checkpoint_path: Any = None, *options: Any, **named: Any) -> None:
+        del connector.resume_start  # The method of the class counts again.
+        connector.resume_start(choose(checkpoint_path, named.get("weights_only")), *options, **named)
+
+    connector.resume_start = resume_start
+
+
+def call_after_batches(trainer: Any, action: Callable[..., None]) -> Any:
+    """Call ``action(trainer, module, output, batch, index)`` after every training batch, after the ``ModelCheckpoint`` callbacks.
+
+    Returns:
+        The callback, for :func:`remove_callback`.
+    """
+    package = type(trainer._checkpoint_connector).__module__.partition(".trainer")[
+        0
+    ]  # The Trainer's may be the user's.
+    callback = importlib.import_module(f"{package}.callbacks").LambdaCallback(on_train_batch_end=action)
+    trainer.callbacks.append(callback)
+    return callback
+
+
+def remove_callback(trainer: Any, callback: Any) -> None:
+    """Remove what :func:`call_after_batches` has added."""
+    trainer.callbacks[:] = [other for other in trainer.callbacks if other is not callback]
+
+
 def wrap_load_from_checkpoint(package: str, wrap: Callable[[Loading], Loading]) -> None:
     """Replace the function ``(path_or_url, map_location, weights_only)`` with which ``load_from_checkpoint`` reads a path."""
     core = "lightning.pytorch" if package == "lightning" else package
@@ -248,6 +283,7 @@ def private_names() -> Iterable[str]:
         "fit_loop._load_combined_loader_states",
         "fit_loop._combined_loader",
         "fit_loop._data_fetcher",
+        "_checkpoint_connector.resume_start",
         "_data_connector._datahook_selector",
         "_logger_connector.should_update_logs",
         "_logger_connector._progress_bar_metrics",

@@ -31,6 +31,7 @@ from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.format import check_option as check_format
+from lightning_freescale.strategy.checkpoints.host_copies.options import HostCopies
 from lightning_freescale.strategy.checkpoints.incremental import Incremental
 from lightning_freescale.strategy.connecting import BoundedSetup
 from lightning_freescale.strategy.control import Control, Request
@@ -48,7 +49,7 @@ from lightning_freescale.strategy.refusals import (
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
-from lightning_freescale.strategy.table_learning_rate import TableLearningRates, is_table
+from lightning_freescale.strategy.table_learning_rate import TableLearningRates, take_tables_out
 from lightning_freescale.strategy.true_precision import convert_dense_part, convert_outputs
 
 if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
@@ -108,6 +109,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
             folder to which every rank adds its shards. ``"auto"`` writes a file if there is one rank or if all tables
             together take at most 256 MiB, and a folder otherwise. Either can be loaded on any number of ranks.
             ``fs.Incremental()`` writes folders with the rows that have changed since the last full one.
+        host_copies: ``fs.HostCopies()`` keeps copies of the training state in the memory of two hosts, for fast restarts.
         timeout: seconds (or a ``timedelta``) after which a wait for another rank is an error.
         monitor: measure the bubbles and log them, if the Trainer has a logger. Plain DDP is not measured, unless you add a
             ``BubbleMonitor`` to the callbacks.
@@ -146,6 +148,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         loss_reduction: Literal["sample", "token"] = "sample",
         uneven: Literal["error", "stop", "continue"] = "error",
         checkpoint: Literal["auto", "file", "sharded"] | Incremental = "auto",
+        host_copies: HostCopies | None = None,
         timeout: float | timedelta = 600.0,
         monitor: bool = True,
         **ddp_kwargs: Any,
@@ -166,7 +169,8 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         self._shard_options = {**placement, "optimizer": embedding_optimizer, "dedup": dedup, "wire": wire}
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
         check_format(checkpoint)
-        self._uneven, self._checkpoint_format, self._monitor = uneven, checkpoint, monitor
+        self._uneven, self._monitor = uneven, monitor
+        self._checkpoint_format, self._host_copies = checkpoint, host_copies
         self.timeline = Timeline()
         self._balancer = Balancer(
             "fixed" if balance == "auto" else balance,
@@ -185,8 +189,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
         self._expert_group = ExpertGroup(self._exchange_mode.new_group)
-        self._accumulation = GradientAccumulation()
-        self._table_positions = []
+        self._accumulation, self._table_positions = GradientAccumulation(), []
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
 
     @classmethod
@@ -225,6 +228,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         self._copies = SideStream(self.root_device)
         trainer = self._module.trainer
         self._pipeline.open(trainer, self.control, self._copies, self.root_device)
+        self.open_host_copies(trainer)
 
     def setup(self, trainer: Any) -> None:
         assert self.control is not None
@@ -316,13 +320,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
             frozen=self._sharded_model.frozen,
         )
         self._rates.follow(self._module, self.optimizers)
-        fused = {id(parameter) for parameter in self._sharded.fused_optimizer.params.values()}
-        for optimizer in self.optimizers:  # Users write Adam(self.parameters()). FBGEMM updates the tables itself.
-            self._table_positions.append([])
-            for group in optimizer.param_groups:
-                tables = [i for i, part in enumerate(group["params"]) if id(part) in fused or is_table(part)]
-                group["params"] = [part for i, part in enumerate(group["params"]) if i not in tables]
-                self._table_positions[-1].append(tables)
+        self._table_positions = take_tables_out(self.optimizers, self._sharded.fused_optimizer.params.values())
 
     def _act_on_request(self, request: Request) -> None:
         if self._signals is not None:

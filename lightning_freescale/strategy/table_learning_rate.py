@@ -12,7 +12,7 @@ gives its own rate, and 0.02 is the default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,3 +147,23 @@ def _find(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> tuple[int
             if any(parameter is other for other in group["params"]):
                 return which, index
     return None
+
+
+def take_tables_out(optimizers: Iterable[Any], fused: Iterable[Any]) -> list[list[list[int]]]:
+    """Remove the tables from the user's optimizers. Users write ``Adam(self.parameters())``, but FBGEMM updates the tables.
+
+    Args:
+        fused: the parameters that FBGEMM updates.
+
+    Returns:
+        For each optimizer and parameter group, the positions at which there were tables.
+    """
+    tables = {id(parameter) for parameter in fused}
+    positions: list[list[list[int]]] = []
+    for optimizer in optimizers:
+        positions.append([])
+        for group in optimizer.param_groups:
+            found = [i for i, part in enumerate(group["params"]) if id(part) in tables or is_table(part)]
+            group["params"] = [part for i, part in enumerate(group["params"]) if i not in found]
+            positions[-1].append(found)
+    return positions

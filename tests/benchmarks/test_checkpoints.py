@@ -10,9 +10,17 @@ from tests.benchmarks.command import run_benchmark
 def test_every_variant_is_measured(tmp_path: Path) -> None:
     found = run_benchmark("checkpoints", tmp_path, "--quick", "--steps", "2", "--ranks", "2", "--device", "cpu").json
     rows = {row["save"]: row for row in found["rows"]}
-    assert list(rows) == ["full", "full, asynchronous", "incremental", "incremental, asynchronous"]
+    assert list(rows) == [
+        "full",
+        "full, asynchronous",
+        "incremental",
+        "incremental, asynchronous",
+        "copy in host memory",
+    ]
     assert all(0 < row["stall_ms"] <= row["complete_ms"] for row in rows.values())
     assert all(row["load_ms"] > 0 for row in rows.values())
+    assert rows["copy in host memory"]["load_without_a_host_ms"] > 0
+    assert rows["copy in host memory"]["written_mib"] > 1.9 * rows["full"]["written_mib"]  # Each part is on two hosts.
     changed = found["parameters"]["changed_percent"] / 100
     assert 0.1 < changed < 0.9
     for kind in ("incremental", "incremental, asynchronous"):

@@ -78,6 +78,7 @@ class Plan:
 
 
 def random_settings(numbers: random.Random, device: str, timeout: float) -> Settings:
+    copies = random.Random(repr(numbers.getstate()))  # The other settings of a seed stay what they were without it.
     return Settings(
         device=device,
         timeout=timeout,
@@ -85,6 +86,7 @@ def random_settings(numbers: random.Random, device: str, timeout: float) -> Sett
         checkpoint=numbers.choice(["file", "sharded", "incremental"]),
         asynchronous=numbers.random() < 0.3,
         transport=numbers.choice(["auto", "host"]),
+        host_copies=copies.random() < 0.5,
     )
 
 

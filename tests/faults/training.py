@@ -23,7 +23,7 @@ from tests import toy
 
 USERS, GLOBAL_BATCH, EPOCHS = 48, 12, 3
 STEPS = EPOCHS * USERS // GLOBAL_BATCH
-SAVE_EVERY = 3  # steps
+SAVE_EVERY, COPY_EVERY = 3, 2  # steps
 SHARED_ITEMS = (
     16  # Items of which every history has some. Item ``SHARED_ITEMS + u`` is the first event of user ``u`` alone.
 )
@@ -39,6 +39,9 @@ class Settings:
     transport: str = "auto"
     timeout: float = 10.0  # seconds
     device: str = "cpu"  # or "cuda": all ranks share one GPU, and each counts as a host
+    host_copies: bool = (
+        False  # copies in host memory; each rank has a folder that stands for the memory of its own host
+    )
 
 
 def histories() -> Histories:
@@ -130,7 +133,10 @@ def train(
         max_history=32,
         lr=1e-2,
     )
+    memory = Path(folder) / f"memory_{rank}"
+    memory.mkdir(parents=True, exist_ok=True)
     strategy = fs.FreeScaleStrategy(
+        host_copies=fs.HostCopies(COPY_EVERY, str(memory), run="faults") if settings.host_copies else None,
         prioritize=settings.prioritize,
         checkpoint=fs.Incremental(full_every=3) if settings.checkpoint == "incremental" else settings.checkpoint,  # type: ignore[arg-type]
         transport=settings.transport,  # type: ignore[arg-type]

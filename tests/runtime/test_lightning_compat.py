@@ -157,6 +157,54 @@ def test_loaders_that_were_opened_start_again(pl: Any) -> None:
     assert counts[0] == counts[1] < counts[2]
 
 
+def test_the_checkpoint_of_a_resume_can_be_chosen(pl: Any, tmp_path: Path) -> None:
+    begins, asked = [], []
+
+    class Begin(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            begins.append(trainer.global_step)
+
+    trainer = make_trainer(pl, Begin(), limit_train_batches=2)
+    trainer.fit(make_model(pl), Loader())
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+    def choose(path: Any, weights_only: bool | None) -> Any:
+        asked.append(path)
+        return tmp_path / "two.ckpt"
+
+    trainer = make_trainer(pl, Begin(), max_epochs=2, limit_train_batches=2)
+    compat.choose_checkpoint(trainer, choose)
+    trainer.fit(make_model(pl), Loader())
+    assert (asked, begins) == ([None], [0, 2])
+    trainer.fit(make_model(pl), Loader(), ckpt_path=tmp_path / "two.ckpt")  # Only one fit is asked about.
+    assert (asked, begins) == ([None], [0, 2, 2])
+
+
+def test_an_action_after_each_batch(pl: Any, tmp_path: Path) -> None:
+    steps: list[Any] = []
+
+    class Save(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            steps.append("save")
+
+    class OwnTrainer(pl.Trainer):  # type: ignore[misc]
+        pass
+
+    options = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "callbacks": [Save(tmp_path)],
+    }
+    trainer = OwnTrainer(accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=2, **options)
+    callback = compat.call_after_batches(trainer, lambda trainer, module, out, batch, i: steps.append(i))
+    trainer.fit(make_model(pl), Loader())
+    assert steps == ["save", 0, "save", 1]
+    compat.remove_callback(trainer, callback)
+    assert callback not in trainer.callbacks
+    assert any(isinstance(other, Save) for other in trainer.callbacks)
+
+
 def test_batches_that_count_as_done_are_not_trained(pl: Any) -> None:
     trained = []
 

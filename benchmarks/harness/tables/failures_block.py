@@ -86,6 +86,7 @@ def save_costs(results: Mapping[str, StoredResult]) -> str:
             f"rows have changed since the last full save; a step takes {found['step_ms']:,.0f} ms:",
             markdown.table(rows),
             *_finding(found),
+            *_lost_host(found),
             _origin(name, found),
         ]
     return "\n\n".join(parts)
@@ -110,6 +111,15 @@ def _finding(found: StoredResult) -> list[str]:
     return [
         f"To compare a rank's shard with the last full save takes {costs['compare_ms']:,.0f} ms per save. To mark the rows of a "
         f"step would take {costs['mark_ms']:.2f} ms in every step."
+    ]
+
+
+def _lost_host(found: StoredResult) -> list[str]:
+    """How long a resume from copies in host memory takes after the loss of a host. Older results lack it."""
+    return [
+        f"After the memory of one host is lost, the resume from copies takes {row['load_without_a_host_ms']:,.0f} ms."
+        for row in found["rows"]
+        if row.get("load_without_a_host_ms") is not None
     ]
 
 

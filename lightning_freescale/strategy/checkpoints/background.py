@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
@@ -63,8 +63,18 @@ class BackgroundSaves:
                 f"an asynchronous save failed, and the checkpoint before it is still complete: {found[0]}"
             ) from error
 
-    def close(self) -> BaseException | None:
-        """Wait for the thread to end, without other ranks. Return the failure that :meth:`finish` has not raised."""
+    def close(self, seconds: float | None = None) -> BaseException | None:
+        """Wait for the thread to end, without other ranks. Return the failure that :meth:`finish` has not raised.
+
+        Args:
+            seconds: leave the thread alone if it takes longer. It may wait for a rank that has ended.
+        """
+        if self._save is not None and not wait([self._save], seconds).done:
+            assert self._executor is not None
+            assert seconds is not None
+            self._executor.shutdown(wait=False)
+            self._save = self._executor = self._control = None
+            return TimeoutError(f"{self._path} was not complete {seconds:g} s after the training had failed")
         error = self._wait()
         if self._executor is not None:
             self._executor.shutdown(wait=True)

@@ -92,12 +92,11 @@ def _copy_on_device(value: Any, device: torch.device) -> Any:
     return None
 
 
-def device_bytes(value: Any) -> int:
-    """The bytes of the tensors in ``value`` that lie on a GPU."""
+def device_bytes(value: Any, device: str = "cuda") -> int:
+    """The bytes of the tensors in ``value`` that lie on a device of this type."""
     if is_sharded(value):
-        return device_bytes([shard.tensor for shard in value.local_shards()])
+        value = [shard.tensor for shard in value.local_shards()]
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size() if value.is_cuda else 0
-    if isinstance(value, dict):
-        return sum(map(device_bytes, value.values()))
-    return sum(map(device_bytes, value)) if isinstance(value, (list, tuple)) else 0
+        return value.numel() * value.element_size() if value.device.type == device else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(device_bytes(part, device) for part in parts)

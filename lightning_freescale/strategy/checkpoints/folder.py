@@ -11,8 +11,8 @@ In a remote store, the first two lie in a subfolder (see :mod:`~lightning_freesc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,6 +35,7 @@ from lightning_freescale.strategy.control import Control
 
 ENTRY = "freescale"  # The key of this package's entries in a checkpoint.
 _FIRST_VERSION = "freescale_checkpoint"  # The key that marked folders before there was one for all entries.
+Result = TypeVar("Result")
 EXPORT_HINT = "`freescale export FOLDER FILE --lightning` turns the folder into one file that every strategy can read"
 
 
@@ -45,6 +46,18 @@ def raise_together(control: Control, error: Exception | None, where: str) -> Non
         wrapped.__cause__ = error
         error = wrapped
     control.agree(error, where=where)
+
+
+def run_together(control: Control, action: Callable[[], Result], where: str) -> Result:
+    """The result of ``action()`` on this rank. Every rank raises :class:`CheckpointError` if it fails on any. A collective."""
+    results: list[Result] = []
+    error: Exception | None = None
+    try:
+        results.append(action())
+    except Exception as failure:
+        error = failure
+    raise_together(control, error, where)
+    return results[0]
 
 
 # ---- save --------------------------------------------------------------------------------------------------------
@@ -65,12 +78,7 @@ def save(path: str, sharded: Mapping[str, Any], meta: Mapping[str, Any], control
             error = failure
     raise_together(control, error, where=f"saving {path}")
     folder = control.gather(folder)[0]
-    try:
-        dcp.save(dict(sharded), storage_writer=_writer(folder), process_group=control.group)
-    except BaseException as failure:  # DCP's CheckpointException is no Exception. It is raised on every rank.
-        if isinstance(failure, KeyboardInterrupt):
-            raise
-        raise CheckpointError(f"rank {control.rank}: saving {path} failed: {_reason(failure, control)}") from failure
+    write_tensors(folder, sharded, control, where=f"saving {path}")
     if control.rank == 0:
         try:
             with storage.open_file(storage.join(folder, META), "wb") as stream:
@@ -87,6 +95,16 @@ def save(path: str, sharded: Mapping[str, Any], meta: Mapping[str, Any], control
         except Exception as failure:
             error = failure
     raise_together(control, error, where=f"saving {path}")
+
+
+def write_tensors(folder: str, sharded: Mapping[str, Any], control: Control, where: str) -> None:
+    """Write the shards of this rank to ``folder``, and on rank 0 the list of the shards of all ranks. A collective."""
+    try:
+        dcp.save(dict(sharded), storage_writer=_writer(folder), process_group=control.group)
+    except BaseException as failure:  # DCP's CheckpointException is no Exception. It is raised on every rank.
+        if isinstance(failure, KeyboardInterrupt):
+            raise
+        raise CheckpointError(f"rank {control.rank}: {where} failed: {_reason(failure, control)}") from failure
 
 
 def _reason(failure: BaseException, control: Control) -> str:

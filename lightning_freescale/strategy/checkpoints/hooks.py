@@ -1,16 +1,15 @@
 """The strategy's checkpoint hooks.
 
-A checkpoint is one plain Lightning file (``file.py``) or a folder of shards (``folder.py``). The two mixins below
-decide what is saved and loaded, and in which order.
+A checkpoint is one plain Lightning file (``file.py``) or a folder of shards (``folder.py``). ``saving.py`` and ``loading.py``
+decide what is saved and loaded, and in which order. ``host_copies/`` adds copies in the memory of hosts.
 """
 
 from __future__ import annotations
 
-from lightning_freescale.strategy.checkpoints.loading import CheckpointLoading
-from lightning_freescale.strategy.checkpoints.saving import CheckpointSaving
+from lightning_freescale.strategy.checkpoints.host_copies.hooks import HostCopyHooks
 
 
-class CheckpointHooks(CheckpointSaving, CheckpointLoading):
+class CheckpointHooks(HostCopyHooks):
     """Lightning's checkpoint hooks, as a part of the strategy class."""
 
     def close_saves(self) -> None:

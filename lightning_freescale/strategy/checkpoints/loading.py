@@ -89,6 +89,9 @@ class CheckpointLoading(CheckpointState):
         names = meta[ENTRY].get("tables") or table_names(self._module)
         tables = {name: stored[name] for name in names if name in stored}
         weights = folder.read_unsharded(path, "state_dict", leave_out=tables)
+        weights |= meta.pop(
+            "state_dict", {}
+        )  # A copy in host memory has them there, so that every host has all of them.
         return {**meta, "state_dict": folder.FolderStateDict(weights, tables, path)}, tables
 
     # ---- weights ---------------------------------------------------------------------------------------------------
@@ -104,7 +107,11 @@ class CheckpointLoading(CheckpointState):
         if unsharded and (tables or any(parameter.is_meta for parameter in module.parameters())):
             self._pending_weights = weights
         else:
+            self.before_tables_are_read()
             weights.load(module, self.control)
+
+    def before_tables_are_read(self) -> None:
+        """The model is sharded, and the tables of a checkpoint are about to be read. A collective."""
 
     def after_sharding(self) -> None:
         """Choose the format of checkpoints, and load the weights that only a sharded model can take. A collective."""
@@ -116,6 +123,7 @@ class CheckpointLoading(CheckpointState):
         self.control.diverged = False
         pending, self._pending_weights = self._pending_weights, None
         if pending is not None:
+            self.before_tables_are_read()
             pending.load(self._module, self.control)
 
     # ---- optimizers ------------------------------------------------------------------------------------------------

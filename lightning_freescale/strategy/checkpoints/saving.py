@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_freescale.runtime.log import logger
 from lightning_freescale.runtime.streams import device_failure
 from lightning_freescale.strategy.checkpoints import file, folder, random_states, storage
 from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy
-from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together
+from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together, run_together
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from lightning_freescale.strategy.checkpoints.meeting import AT_ONCE, MEETING_SECONDS, all_ranks_came
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
@@ -49,7 +49,7 @@ class CheckpointSaving(CheckpointState):
             self._reason_not_to_save, self._skip_barrier = reason, True
             return {}
         state = module.state_dict()
-        if self._format != "file":
+        if self._format != "file" or self._copying:
             return state
         tables = {name: value for name, value in state.items() if is_sharded(value)}
         full = gather_full(tables, control, everywhere=self._hooks_read_the_state())
@@ -187,34 +187,34 @@ class CheckpointSaving(CheckpointState):
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             sharded["table_optimizer"] = self._optimizer_tensors()
-        own = self._own_state(checkpoint)
-        if not asynchronous:
-            self._write_folder(path, sharded, checkpoint, own, self.control)
-            return
-        meta = checkpoint if self.control.rank == 0 else {ENTRY: {}}
-        copy = DeferredCopy((sharded, meta, own), self.root_device)
-        control = self._background.control(self.control)
-
-        def write_copy() -> None:
-            copied: Any = ({}, {}, {})
-            error: Exception | None = None
-            try:
-                copied = copy.on_host()
-            except Exception as failure:  # The other ranks must not wait for this one.
-                error = failure
-            raise_together(control, error, where=f"saving {path}")
-            tensors, entries, states = copied
-            self._write_folder(path, tensors, entries, states, control)
-
-        self._background.start(write_copy, path)
-
-    def _write_folder(
-        self, path: str, sharded: dict[str, Any], meta: dict[str, Any], own: dict[str, Any], control: Control
-    ) -> None:
-        """Write a checkpoint folder, full or incremental. A collective of the ranks of ``control``."""
-        meta[ENTRY] |= _of_all_ranks(control.gather(own))
         save = folder.save if self._incremental is None else self._incremental.save
-        save(path, sharded, meta, control)
+        if not asynchronous:
+            checkpoint[ENTRY] |= _of_all_ranks(self.control.gather(self._own_state(checkpoint)))
+            save(path, sharded, checkpoint, self.control)
+            return
+        control = self._background.control(self.control)
+        copied = self._defer(sharded, checkpoint, control, where=f"saving {path}")
+        self._background.start(lambda: save(path, *copied(), control), path)
+
+    def _defer(
+        self, sharded: dict[str, Any], checkpoint: dict[str, Any], control: Control, where: str
+    ) -> Callable[[], tuple[dict[str, Any], dict[str, Any]]]:
+        """Copy the state, so that the training can go on.
+
+        Returns:
+            A function for the thread of the save. It brings the copy to host memory, and returns the tensors and, on rank 0,
+            Lightning's entries. It is a collective of the ranks of ``control``.
+        """
+        assert self.control is not None
+        meta = checkpoint if self.control.rank == 0 else {ENTRY: {}}
+        copy = DeferredCopy((sharded, meta, self._own_state(checkpoint)), self.root_device)
+
+        def copied() -> tuple[dict[str, Any], dict[str, Any]]:
+            tensors, entries, states = run_together(control, copy.on_host, where)
+            entries[ENTRY] |= _of_all_ranks(control.gather(states))
+            return tensors, entries
+
+        return copied
 
     def _save_before_setup(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write the unsharded model as every other strategy does. Nothing in here waits for other ranks."""

@@ -32,6 +32,7 @@ class CheckpointState(_Base):
     _incremental: IncrementalSaves | None = None
     _format: str | None = None  # The format chosen for the model: "file" or "sharded".
     _saves: BackgroundSaves | None = None
+    _copying = False  # Whether the present save is a copy in host memory, which has the form of a folder.
 
     @property
     def _module(self) -> Any:
@@ -66,7 +67,7 @@ class CheckpointState(_Base):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether an asynchronous save is being written on this rank."""
+        """Whether an asynchronous save or a copy in host memory is being written on this rank."""
         return self._saves is not None and self._saves.writing
 
     def finish_saves(self) -> None:
