@@ -142,7 +142,7 @@ def _disturbed_training(root: Path, plan: Plan) -> TrainingResult:
         begin = time.monotonic()
         with ExitStack() as stack:
             if plan.alone:
-                stack.enter_context(no_new_shared_memory(result.problems))
+                stack.enter_context(no_new_shared_memory(result.problems, plan.device))
                 stack.enter_context(no_new_device_memory(result.problems, plan.device))
             if plan.failure == "mps":
                 stack.callback(end_mps_servers)  # A server without clients takes memory of the device.
@@ -199,7 +199,7 @@ def campaign(
     left_behind: list[str] = []
     done: list[TrainingResult] = []
     with (
-        no_new_shared_memory(left_behind),
+        no_new_shared_memory(left_behind, device),
         no_new_device_memory(left_behind, device),
         # The ranks are forked from the processes of the pool, which have no other threads.
         ProcessPoolExecutor(parallel, get_context("fork")) as pool,
