@@ -8,6 +8,7 @@
 - ``streams``: CUDA streams beside the compute stream, and copies between host and device that do not block the host.
 - ``host_pacing``: makes the host wait inside a step if it runs too far ahead of the GPU.
 - ``cpu_threads``: one CPU thread for PyTorch in a process that trains on a GPU.
+- ``nccl_groups``: errors of NCCL's process groups, and their abort.
 - ``object_gather``: a gather of small Python objects in one collective.
 - ``jagged``: NumPy functions on samples of different lengths, implemented in C++.
 """

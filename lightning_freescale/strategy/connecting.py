@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_freescale.runtime import cpu_threads
+from lightning_freescale.runtime.nccl_groups import leave_failures_to_us
 from lightning_freescale.runtime.process_groups import (
     await_store,
     bounded_connect,
@@ -30,8 +31,14 @@ class BoundedSetup(_Base):
         self._threads_were_chosen = cpu_threads.were_chosen()
         super().__init__(**options)
 
+    def _declares_tables(self) -> bool:
+        """Whether the model has tables. The strategy implements it."""
+        raise NotImplementedError
+
     def setup_environment(self) -> None:
         keep_from_forked_processes()
+        if self.root_device.type == "cuda" and self._declares_tables():  # Without tables, nobody watches the ranks.
+            leave_failures_to_us(self._wait.total_seconds())
         if not self._threads_were_chosen:
             cpu_threads.use_one(self.root_device)
         try:
@@ -43,7 +50,4 @@ class BoundedSetup(_Base):
             raise missing_at_start(error, self.cluster_environment, self._wait) from error
 
     def setup_distributed(self) -> None:
-        if self.root_device.type == "cpu":  # The default group is gloo.
-            bounded_connect(super().setup_distributed, self._wait)
-        else:
-            super().setup_distributed()
+        bounded_connect(super().setup_distributed, self._wait, self.root_device)

@@ -8,6 +8,7 @@ that batch, some steps later. The headers have arrived by then, and all ranks ac
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -28,18 +29,20 @@ from lightning_freescale.runtime.object_gather import gather_objects
 from lightning_freescale.runtime.process_groups import (
     are_complete,
     describe_missing_ranks,
+    is_connection_error,
     leave,
     new_gloo_group,
     own_store,
 )
 from lightning_freescale.runtime.streams import Readback
-from lightning_freescale.strategy.failure_watch import FailureWatch
+from lightning_freescale.strategy.failure_watch import FailureWatch, publish_within_limit
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
 REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
 LAST_SECONDS = 1.0  # How long rank 0 stays after its failure. The other ranks look at the store more often than that.
 LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
+_run_numbers = itertools.count(1)  # What a run leaves in the store is never found by a later one.
 
 
 class Status(IntEnum):
@@ -84,10 +87,12 @@ class PendingHeaders:
         """The headers in rank order."""
         if self._headers is not None:
             return self._headers
+        what = f"the header of batch {self._sequence}"
+        self._control.check_ranks(what)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._control.missing_ranks(f"the header of batch {self._sequence}", error) from error
+            raise self._control.missing_ranks(what, error) from error
         self._headers = [
             Header(Status(status), weight, bool(stop), requeues, bad_step)
             for status, weight, stop, requeues, bad_step in (row.tolist() for row in self._received)
@@ -102,10 +107,15 @@ class Control:
     wait for, but it still takes part in the agreement on the error.
 
     :meth:`close` leaves the groups. The next collective opens them again.
+
+    Args:
+        timeout: a wait for another rank that takes longer is an error.
+        device: the device of this rank. On CUDA, waits of the device for a failed rank are ended.
+        shares_watch: a control plane of the same rank, whose knowledge of failures this one uses.
     """
 
-    def __init__(self, timeout: timedelta):
-        self.timeout = timeout
+    def __init__(self, timeout: timedelta, device: torch.device | None = None, shares_watch: Control | None = None):
+        self.timeout, self._device, self._shares_watch = timeout, device, shares_watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._group: Any = None
         self._header_group: Any = None
@@ -116,9 +126,10 @@ class Control:
         self._losses: deque[tuple[int, Readback]] = deque()
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
-        self._runs = 0  # How often the groups have been opened. All ranks count the same.
+        self._run = 0  # The number of the run in this process. All ranks count the same.
         self._watch: FailureWatch | None = None
         self.misses_a_rank = False  # Whether this rank has waited in vain for the report of another one.
+        self.failure: str | None = None  # Why waits of the device were ended. The weights are invalid then, for good.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
         """This object itself. Process groups cannot be copied, but users copy callbacks, which may refer to the Trainer."""
@@ -145,10 +156,12 @@ class Control:
 
     def open(self) -> None:
         """Open both groups, and watch for failures of other ranks. A collective."""
+        self.check_ranks("the other ranks")
         self.misses_a_rank = False
         if self._watch is None and self.world_size > 1:
-            self._runs += 1
-            self._watch = FailureWatch(f"freescale/{self._runs}/explanation")
+            self._run = next(_run_numbers)
+            key, seconds = f"freescale/{self._run}/explanation", self.timeout.total_seconds()
+            self._watch = FailureWatch(key, self.rank, seconds, self._device)
         _ = self.group, self.header_group  # Each property opens its group.
 
     def in_transit(self, transfer: Any) -> None:
@@ -163,7 +176,9 @@ class Control:
             leave(self._group)
             leave(self._header_group)
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(abort=self.misses_a_rank)
+            if self._watch.aborted and self.failure is None:
+                self.failure = self._watch.explanation or "a rank is missing"
             self._watch = None
         self._in_transit.clear()
         self._group = self._header_group = None
@@ -188,6 +203,7 @@ class Control:
         while self._losses and (len(self._losses) > keep or self._losses[0][1].arrived()):
             step, loss = self._losses.popleft()
             value = loss.wait().sum().item()
+            self.check_ranks(f"the loss of step {step}")
             if self._bad_loss is None and not math.isfinite(value):
                 self._bad_loss = (step, value)
 
@@ -253,16 +269,51 @@ class Control:
         """``value`` of every rank, in rank order. A collective."""
         if self.world_size == 1:
             return [value]
+        self.check_ranks("a gather")
         try:
             return gather_objects(value, self.group)
         except RuntimeError as error:
             raise self.missing_ranks("a gather", error) from error
 
+    # ---- failures of other ranks -----------------------------------------------------------------------------------
+    def check_ranks(self, what: str) -> None:
+        """Raise if waits of the device were ended, because a rank has failed. All that followed them is invalid.
+
+        Every way on from a wait leads through here. It also notes that the training goes on.
+
+        Args:
+            what: what this rank waits for, or has waited for.
+        """
+        first = self._shares_watch or self
+        watch = first._watch
+        if watch is not None:
+            watch.progress += 1
+            if watch.aborted and first.failure is None:
+                reports = first.exchange_reports(FreeScaleError(f"it waited in vain: {watch.explanation}"))
+                first.failure, first.misses_a_rank = f"{watch.explanation}; {reports}", True
+        if first.failure is not None:
+            raise FreeScaleError(f"rank {self.rank}: waited for {what}; {first.failure}")
+
+    def report_exception(self, exception: BaseException) -> str | None:
+        """Tell the other ranks that this one ends with ``exception``, which no other rank need have raised.
+
+        Returns the reports of the other ranks; ``None`` if the exception names the rank already, or the user has no time.
+        """
+        watch, is_stop = self._watch, isinstance(exception, SystemExit)  # SIGTERM stops all ranks at the same batch.
+        if watch is not None:
+            watch.leaving = True
+            if not is_stop and not is_connection_error(exception):  # Such an error is a consequence of another failure.
+                text = f"{type(exception).__name__}: {exception}".split("\n")[0][:300]
+                publish_within_limit(watch, f"rank {self.rank} ended with {text}")
+        if isinstance(exception, (FreeScaleError, KeyboardInterrupt)):  # Our own errors name the rank.
+            return None
+        return self.exchange_reports(exception, publish=not is_stop)
+
     def missing_ranks(self, what: str, error: Exception) -> FreeScaleError:
         """The error to raise if ``what`` did not arrive from all ranks. It says what happened to the other ranks."""
         return FreeScaleError(f"rank {self.rank}: waited for {what}; {self.exchange_reports(error)} ({error})")
 
-    def exchange_reports(self, error: BaseException) -> str:
+    def exchange_reports(self, error: BaseException, publish: bool = True) -> str:
         """Report why this rank ends, and return the reports of the other ranks. The first failure explains the others.
 
         The reports go through the rendezvous store, which answers when collectives do not. A rank without a report
@@ -279,9 +330,13 @@ class Control:
 
         deadline = time.monotonic() + REPORT_SECONDS
 
+        def has_died(rank: int) -> bool:
+            known = self._watch.explanation if self._watch is not None else None
+            return known is not None and f"rank {rank} has died" in known
+
         def report_of(rank: int) -> str:
-            key = f"freescale/ended/{rank}"
-            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), LEAST_REPORT_SECONDS)))
+            key, left = f"freescale/ended/{rank}", 0.0 if has_died(rank) else deadline - time.monotonic()
+            store.wait([key], timedelta(seconds=max(left, LEAST_REPORT_SECONDS)))
             return store.get(key).decode()
 
         reports = []
@@ -292,12 +347,11 @@ class Control:
                 reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
             except Exception:  # There is no report: this rank is the missing one.
                 self.misses_a_rank = True
-                reports.append(f"rank {rank} is missing: stuck or dead for {self.timeout.total_seconds():.0f} s")
+                missing = f"is missing: stuck or dead for {self.timeout.total_seconds():.0f} s"
+                reports.append(f"rank {rank} {'has died' if has_died(rank) else missing}")
         explanation = "; ".join(reports)
-        if self._watch is not None:
-            watch = self._watch
-            with suppress(Exception):  # The store has ended in the meantime.
-                within(REPORT_SECONDS, lambda: watch.publish(explanation))
+        if self._watch is not None and publish:
+            publish_within_limit(self._watch, explanation)
         return explanation
 
     def leave_last(self) -> None:
@@ -306,7 +360,7 @@ class Control:
         All ranks call it when they end with an exception. Each of the others notes that it needs the store no longer. Rank 0
         gives up after a second, because a dead rank notes nothing.
         """
-        prefix = f"freescale/{self._runs}/left"
+        prefix = f"freescale/{self._run}/left"
         own, others = f"{prefix}/{self.rank}", [f"{prefix}/{rank}" for rank in range(1, self.world_size)]
         with suppress(Exception):  # The store has ended. Nobody can use it then.
             store = dist.distributed_c10d._get_default_store()

@@ -1,45 +1,178 @@
-"""A thread that remembers why another rank has ended, for the moment when nobody can be asked any more.
+"""Threads that find out that another rank has failed, remember why, and end the waits of this rank for it.
 
-When a rank dies, the ranks that waited for it find out first. They publish what they know in the rendezvous store, and end.
-A rank that waited for one of those fails only when they have ended. The store may have ended with them. So every rank looks
-at the store from time to time, and keeps the explanation.
+The thread that trains cannot do this. When a rank dies, the others wait for it, and on a GPU they wait in a call of CUDA that
+no timeout ends. The ranks that notice a failure publish what they know in the rendezvous store. The store may end with its
+host. So every rank looks at the store from time to time, and keeps the explanation.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+import torch
+
+from lightning_freescale.runtime.bounded import within
+from lightning_freescale.runtime.log import logger
+from lightning_freescale.runtime.nccl_groups import abort_all, end_process, nccl_backends, nccl_error
 from lightning_freescale.runtime.process_groups import own_store
+from lightning_freescale.strategy.peer_connections import PeerConnections
 
 WATCH_SECONDS = 0.5  # Between two looks at the store. A rank that fails stays longer than that.
+PUBLISH_SECONDS = 2.0  # How long the store may take to answer.
+GOODBYE_SECONDS = 2.0  # How long the end waits for the thread that says goodbye.
+# On a GPU, if the training thread makes no progress after a failure: how long until the communicators of NCCL are aborted.
+GRACE_SECONDS = 3.0
+LEAVING_SECONDS = (
+    10.0  # The same, for a rank that handles an exception. Its steps until the end have limits of their own.
+)
+NAMING_SECONDS = 2.0  # How long an error of NCCL waits for a better explanation, which names a rank.
+# How long a rank has to report its error after the abort, until its process ends itself: a part of the timeout. It is longer
+# than a wait of ranks that connect. After a timeout of NCCL it is shorter, so that twice the timeout is never exceeded.
+EXIT_FACTOR, LATE_EXIT_FACTOR = 1.4, 0.5
+LEAST_EXIT_SECONDS = 15.0
+
+_NCCL_TEXTS = {"TIMEOUT": "a transfer of NCCL took longer than the timeout", "COMM_ERROR": "NCCL has lost a connection"}
 
 
 class FailureWatch:
-    """Looks for the first explanation of a failure under ``key`` of the rendezvous store, until :meth:`close`."""
+    """Watches the other ranks until :meth:`close`.
 
-    def __init__(self, key: str):
+    On CUDA, it also ends a wait of the training thread. After a failure, the thread has a few seconds to fail by itself. Then
+    the communicators of NCCL are aborted, and the kernels that wait in them end. What they have computed is invalid:
+    :attr:`aborted` is true from then on. If the thread still does not come out, the process ends itself.
+
+    Args:
+        key: where the first explanation of a failure is in the rendezvous store.
+        rank: the rank of this process.
+        timeout: the timeout of the strategy in seconds.
+        device: the device of this rank.
+        backends: returns NCCL's part of the process groups.
+
+    Attributes:
+        explanation: why a rank has failed; ``None`` while no failure is known.
+        aborted: whether the communicators of NCCL are being aborted or were.
+        progress: a number that the training thread increases. While it grows, nothing is aborted.
+        leaving: whether the training thread handles an exception.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        rank: int,
+        timeout: float,
+        device: torch.device | None = None,
+        backends: Callable[[], list[Any]] = nccl_backends,
+    ):
         self.explanation: str | None = None
-        self._key = key
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="freescale-failures")
-        self._thread.start()
+        self.aborted, self.leaving, self.progress = False, False, 0
+        self._key, self._rank, self._timeout, self._backends = key, rank, timeout, backends
+        self._on_cuda = device is not None and device.type == "cuda"
+        self._exit_seconds = max(EXIT_FACTOR * timeout, LEAST_EXIT_SECONDS)
+        self._last: tuple[object, float] = (None, 0.0)  # The last state of the training thread, and since when.
+        self._nccl_since: float | None = None
+        self._end, self._news = threading.Event(), threading.Event()
+        self._peers = PeerConnections(rank, timeout)
+        self._threads = [
+            threading.Thread(target=target, daemon=True, name=name)
+            for target, name in ((self._look, "freescale-failures"), (self._guard, "freescale-guard"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def publish(self, explanation: str) -> None:
-        """Tell the other ranks why this one ends. The first explanation counts."""
+        """Tell the other ranks why a rank has failed. The first explanation counts."""
         own_store().compare_set(self._key, "", explanation)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._end.set()
-        self._thread.join(
-            WATCH_SECONDS
-        )  # A call of the store may hang if its host is gone. The thread ends later then.
+    def close(self, abort: bool = False) -> None:
+        """Say goodbye to the other ranks, and end the threads.
 
-    def _run(self) -> None:
+        Args:
+            abort: on CUDA, abort the communicators of NCCL, because a rank is missing. The end of the process would wait for
+                their kernels otherwise.
+        """
+        self._end.set()
+        if abort and self._on_cuda and not self.aborted:
+            self.aborted = True
+            abort_all(self._backends())
+        self._news.set()
+        self._peers.wake()
+        looks, guards = self._threads
+        guards.join(GOODBYE_SECONDS)
+        looks.join(WATCH_SECONDS)  # A call of the store may hang if its host is gone. The thread ends later then.
+
+    # ---- the thread that talks to the store --------------------------------------------------------------------------
+    def _look(self) -> None:
         with suppress(Exception):  # The store has ended.
             store = own_store()  # Connects here, because that takes long if the host of the store is gone.
-            while not self._end.wait(WATCH_SECONDS):
-                if store.check([self._key]):
+            self._connect(store)
+            while not self._end.is_set():
+                self._news.wait(WATCH_SECONDS)
+                self._news.clear()
+                if self.explanation is not None:
+                    self.explanation = store.compare_set(self._key, "", self.explanation).decode()
+                elif store.check([self._key]):
                     self.explanation = store.get(self._key).decode()
+                if self.explanation is not None:
                     return
+
+    def _connect(self, store: Any) -> None:
+        try:
+            self._peers.open(store, f"{self._key}/peers")
+        except Exception as error:
+            if not self._end.is_set():
+                logger.warning("rank %d: the death of a rank is noticed later than usual: %s", self._rank, error)
+
+    # ---- the thread that watches the processes -----------------------------------------------------------------------
+    def _guard(self) -> None:
+        try:
+            while not self._end.is_set():
+                for text in self._peers.lost(WATCH_SECONDS):
+                    self._explain(text)
+                if self._on_cuda and not self._end.is_set():
+                    self._end_waits(time.monotonic())
+        finally:
+            self._peers.close()
+
+    def _explain(self, explanation: str) -> None:
+        """Note and publish an explanation, unless there is one."""
+        if self.explanation is None and not self._end.is_set():
+            self.explanation = explanation
+            self._news.set()
+
+    def _end_waits(self, now: float) -> None:
+        if self.explanation is None:
+            self._look_at_nccl(now)
+            return
+        state = (self.progress, self.leaving, self.aborted)
+        if state != self._last[0]:
+            self._last = (state, now)
+        seconds = now - self._last[1]
+        if self.aborted:
+            if seconds > self._exit_seconds:
+                end_process(f"rank {self._rank}: {self.explanation}")
+        elif seconds > (LEAVING_SECONDS if self.leaving else GRACE_SECONDS):
+            self.aborted = True  # Before the abort: what the training thread finds afterwards is invalid.
+            logger.error("rank %d: %s. The waits of the device are ended.", self._rank, self.explanation)
+            backends = self._backends()
+            if nccl_error(backends) == "TIMEOUT":
+                self._exit_seconds = max(LATE_EXIT_FACTOR * self._timeout, LEAST_EXIT_SECONDS)
+            abort_all(backends)
+
+    def _look_at_nccl(self, now: float) -> None:
+        error = nccl_error(self._backends())
+        if error is None:
+            self._nccl_since = None
+        elif self._nccl_since is None:
+            self._nccl_since = now
+        elif now - self._nccl_since > NAMING_SECONDS:
+            self._explain(f"{_NCCL_TEXTS.get(error, f'NCCL reports {error}')} on rank {self._rank}")
+
+
+def publish_within_limit(watch: FailureWatch, explanation: str) -> None:
+    """Publish ``explanation`` if the store answers."""
+    with suppress(Exception):  # The store has ended.
+        within(PUBLISH_SECONDS, lambda: watch.publish(explanation))

@@ -196,6 +196,7 @@ class BatchPipeline:
             dataloader_idx: index of the loader in evaluation.
             transfer: moves a batch to the device as Lightning does, with the user's hooks.
         """
+        self._control.check_ranks("a batch")
         prepared = prepared_batches(batch)
         if not prepared:
             if self._trainer.training:

@@ -26,7 +26,6 @@ from lightning_freescale.embedding.plan import embedding_modules
 from lightning_freescale.embedding.user_plan import check_plan_options
 from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
-from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
@@ -220,7 +219,7 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.control is None:
-            self.control = Control(self._wait)
+            self.control = Control(self._wait, self.root_device)
         self._failed, self._in_run, self._came_to_save = False, True, None
         compat.limit_prepare_data(self._module.trainer, self._wait)
         if self._declares_tables():
@@ -347,8 +346,8 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         self._failed = True
         if self.control is None or self.control.world_size == 1:
             return
-        if not isinstance(exception, (FreeScaleError, KeyboardInterrupt)):  # Our own errors name the rank.
-            reports = self.control.exchange_reports(exception)
+        reports = self.control.report_exception(exception)
+        if reports is not None:
             step = self._module.trainer.global_step
             exception.add_note(f"rank {self.global_rank} of {self.world_size}, step {step}: {reports}")
         self.control.leave_last()

@@ -32,7 +32,7 @@ class BackgroundSaves:
     def control(self, control: Control) -> Control:
         """The control plane for collectives in the thread: a process group of its own. A collective."""
         if self._control is None:
-            self._control = Control(control.timeout)
+            self._control = Control(control.timeout, shares_watch=control)
             _ = self._control.group  # Opens the group here, and not in the thread.
         return self._control
 

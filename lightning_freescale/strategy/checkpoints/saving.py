@@ -105,6 +105,8 @@ class CheckpointSaving(CheckpointState):
             return "an exception was raised on this rank, and not all ranks came to save"
         if control.diverged:
             return "the weights are invalid, because a loss was not finite"
+        if control.failure is not None:
+            return f"the weights are invalid, because a rank has failed in a step: {control.failure}"
         try:
             control.agree(device_failure(self.root_device), where="the device has failed")
             self._flush_and_check()
@@ -166,10 +168,13 @@ class CheckpointSaving(CheckpointState):
             checkpoint[ENTRY]["table_optimizer"] = gather_full(self._optimizer_tensors(), self.control)
         error: Exception | None = None
         if self.control.rank == 0:
-            io = writing_io(self.checkpoint_io)
             state = checkpoint["state_dict"]
             on_host = {name: part.detach().cpu() if isinstance(part, Tensor) else part for name, part in state.items()}
             checkpoint["state_dict"] = with_values(state, on_host)
+        # No rank whose waits were ended takes part. Its shards, which rank 0 has by now, would be invalid.
+        self.control.agree(None)
+        if self.control.rank == 0:
+            io = writing_io(self.checkpoint_io)
             try:
                 if asynchronous:
                     copied = snapshot(checkpoint)

@@ -1,0 +1,115 @@
+"""NCCL's process groups after a failure: what they report, and how the waits for their transfers end.
+
+A kernel of NCCL waits on the device for the other ranks. If one of them is dead, it waits until its communicator is aborted, and
+a host thread that waits for the device waits with it. By default, torch then ends the process with SIGABRT, and nothing names
+the rank. So torch is told to leave failures to this package, which aborts the communicators and raises an error.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.runtime.log import log_once
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+TORCHRUNS_HANDLING = "1"  # torchrun sets this value unless the user has set one.
+# What torch reads when it makes a group of NCCL.
+FAILURE_DEFAULTS = {
+    HANDLING: "0",  # torch notes errors and does not end the process.
+    # After an error, torch's watchdog waits four times this long. Until then, a new transfer blocks its thread.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+    # Otherwise a thread of torch sleeps for 8 minutes after an error, and the end of the process waits for it.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+GUARD_SECONDS = 1.0  # between two looks at the groups
+_aborted = threading.Event()  # Whether the communicators of this process were aborted. They cannot be used again.
+_limits: list[float] = []  # How long an error may stay unhandled: the timeouts of all trainings of this process.
+
+
+def leave_failures_to_us(timeout: float) -> None:
+    """Tell torch not to end the process when a transfer of NCCL fails. Variables that the user has set stay as they are.
+
+    Call it before the groups are made. From then on, this process ends itself if an error of NCCL is not handled within
+    ``timeout`` seconds, so that no wait is without a limit after the training either.
+    """
+    for name, value in FAILURE_DEFAULTS.items():
+        given = os.environ.get(name)
+        if given is None or (name == HANDLING and given == TORCHRUNS_HANDLING and dist.is_torchelastic_launched()):
+            os.environ[name] = value
+    if os.environ[HANDLING] == FAILURE_DEFAULTS[HANDLING]:
+        log_once(f"{HANDLING}=0: this package ends waits of NCCL for a rank that has failed, and names the rank")
+        if timeout not in _limits:
+            _start_guard(timeout)
+
+
+def nccl_backends() -> list[Any]:
+    """NCCL's part of every open process group."""
+    found = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(Exception):  # The group has no backend for CUDA.
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                found.append(backend)
+    return found
+
+
+def nccl_error(backends: list[Any]) -> str | None:
+    """The first error that torch's watchdog has noted: ``"TIMEOUT"`` or ``"COMM_ERROR"``, for example. Does not wait."""
+    for backend in backends:
+        with suppress(Exception):
+            if (name := backend.get_error().name) != "SUCCESS":
+                return str(name)
+    return None
+
+
+def abort_all(backends: list[Any]) -> None:
+    """Abort the communicators, so that their kernels end. Returns at once.
+
+    Each has a thread of its own. An abort may wait for all kernels of the device, and so for those of another communicator that
+    is not aborted yet.
+    """
+    _aborted.set()
+    for backend in backends:
+        threading.Thread(target=_abort, args=(backend,), daemon=True, name="freescale-abort").start()
+
+
+def _abort(backend: Any) -> None:
+    with suppress(Exception):  # It took longer than the timeout of the group. The process then ends itself.
+        backend.abort()
+
+
+def end_process(explanation: str) -> None:
+    """Print why, and where all threads are, and end the process at once. Nothing else ends a call that blocks in a driver."""
+    with suppress(Exception):
+        print(f"{explanation}\nThe process ends itself, because it is stuck:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
+
+
+def _start_guard(timeout: float) -> None:
+    """Start the thread that ends the process if nobody handles an error of NCCL. There is one in a process."""
+    _limits.append(timeout)
+    if len(_limits) == 1:
+        threading.Thread(target=_guard, daemon=True, name="freescale-nccl").start()
+
+
+def _guard() -> None:
+    since: float | None = None
+    while not _aborted.wait(GUARD_SECONDS):
+        error = nccl_error(nccl_backends()) if dist.is_initialized() else None
+        if error is None:
+            since = None
+        elif since is None:
+            since = time.monotonic()
+        elif time.monotonic() - since > max(_limits):
+            end_process(f"NCCL reports {error}, and nothing has ended the wait within {max(_limits):.0f} s")
+            return
