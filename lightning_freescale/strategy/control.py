@@ -128,7 +128,7 @@ class Control:
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._run = 0  # The number of the run in this process. All ranks count the same.
         self._watch: FailureWatch | None = None
-        self.misses_a_rank = False  # Whether this rank has waited in vain for the report of another one.
+        self._lacks_a_report = False  # Whether this rank has waited in vain for the report of another one.
         self.failure: str | None = None  # Why waits of the device were ended. The weights are invalid then, for good.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
@@ -157,7 +157,7 @@ class Control:
     def open(self) -> None:
         """Open both groups, and watch for failures of other ranks. A collective."""
         self.check_ranks("the other ranks")
-        self.misses_a_rank = False
+        self._lacks_a_report = False
         if self._watch is None and self.world_size > 1:
             self._run = next(_run_numbers)
             key, seconds = f"freescale/{self._run}/explanation", self.timeout.total_seconds()
@@ -276,6 +276,13 @@ class Control:
             raise self.missing_ranks("a gather", error) from error
 
     # ---- failures of other ranks -----------------------------------------------------------------------------------
+    @property
+    def misses_a_rank(self) -> bool:
+        """Whether a rank is known to be stuck or dead. No rank need wait for it once more."""
+        return (
+            self._lacks_a_report or self.failure is not None or (self._watch is not None and self._watch.misses_a_rank)
+        )
+
     def check_ranks(self, what: str) -> None:
         """Raise if waits of the device were ended, because a rank has failed. All that followed them is invalid.
 
@@ -290,7 +297,7 @@ class Control:
             watch.progress += 1
             if watch.aborted and first.failure is None:
                 reports = first.exchange_reports(FreeScaleError(f"it waited in vain: {watch.explanation}"))
-                first.failure, first.misses_a_rank = f"{watch.explanation}; {reports}", True
+                first.failure = f"{watch.explanation}; {reports}"
         if first.failure is not None:
             raise FreeScaleError(f"rank {self.rank}: waited for {what}; {first.failure}")
 
@@ -331,8 +338,7 @@ class Control:
         deadline = time.monotonic() + REPORT_SECONDS
 
         def has_died(rank: int) -> bool:
-            known = self._watch.explanation if self._watch is not None else None
-            return known is not None and f"rank {rank} has died" in known
+            return self._watch is not None and self._watch.has_died(rank)
 
         def report_of(rank: int) -> str:
             key, left = f"freescale/ended/{rank}", 0.0 if has_died(rank) else deadline - time.monotonic()
@@ -346,7 +352,7 @@ class Control:
             try:
                 reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
             except Exception:  # There is no report: this rank is the missing one.
-                self.misses_a_rank = True
+                self._lacks_a_report = True
                 missing = f"is missing: stuck or dead for {self.timeout.total_seconds():.0f} s"
                 reports.append(f"rank {rank} {'has died' if has_died(rank) else missing}")
         explanation = "; ".join(reports)

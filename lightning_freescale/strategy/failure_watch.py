@@ -7,6 +7,7 @@ host. So every rank looks at the store from time to time, and keeps the explanat
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.log import logger
 from lightning_freescale.runtime.nccl_groups import abort_all, end_process, nccl_backends, nccl_error
 from lightning_freescale.runtime.process_groups import own_store
-from lightning_freescale.strategy.peer_connections import PeerConnections
+from lightning_freescale.strategy.peer_connections import HAS_DIED, UNREACHABLE, PeerConnections
 
 WATCH_SECONDS = 0.5  # Between two looks at the store. A rank that fails stays longer than that.
 PUBLISH_SECONDS = 2.0  # How long the store may take to answer.
@@ -36,6 +37,7 @@ EXIT_FACTOR, LATE_EXIT_FACTOR = 1.4, 0.5
 LEAST_EXIT_SECONDS = 15.0
 
 _NCCL_TEXTS = {"TIMEOUT": "a transfer of NCCL took longer than the timeout", "COMM_ERROR": "NCCL has lost a connection"}
+_LOST = re.compile(rf"(^|; )rank \d+ ({HAS_DIED}|{UNREACHABLE})")
 
 
 class FailureWatch:
@@ -82,6 +84,15 @@ class FailureWatch:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def misses_a_rank(self) -> bool:
+        """Whether a rank does not come any more: its process or its host has ended, or waits for it were ended."""
+        return self.aborted or (self.explanation is not None and _LOST.search(self.explanation) is not None)
+
+    def has_died(self, rank: int) -> bool:
+        """Whether the explanation says that the process of ``rank`` has ended."""
+        return self.explanation is not None and f"rank {rank} {HAS_DIED}" in self.explanation
 
     def publish(self, explanation: str) -> None:
         """Tell the other ranks why a rank has failed. The first explanation counts."""

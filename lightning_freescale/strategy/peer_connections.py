@@ -20,8 +20,10 @@ from typing import Any
 TOKEN_BYTES = 16
 RANK_BYTES = 4
 HELLO_BYTES = TOKEN_BYTES + RANK_BYTES
+HAS_DIED, UNREACHABLE = "has died", "cannot be reached"
 WELCOME, GOODBYE = b"+", b"."
 RECEIVE_BYTES = 64
+BACKLOG = 1024  # ranks that connect in the same moment
 PROBES = 4  # questions for a sign of life, until a host counts as vanished
 
 _open: weakref.WeakSet[PeerConnections] = weakref.WeakSet()
@@ -72,9 +74,10 @@ class PeerConnections:
     def _listen(self) -> int:
         """Wait for connections. Returns the port."""
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=1024)
+        try:
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        except (OSError, ValueError):  # The system has no IPv6.
+            listener = socket.create_server(("", 0), backlog=BACKLOG)
         listener.setblocking(False)
         with self._lock:
             if self._closed:
@@ -132,11 +135,11 @@ class PeerConnections:
             data = b""
         except OSError as error:
             self._drop(source)
-            return f"rank {rank} cannot be reached: its host has vanished, or the link to it is down ({error})"
+            return f"rank {rank} {UNREACHABLE}: its host has vanished, or the link to it is down ({error})"
         if not data:
             established = source in self._welcome
             self._drop(source)
-            return f"rank {rank} has died" if established else None
+            return f"rank {rank} {HAS_DIED}" if established else None
         received = self._received[source] + data
         if rank is None:
             if len(received) < HELLO_BYTES:
