@@ -7,6 +7,7 @@ the rank. So torch is told to leave failures to this package, which aborts the c
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -31,6 +32,7 @@ FAILURE_DEFAULTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 GUARD_SECONDS = 1.0  # between two looks at the groups
+END_SECONDS = 15.0  # How long the end of the interpreter may take after an abort.
 _aborted = threading.Event()  # Whether the communicators of this process were aborted. They cannot be used again.
 _limits: list[float] = []  # How long an error may stay unhandled: the timeouts of all trainings of this process.
 
@@ -78,6 +80,9 @@ def abort_all(backends: list[Any]) -> None:
     is not aborted yet.
     """
     _aborted.set()
+    if backends:
+        with suppress(RuntimeError):  # The interpreter ends already.
+            atexit.register(_limit_the_end)
     for backend in backends:
         threading.Thread(target=_abort, args=(backend,), daemon=True, name="freescale-abort").start()
 
@@ -85,6 +90,12 @@ def abort_all(backends: list[Any]) -> None:
 def _abort(backend: Any) -> None:
     with suppress(Exception):  # It took longer than the timeout of the group. The process then ends itself.
         backend.abort()
+
+
+def _limit_the_end() -> None:
+    """End the process if its normal end takes too long. An abort that cannot complete blocks the end of the groups."""
+    with suppress(Exception):  # stderr is closed.
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
 
 
 def end_process(explanation: str) -> None:

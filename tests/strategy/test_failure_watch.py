@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -287,11 +288,28 @@ def test_a_training_thread_that_waits_for_the_device_comes_out(tmp_path: Path) -
 # ---- NCCL's groups ----------------------------------------------------------------------------------------------
 def test_all_communicators_are_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_groups, "_aborted", threading.Event())
+    at_exit: list[Any] = []
+    monkeypatch.setattr(nccl_groups.atexit, "register", at_exit.append)
     both = threading.Barrier(2, timeout=PATIENCE)  # Each abort waits for the kernels of the other communicator.
     done: list[int] = []
     backends = [SimpleNamespace(abort=lambda: done.append(both.wait())) for _ in range(2)]
     nccl_groups.abort_all(backends)
     assert become(lambda: sorted(done) == [0, 1])
+    assert at_exit == [nccl_groups._limit_the_end]
+
+
+def test_the_end_of_the_interpreter_has_a_limit_after_an_abort(capfd: pytest.CaptureFixture[str]) -> None:
+    if (child := os.fork()) == 0:
+        nccl_groups.END_SECONDS = 0.2
+        atexit._clear()  # what belongs to the process of the test
+        atexit.register(
+            time.sleep, PATIENCE
+        )  # It is called after what the abort registers, as the end of the groups is.
+        nccl_groups.abort_all([FakeBackend()])
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "Timeout (0:00:00.2" in capfd.readouterr().err
 
 
 def test_errors_that_nobody_handles_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
