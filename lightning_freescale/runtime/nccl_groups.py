@@ -26,8 +26,8 @@ TORCHRUNS_HANDLING = "1"  # torchrun sets this value unless the user has set one
 # What torch reads when it makes a group of NCCL.
 FAILURE_DEFAULTS = {
     HANDLING: "0",  # torch notes errors and does not end the process.
-    # After an error, torch's watchdog waits four times this long. Until then, a new transfer blocks its thread.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+    # After the error of a transfer, the watchdog of torch waits four times this long. Meanwhile a new transfer blocks its thread.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     # Otherwise a thread of torch sleeps for 8 minutes after an error, and the end of the process waits for it.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
@@ -43,6 +43,10 @@ def leave_failures_to_us(timeout: float) -> None:
     Call it before the groups are made. From then on, this process ends itself if an error of NCCL is not handled within
     ``timeout`` seconds, so that no wait is without a limit after the training either.
     """
+    backend = getattr(dist, "ProcessGroupNCCL", None)
+    if not (hasattr(backend, "get_error") and hasattr(backend, "abort")):
+        log_once("this torch does not report errors of NCCL: torch ends the process if a transfer of NCCL fails")
+        return
     for name, value in FAILURE_DEFAULTS.items():
         given = os.environ.get(name)
         if given is None or (name == HANDLING and given == TORCHRUNS_HANDLING and dist.is_torchelastic_launched()):
