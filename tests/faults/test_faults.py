@@ -31,6 +31,15 @@ def test_ten_kills() -> None:
     assert result["with_resharding"] >= 1
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_two_kills_and_other_failures_on_a_gpu() -> None:
+    """In a process of its own, which does not use CUDA: the ranks are forked from it."""
+    options = "--device cuda --kills 2 --kills-each 2 --ranks 2 --parallel 3 --failures hang memory --seed 3"
+    ended = subprocess.run([sys.executable, "-m", "tests.faults", *options.split()], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-5000:]
+
+
 # ---- the checks can fail -----------------------------------------------------------------------------------------------
 def record(folder: Path, attempt: int, begin: int, steps: dict[int, tuple[int, list[int]]]) -> None:
     lines = [{"begin": begin}]
