@@ -120,7 +120,7 @@ def _start_guard(timeout: float) -> None:
 def _guard() -> None:
     since: float | None = None
     while not _aborted.wait(GUARD_SECONDS):
-        error = nccl_error(nccl_backends()) if dist.is_initialized() else None
+        error = nccl_error(nccl_backends())
         if error is None:
             since = None
         elif since is None:
