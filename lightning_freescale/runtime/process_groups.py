@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from lightning_freescale.runtime.bounded import within
@@ -78,23 +77,17 @@ def own_store() -> Any:
     return store.clone()  # torch's types do not know this method.
 
 
-def bounded_connect(connect: Callable[[], Made], timeout: timedelta, device: torch.device | None = None) -> Made:
+def bounded_connect(connect: Callable[[], Made], timeout: timedelta) -> Made:
     """The result of ``connect()``, which connects the ranks. Raises ConnectionError if it takes longer than ``timeout``.
 
-    If a rank dies while the ranks connect, gloo or NCCL may wait without end, whatever the timeout of the group is. So
-    ``connect()`` runs in a thread of its own, which is left behind then. Its CUDA device is ``device``: each thread has its own.
+    If a rank dies while the ranks connect, the constructor of a gloo group may wait without end, whatever its timeout is. So
+    it runs in a thread of its own, which is left behind then.
     """
     seconds = CONNECT_FACTOR * timeout.total_seconds()
-
-    def connect_on_device() -> Made:
-        if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)
-        return connect()
-
     try:
-        return within(seconds, connect_on_device)
+        return within(seconds, connect)
     except TimeoutError as error:
-        message = f"the ranks are not connected after {seconds:.0f} s: they wait for a rank that has died or is stuck"
+        message = f"the ranks are not connected after {seconds:.0f} s: gloo waits for a rank that has died or is stuck"
         raise ConnectionError(message) from error
 
 

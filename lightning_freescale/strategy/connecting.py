@@ -50,4 +50,7 @@ class BoundedSetup(_Base):
             raise missing_at_start(error, self.cluster_environment, self._wait) from error
 
     def setup_distributed(self) -> None:
-        bounded_connect(super().setup_distributed, self._wait, self.root_device)
+        if self.root_device.type == "cpu":  # The default group is gloo.
+            bounded_connect(super().setup_distributed, self._wait)
+        else:
+            super().setup_distributed()
