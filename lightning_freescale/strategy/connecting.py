@@ -37,10 +37,10 @@ class BoundedSetup(_Base):
 
     def setup_environment(self) -> None:
         keep_from_forked_processes()
-        if self.root_device.type == "cuda" and self._declares_tables():  # Without tables, nobody watches the ranks.
-            leave_failures_to_us(self._wait.total_seconds())
         if not self._threads_were_chosen:
             cpu_threads.use_one(self.root_device)
+        if self.root_device.type == "cuda" and self._declares_tables():  # Without tables, nobody watches the ranks.
+            leave_failures_to_us(self._wait.total_seconds())
         try:
             await_store(self.cluster_environment, self._wait)
             super().setup_environment()
