@@ -3,7 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# pip need not compile the files of all packages: Python compiles those that are imported.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 # One tested set of versions; FBGEMM is built against one torch release and must match it.
 TORCH := torch==2.13.0
