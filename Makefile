@@ -3,8 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip need not compile the files of all packages: Python compiles those that are imported.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # One tested set of versions; FBGEMM is built against one torch release and must match it.
 TORCH := torch==2.13.0
