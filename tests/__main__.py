@@ -29,7 +29,18 @@ ROOT = Path(__file__).resolve().parents[1]
 AT_ONCE = 2 if torch.version.cuda else min(1 + (os.cpu_count() or 1), 4)  # parts; two share a GPU
 FILES_OF_A_PART = 8
 # These take longest, so they start first. The last parts should be short: then no core waits at the end.
-FIRST = ("tests/test_packaging.py", "tests/examples", "tests/transport", "tests/faults", "tests/strategy")
+FIRST = (
+    "tests/test_packaging.py",
+    "tests/examples",
+    "tests/transport",
+    "tests/faults",
+    "tests/strategy",
+    "tests/contract",
+    "tests/embedding",
+    "tests/balance",
+    "tests/models/hopper",
+    "tests",
+)
 
 
 def parts() -> list[list[str]]:
