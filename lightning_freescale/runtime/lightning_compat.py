@@ -238,9 +238,8 @@ def call_after_batches(trainer: Any, action: Callable[..., None]) -> Any:
     Returns:
         The callback, for :func:`remove_callback`.
     """
-    package = type(trainer._checkpoint_connector).__module__.partition(".trainer")[
-        0
-    ]  # The Trainer's may be the user's.
+    # The class of the Trainer may be the user's own. That of its connector is always Lightning's.
+    package, _, _ = type(trainer._checkpoint_connector).__module__.partition(".trainer")
     callback = importlib.import_module(f"{package}.callbacks").LambdaCallback(on_train_batch_end=action)
     trainer.callbacks.append(callback)
     return callback

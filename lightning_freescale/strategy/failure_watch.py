@@ -25,11 +25,9 @@ from lightning_freescale.strategy.peer_connections import HAS_DIED, UNREACHABLE,
 WATCH_SECONDS = 0.5  # Between two looks at the store. A rank that fails stays longer than that.
 PUBLISH_SECONDS = 2.0  # How long the store may take to answer.
 GOODBYE_SECONDS = 2.0  # How long the end waits for the thread that says goodbye.
-# On a GPU, if the training thread makes no progress after a failure: how long until the communicators of NCCL are aborted.
-GRACE_SECONDS = 3.0
-LEAVING_SECONDS = (
-    10.0  # The same, for a rank that handles an exception. Its steps until the end have limits of their own.
-)
+# On a GPU, the communicators of NCCL are aborted if the training thread makes no progress for so long after a failure. A rank
+# that handles an exception has more time, because what it does until its end has limits of its own.
+GRACE_SECONDS, LEAVING_SECONDS = 3.0, 10.0
 NAMING_SECONDS = 2.0  # How long an error of NCCL waits for a better explanation, which names a rank.
 # How long a rank has to report its error after the abort, until its process ends itself: a part of the timeout. It is longer
 # than a wait of ranks that connect. After a timeout of NCCL it is shorter, so that twice the timeout is never exceeded.

@@ -39,9 +39,7 @@ class Settings:
     transport: str = "auto"
     timeout: float = 10.0  # seconds
     device: str = "cpu"  # or "cuda": all ranks share one GPU, and each counts as a host
-    host_copies: bool = (
-        False  # copies in host memory; each rank has a folder that stands for the memory of its own host
-    )
+    host_copies: bool = False  # each rank has a folder that stands for the memory of its own host
 
 
 def histories() -> Histories:

@@ -89,9 +89,8 @@ class CheckpointLoading(CheckpointState):
         names = meta[ENTRY].get("tables") or table_names(self._module)
         tables = {name: stored[name] for name in names if name in stored}
         weights = folder.read_unsharded(path, "state_dict", leave_out=tables)
-        weights |= meta.pop(
-            "state_dict", {}
-        )  # A copy in host memory has them there, so that every host has all of them.
+        # In a copy in host memory, the weights that are not in tables are in meta.pt, so that every host has all of them.
+        weights |= meta.pop("state_dict", {})
         return {**meta, "state_dict": folder.FolderStateDict(weights, tables, path)}, tables
 
     # ---- weights ---------------------------------------------------------------------------------------------------

@@ -116,7 +116,9 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
         reads = control.rank == 0 and copy is not None and path is not None
         step = control.gather(self._step_of(path, weights_only) if reads else None)[0]
         if copy is None:
-            then = f"The training resumes from {path}" if path else "The training starts anew"
+            done = self._module.trainer.global_step  # A second fit of the same Trainer goes on.
+            start = f"The training goes on from step {done}" if done else "The training starts anew"
+            then = f"The training resumes from {path}" if path else start
             log_once(f"copies in host memory: no complete one of this training is in {place.path}. {then}")
             return path
         if path is not None and (step is None or step >= copy.step):
