@@ -37,6 +37,7 @@ def free_port() -> int:
 
 
 LINGER = 3.0  # seconds
+GRACE = 1.0  # seconds
 
 
 def run_rank(
@@ -84,8 +85,9 @@ def run_ranks(
 
     The calling process must not have a process group, see :func:`_refuse_an_open_process_group`.
 
-    The first failure ends the run with :class:`RankFailed`; with ``every_error`` all ranks are awaited first, so that a
-    test can see what each of them reported.
+    A failure ends the run with :class:`RankFailed`. The other ranks get ``GRACE`` seconds to report their own errors, because
+    the first error is often "connection closed by peer" and the cause is on another rank. With ``every_error`` all ranks are
+    awaited.
     """
     _refuse_an_open_process_group()
     port = free_port()
@@ -104,6 +106,8 @@ def run_ranks(
         while len(results) + len(errors) < world:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in errors]
             ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready and errors and not every_error:
+                break
             if not ready:
                 raise AssertionError(f"timeout after {timeout} s; done: {sorted(results)}, failed: {errors}")
             for pipe in ready:
@@ -115,7 +119,7 @@ def run_ranks(
                     status, value = "error", f"died with exit code {processes[rank].exitcode}"
                 (results if status == "ok" else errors)[rank] = value
             if errors and not every_error:
-                raise RankFailed(errors)
+                deadline = min(deadline, time.monotonic() + GRACE)
     finally:
         all_done.set()
         for process in processes:  # one rank's failure must not leave the others in a collective
