@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import PORTS_KEPT, RankFailed, free_port, run_ranks
 
 
 def total(rank: int, start: int) -> int:
@@ -32,3 +34,27 @@ def test_ranks_are_not_forked_from_a_process_with_a_group() -> None:
         run_ranks(total, args=(10,))
     dist.destroy_process_group()
     assert run_ranks(total, args=(10,)) == [21, 21]
+
+
+def test_a_port_is_given_once_even_if_nobody_has_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    numbers = iter([first, first, *range(first - 20, first)])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(numbers))
+    assert free_port() != first
+    monkeypatch.undo()
+    for _ in range(PORTS_KEPT):
+        free_port()
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: first)
+    assert free_port() == first  # the control: it is given again later
+
+
+def fail_one_after_another(rank: int) -> None:
+    time.sleep(0.3 * rank)
+    raise ValueError(f"the error of rank {rank}")
+
+
+def test_the_errors_of_all_ranks_are_reported() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(fail_one_after_another)
+    assert list(failure.value.errors) == [0, 1]
+    assert "the error of rank 1" in str(failure.value)
