@@ -129,37 +129,45 @@ def crash(rank: int, path: str, stage: str) -> None:
     trainer.save_checkpoint(path)
 
 
-def validate(rank: int, path: str) -> dict[str, torch.Tensor]:
+def validate_and_save_again(rank: int, path: str) -> dict[str, torch.Tensor]:
+    """The weights that the checkpoint at ``path`` holds, before another one replaces it."""
     pl.seed_everything(2, verbose=False)
     model = toy.Model()
     trainer = toy.trainer(FreeScaleStrategy(), 2, limit_val_batches=1)
     trainer.validate(model, toy.loader(8, shuffle=False), ckpt_path=path, verbose=False)
-    return toy.weights(model)
-
-
-STAGES = ["data", "checksums", "first list", "second list", "half a list", "clean-up"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_crash_leaves_one_complete_checkpoint_and_the_next_save_cleans_up(tmp_path: Path, stage: str) -> None:
-    path = f"testfs://{tmp_path}/last.ckpt"
-    with pytest.raises(RankFailed, match="died with exit code 9"):
-        run_ranks(crash, args=(path, stage), every_error=True)
-    found = run_ranks(validate, args=(path,))[0]
-    expected = run_ranks(fit, args=(2, None, None, "file", {"max_steps": 3}))[0]["weights"]
-    # The lists are the last step: after them the second save counts.
-    change = 1.0 if stage == "clean-up" else 0.0
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value + (change if name.startswith("head") else 0.0), rtol=0, atol=0)
-    run_ranks(save_again, args=(path,))
-    (subfolder,) = [entry.name for entry in (tmp_path / "last.ckpt").iterdir() if entry.is_dir()]
-    assert sorted(os.listdir(tmp_path / "last.ckpt")) == sorted(["checksums.json", subfolder])
+    found = {name: value.clone() for name, value in toy.weights(model).items()}
+    save_again(rank, path)
+    return found
 
 
 def save_again(rank: int, path: str) -> None:
     trainer = toy.trainer(FreeScaleStrategy(checkpoint="sharded"), 2, max_steps=1)
     trainer.fit(toy.Model(), toy.loader(48))
     trainer.save_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def weights_of_first_save() -> dict[str, torch.Tensor]:
+    return run_ranks(fit, args=(2, None, None, "file", {"max_steps": 3}))[0]["weights"]
+
+
+STAGES = ["data", "checksums", "first list", "second list", "half a list", "clean-up"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_crash_leaves_one_complete_checkpoint_and_the_next_save_cleans_up(
+    tmp_path: Path, stage: str, weights_of_first_save: dict[str, torch.Tensor]
+) -> None:
+    path = f"testfs://{tmp_path}/last.ckpt"
+    with pytest.raises(RankFailed, match="died with exit code 9"):
+        run_ranks(crash, args=(path, stage), every_error=True)
+    found = run_ranks(validate_and_save_again, args=(path,))[0]
+    # The lists are the last step: after them the second save counts.
+    change = 1.0 if stage == "clean-up" else 0.0
+    for name, value in weights_of_first_save.items():
+        torch.testing.assert_close(found[name], value + (change if name.startswith("head") else 0.0), rtol=0, atol=0)
+    (subfolder,) = [entry.name for entry in (tmp_path / "last.ckpt").iterdir() if entry.is_dir()]
+    assert sorted(os.listdir(tmp_path / "last.ckpt")) == sorted(["checksums.json", subfolder])
 
 
 def test_an_incomplete_first_save_is_recognised(tmp_path: Path) -> None:
