@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import _C
-from lightning_freescale.embedding.fused_index import BOUNDS, FusedIndex, places_of
+from lightning_freescale.embedding.fused_index import PLACES_A, PLACES_B, FusedIndex
 from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds, Segments
 from lightning_freescale.runtime.streams import Readback
 
@@ -62,15 +62,14 @@ class CppIndex(FusedIndex):
         )
 
     def count(self, a: Requests, b: Requests, marks: Tensor, bounds: Tensor) -> PairOfBatches:
-        owned = len(a.row_keys), len(b.row_keys)
-        counts = []
-        for batch, second in ((a, False), (b, True)):
+        owned = a.row_keys.numel(), b.row_keys.numel()
+        counts, rows, all_marks, features = [], bounds.numpy(), marks.numpy(), self._first_key.numel()
+        for batch, first, places in ((a, 0, PLACES_A), (b, owned[0], PLACES_B)):
             assert batch.segments is not None
-            _, start, end, shift = (bounds[BOUNDS.index(name)].numpy() for name in places_of(second))
-            first, lookup = owned[0] if second else 0, batch.segments.lookup.numpy()
-            features = len(self._first_key)
+            _, start, end, shift = (rows[place] for place in places)
+            lookup = batch.segments.lookup.numpy()
             counts.append(
-                _C.exchange_count(marks.numpy(), first, sum(owned), lookup, start, end, shift, features, self._rank)
+                _C.exchange_count(all_marks, first, sum(owned), lookup, start, end, shift, features, self._rank)
             )
         found = torch.from_numpy(np.stack(counts))
         return PairOfBatches(marks, bounds, found, Readback(found), owned, ())
@@ -78,7 +77,8 @@ class CppIndex(FusedIndex):
     def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
         assert requests.segments is not None
         pair, which, unbucketize = marks.pair(), int(marks.second), requests.request_position
-        _, start, end, shift = (pair.bounds[BOUNDS.index(name)].numpy() for name in places_of(marks.second))
+        rows = pair.bounds.numpy()
+        _, start, end, shift = (rows[place] for place in (PLACES_B if marks.second else PLACES_A))
         counts = pair.counts[which]
         arrays = _C.exchange_divide(
             pair.marks.numpy(),

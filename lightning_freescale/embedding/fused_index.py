@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -66,10 +66,11 @@ class FusedIndex(ABC):
     def bounds(self, a: Requests, b: Requests) -> Tensor:
         """``[len(BOUNDS), W]`` int64: the places of each rank in the wire orders and request orders of two batches."""
         counts = np.array([a.by_requester, b.by_requester, a.by_owner, b.by_owner])
-        starts, ends = _wire_bounds(counts, self._rank)
-        wire = np.stack([starts, ends], 1).reshape(8, -1)  # starts and ends of each of the four take turns
-        table = torch.from_numpy(np.concatenate([wire, counts[2:].cumsum(1) - counts[2:]]))
-        return (table.pin_memory() if self._device.type == "cuda" else table).to(self._device, non_blocking=True)
+        host = torch.empty((len(BOUNDS), self._world_size), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        table = host.numpy()
+        _wire_bounds(counts, self._rank, table[0:8:2], table[1:8:2])  # starts and ends of each of the four take turns
+        np.subtract(counts[2:].cumsum(1), counts[2:], out=table[8:])
+        return host.to(self._device, non_blocking=True)
 
     def mark(self, a: Requests, b: Requests, bounds: Tensor) -> tuple[Tensor, Tensor]:
         """Find the rows that two consecutive batches share.
@@ -159,17 +160,29 @@ class FusedIndex(ABC):
         return self._sample_bounds[key]
 
 
-def places_of(second: bool) -> tuple[str, str, str, str]:
-    """Rows of ``bounds`` for one of the two batches: request start, receive start, receive end, and shift of received marks."""
-    if second:
-        return "request_start_b", "receive_start_b", "receive_end_b", "receive_end_a"
-    return "request_start_a", "receive_start_a", "receive_end_a", "receive_start_b"
+class PlacesInBounds(NamedTuple):
+    """Numbers of the rows of ``bounds`` that hold the places of one of the two batches."""
+
+    request_start: int
+    receive_start: int
+    receive_end: int
+    receive_shift: int  # of received marks
 
 
-def _wire_bounds(counts: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+PLACES_A, PLACES_B = (
+    PlacesInBounds(*map(BOUNDS.index, names))
+    for names in (
+        ("request_start_a", "receive_start_a", "receive_end_a", "receive_start_b"),
+        ("request_start_b", "receive_start_b", "receive_end_b", "receive_end_a"),
+    )
+)
+
+
+def _wire_bounds(counts: np.ndarray, rank: int, starts: np.ndarray, ends: np.ndarray) -> None:
     """Starts and ends of each rank in wire order, see ``index.wire_bounds``, for each row of ``counts [n, W]``."""
     others = counts.copy()
     others[:, rank] = 0
-    starts = others.cumsum(1) - others
-    starts[:, rank] = others.sum(1)
-    return starts, starts + counts
+    sums = others.cumsum(1)
+    np.subtract(sums, others, out=starts)
+    starts[:, rank] = sums[:, -1]
+    np.add(starts, counts, out=ends)

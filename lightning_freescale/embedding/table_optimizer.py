@@ -294,4 +294,4 @@ class ModuleOptimizer:
 
     def restore_count(self) -> None:
         """Set the kernels' count to the number of training steps of this module, whatever they have counted since."""
-        set_count(self._kernels, self._step)
+        set_count((kernel for kernel in self._kernels if int(kernel.iter_cpu) != self._step), self._step)

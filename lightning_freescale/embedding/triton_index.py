@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding import index_triton as kernels
-from lightning_freescale.embedding.fused_index import BOUNDS, FusedIndex, places_of
+from lightning_freescale.embedding.fused_index import PLACES_A, PLACES_B, FusedIndex
 from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds, Segments
 from lightning_freescale.embedding.index_triton import BLOCK_IDS
 from lightning_freescale.runtime.streams import Readback
@@ -90,8 +91,9 @@ class TritonIndex(FusedIndex):
         out = self._int64(
             *[num_owned] * 4, *[num_requested] * 3, 2 * (lengths + 1), 2 * lengths
         )  # fmt: skip
-        request_start, receive_start, _, receive_shift = (
-            pair.bounds[BOUNDS.index(name)] for name in places_of(marks.second)
+        places = PLACES_B if marks.second else PLACES_A
+        request_start, receive_start, receive_shift = (
+            pair.bounds[place] for place in (places.request_start, places.receive_start, places.receive_shift)
         )
         kernels.divide_batch[_grid(num_owned, num_requested, lengths + 1)](
             pair.marks, _some(prefix), requests.features.values(), offsets,
@@ -103,15 +105,10 @@ class TritonIndex(FusedIndex):
         )  # fmt: skip
         return self._divided(out, pair.on_host.wait()[which].tolist())
 
-    def _int64(self, *sizes: int) -> list[Tensor]:
+    def _int64(self, *sizes: int) -> Sequence[Tensor]:
         """Arrays of these sizes in one allocation. Each begins at a multiple of 16 bytes."""
-        steps = [size + size % 2 for size in sizes]
-        buffer = torch.empty(sum(steps), dtype=torch.int64, device=self._device)
-        parts, place = [], 0
-        for size, step in zip(sizes, steps, strict=True):
-            parts.append(buffer.narrow(0, place, size))
-            place += step
-        return parts
+        steps = [step for size in sizes for step in (size, size % 2)]
+        return torch.empty(sum(steps), dtype=torch.int64, device=self._device).split(steps)[::2]
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -34,11 +34,12 @@ def row_keys(batch: SeqBatch, step: int) -> Tensor:
         parts = [batch.by_key[name] for name in (HISTORY, NEGATIVES) if name in batch.by_key]
         history, *negatives = [(part.values(), part.offsets()) for part in parts]
         return dropout_triton.row_keys(history, negatives[0] if negatives else None, step)
-    lengths = batch.lengths.long()
+    by_key = batch.by_key
+    lengths = by_key[HISTORY].lengths().long()
     sample_keys = torch.full_like(lengths, step)
     for name in (HISTORY, NEGATIVES):
-        if name in batch.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
-            ids = batch.features[name]
+        if name in by_key:
+            ids = by_key[name]
             sample_keys = _mix(sample_keys * _GOLDEN + _sums(_mix(ids.values().long() * _GOLDEN), ids.lengths()))
     ends = lengths.cumsum(0)
     event = torch.arange(len(batch.timestamps), device=lengths.device)

@@ -161,6 +161,34 @@ def set_logged_batch_size(trainer: Any, size: int) -> None:
         trainer._results.batch_size = size
 
 
+def keep_logged_values_in_place(results: Any) -> None:
+    """Let ``log`` not move a value to the device on which it is already.
+
+    Lightning moves the state of a logged value in every call of ``log``. It looks for tensors in all attributes of the state, and
+    finds in almost all calls that nothing is to be moved.
+
+    Args:
+        results: a collection of logged values. Values that are logged later for the first time are not changed.
+    """
+    for metric in results.values():
+        if metric.is_tensor and "to" not in vars(metric):  # a Metric of the user may have been moved by the user
+            metric.to = _Mover(metric)
+
+
+class _Mover:
+    """The method ``to`` of one logged value: does nothing if the last call has moved it to the same device."""
+
+    def __init__(self, metric: Any):
+        self._metric, self._device = metric, None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        wanted = args[0] if len(args) == 1 and not options else None
+        if wanted is None or wanted != self._device:
+            type(self._metric).to(self._metric, *args, **options)
+            self._device = wanted
+        return self._metric
+
+
 def train_results(trainer: Any) -> Any:
     """The collection of the values that the training loop logs."""
     return trainer.fit_loop.epoch_loop._results

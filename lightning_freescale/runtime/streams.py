@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_AT_ONCE: AbstractContextManager[None] = nullcontext()
+
 
 class SideStream:
     """A CUDA stream beside the compute stream. On other devices the work runs at once, where it is called.
@@ -33,7 +35,7 @@ class SideStream:
             event: the work also starts after this event.
         """
         if self.stream is None:
-            return nullcontext()
+            return _AT_ONCE
         for other in after:
             if other is not None and other.stream is not None:
                 self.stream.wait_stream(other.stream)

@@ -96,6 +96,7 @@ class StepHooks(CheckpointHooks):
         weights = self._pipeline.loss_weights()
         if weights:
             compat.set_logged_batch_size(self._module.trainer, weights[self.global_rank])
+        compat.keep_logged_values_in_place(compat.train_results(self._module.trainer))
         self._in_training_step = True
         try:
             yield

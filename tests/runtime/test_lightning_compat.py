@@ -140,6 +140,35 @@ def test_progress_loaders_and_logged_values(pl: Any) -> None:
     assert compat.timeout_of(pl.strategies.DDPStrategy()).total_seconds() > 0
 
 
+def test_a_logged_value_is_moved_only_to_another_device(pl: Any) -> None:
+    results = importlib.import_module(f"{pl.__name__}.trainer.connectors.logger_connector.result")
+    collection = results._ResultCollection(training=True)
+    moved: list[Any] = []
+
+    class Value(results._ResultMetric):  # type: ignore[misc]
+        def to(self, *args: Any, **options: Any) -> Any:
+            moved.append(args[0])
+            return super().to(*args, **options)
+
+    def log(value: float) -> None:
+        collection.log("training_step", "loss", torch.tensor(value), on_epoch=True, batch_size=2)
+
+    log(1.0)
+    (metric,) = collection.values()
+    metric.__class__ = Value
+    log(2.0)
+    assert len(moved) == 1  # Lightning moves it in every call
+    compat.keep_logged_values_in_place(collection)
+    compat.keep_logged_values_in_place(collection)
+    for value in (3.0, 6.0):
+        log(value)
+    assert len(moved) == 2
+    assert float(metric.compute()) == 3.0
+    collection.to(torch.device("meta"))
+    assert metric.value.is_meta
+    assert len(moved) == 3
+
+
 def test_loaders_that_were_opened_start_again(pl: Any) -> None:
     loader = Loader()
     counts = []
