@@ -37,6 +37,7 @@ Files:
     cpp_index.py        these calls on a CPU
     index_results.py    what they return
     stages.py           the stages of a batch as types; the operations take one stage and return the next
+    id_exchange.py      the exchange of the ids of row-wise tables
     all_to_all.py       the transfer itself
     wire.py             the type of rows and gradients while they travel
     distinct_ids.py     ``dedup``: each distinct row travels once

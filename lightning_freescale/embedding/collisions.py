@@ -211,29 +211,28 @@ class CollisionFinder:
             _minus(requests.by_owner, rows.by_owner),
         )
 
-        def part(number: int, at_owner: slice, at_requester: slice, counts: tuple[list[int], ...]) -> RowSet:
+        at_owner = rows.values, rows.wire_ids, rows.wire_position, rows.wire_order
+        at_requester = rows.batch_position, rows.request_order
+        parts = [
+            *(array.split_with_sizes((owned, array.numel() - owned)) for array in at_owner),
+            *(array.split_with_sizes((requested, array.numel() - requested)) for array in at_requester),
+        ]
+
+        def part(number: int, counts: tuple[list[int], ...]) -> RowSet:
+            values, wire_ids, wire_position, wire_order, batch_position, request_order = (two[number] for two in parts)
             by_requester, by_feature, by_owner = counts
             kjt = KeyedJaggedTensor(
                 features.keys(),
-                rows.values[at_owner],
+                values,
                 lengths=rows.lengths[number],
                 offsets=rows.offsets[number],
                 stride=features.stride(),
                 length_per_key=by_feature,
             )
-            known = KnownPlaces(
-                rows.wire_ids[at_owner],
-                rows.wire_position[at_owner],
-                rows.batch_position[at_requester],
-                rows.batch_order,
-            )
-            orders = rows.wire_order[at_owner], rows.request_order[at_requester]
-            return RowSet(kjt, orders[0], by_requester, orders[1], by_owner, known)
+            known = KnownPlaces(wire_ids, wire_position, batch_position, rows.batch_order)
+            return RowSet(kjt, wire_order, by_requester, request_order, by_owner, known)
 
-        return {
-            COLLISION: part(0, slice(0, owned), slice(0, requested), collisions),
-            EXCLUSIVE: part(1, slice(owned, None), slice(requested, None), exclusives),
-        }
+        return {COLLISION: part(0, collisions), EXCLUSIVE: part(1, exclusives)}
 
     def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
         counted = marks.counted or self._count(requests, marks)

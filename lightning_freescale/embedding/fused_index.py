@@ -130,7 +130,7 @@ class FusedIndex(ABC):
     def _divided(self, arrays: Sequence[Tensor], counts: list[int]) -> DividedIds:
         """The result of :meth:`divide`: nine arrays in the order of its fields, and this batch's row of the counts."""
         values, wire_order, wire_position, wire_ids, request_order, batch_position, batch_order, *jagged = arrays
-        offsets, lengths = (part.view(2, -1) for part in jagged)
+        offsets, lengths = (part.view(2, -1).unbind() for part in jagged)
         ranks, features = self._world_size, len(self._first_key)
         starts = list(accumulate((ranks, features, features, ranks), initial=0))
         by_requester, by_feature, all_by_feature, by_owner = (counts[a:b] for a, b in pairwise(starts))

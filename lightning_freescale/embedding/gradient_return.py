@@ -194,14 +194,17 @@ class GradientReturn:
             return
         optimizer, settings = self._tables.optimizer, batch.computing.settings
         present_rates = optimizer.learning_rates()
-        optimizer.set_learning_rates(settings.learning_rates)
+        other_rates = settings.learning_rates != present_rates
+        if other_rates:
+            optimizer.set_learning_rates(settings.learning_rates)
         transfers = iter(batch.transfers.pop(kind))
         with self._stream.work(), self._timeline.span(Kind.LOOKUP):
             for group, (gradient, sets) in enumerate(zip(batch.computing.gradients, batch.row_sets, strict=True)):
                 if kind in sets and gradient is not None:
                     self.update(group, sets[kind], next(transfers).wait(), batch.computing)
             optimizer.restore_count()
-        optimizer.set_learning_rates(present_rates)
+        if other_rates:
+            optimizer.set_learning_rates(present_rates)
 
     def update(self, group: int, rows: ReturnSet, received: Tensor, batch: ComputingBatch) -> None:
         """Update rows with ``received``, the ``[n, D]`` gradients in wire order."""

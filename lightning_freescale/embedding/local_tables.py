@@ -32,6 +32,9 @@ class LocalTables:
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table
         self._weights: list[list[Tensor]] = []  # [rows, D] by group: the table of each feature
+        self._only_table: list[
+            Tensor | None
+        ] = []  # [rows, D] by group: the table of all features, if there is only one
         self._only_kernel: list[nn.Module | None] = []  # by group: its kernel, if there is only one
         # By group: whether some rows lie in a cache. The tables in host memory then hold old values of them.
         self.cached: list[bool] = []
@@ -45,6 +48,7 @@ class LocalTables:
                     weights += [weight.detach()] * len(table.feature_names)  # the same object for features of one table
                     rows += table.local_rows
             self._weights.append(weights)
+            self._only_table.append(weights[0] if weights and all(table is weights[0] for table in weights) else None)
             configs = [table for config in lookup.grouped_configs for table in config.embedding_tables]
             self.cached.append(any(table.compute_kernel == CACHING for table in configs))
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
@@ -60,10 +64,7 @@ class LocalTables:
 
     def only_table(self, group: int) -> Tensor | None:
         """``[rows, D]``, the table that all features of the group use; None if they use several tables, or a cache."""
-        if self.cached[group]:
-            return None
-        weights = self._weights[group]
-        return weights[0] if weights and all(table is weights[0] for table in weights) else None
+        return None if self.cached[group] else self._only_table[group]
 
     def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
         """The rows of all ids of ``features``: ``[n, D]`` float32 in lookup order, whatever the type of the table.

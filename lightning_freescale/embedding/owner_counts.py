@@ -1,9 +1,9 @@
 """How many ids of a batch each rank owns, counted while the ids are still in host memory.
 
-TorchRec's row-wise exchange of ids first tells every rank how many ids it will get. TorchRec counts the ids on the device, and
+The row-wise exchange of ids first tells every rank how many ids it will get. TorchRec counts the ids on the device, and
 the host waits for the result. In short steps this wait is a large part of the host's time: the kernels that count share the GPU
 with the compute of the step. A batch that comes from a loader is in host memory before, so the ids are counted there, and
-TorchRec's tensor gets the counts before it asks for them.
+TorchRec's tensor gets the counts before ``id_exchange.py`` asks for them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.embedding.id_exchange import RowWiseIds
 from lightning_freescale.embedding.stages import contents_version
 
 _ATTRIBUTE = "_freescale_owner_counts"
@@ -72,7 +73,7 @@ def counts_of(kjt: KeyedJaggedTensor) -> OwnerCounts | None:
 
 
 class KnownCounts:
-    """Gives the counts of a batch to the row-wise exchanges of ids of one module.
+    """Exchanges the ids of one module. Ids of row-wise tables go through :class:`RowWiseIds`, with the counts of the batch.
 
     Args:
         module: the sharded collection.
@@ -81,43 +82,54 @@ class KnownCounts:
     def __init__(self, module: Any):
         self._module = module
         self._counts: OwnerCounts | None = None
-        plain = type(module) in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
-        self._possible = plain and not getattr(module, "_use_index_dedup", False)  # dedup changes the numbers of ids
-        self._installed = False
+        self._possible = type(module) in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
+        self._countable = not getattr(module, "_use_index_dedup", False)  # dedup changes the numbers of ids
+        self._installed = self._active = False
 
     def input_dist(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
-        """``module.input_dist(context, kjt)``, with the counts of ``kjt`` if they are known."""
+        """What ``module.input_dist(context, kjt)`` does, with the counts of ``kjt`` if they are known."""
         if self._possible and not self._installed and getattr(self._module, "_input_dists", None):
             self._install()
-        self._counts = counts_of(kjt) if self._installed else None
+        self._counts = counts_of(kjt) if self._installed and self._countable else None
+        self._active = True
         try:
             return self._module.input_dist(context, kjt)
         finally:
-            self._counts = None
+            self._counts, self._active = None, False
 
     def _install(self) -> None:
         """TorchRec makes the exchanges of ids when the module is called for the first time.
 
-        The counts of a later fit replace those of an earlier one: the exchange stays TorchRec's, and not the earlier wrapper.
+        The object of a later fit replaces that of an earlier one. Calls that do not come from it go to TorchRec's own exchange.
         """
         self._installed = True
         for exchange in self._module._input_dists:
-            if isinstance(exchange, RwSparseFeaturesDist) and _in_equal_blocks(exchange):
-                blocks = exchange._feature_block_sizes_tensor.tolist()
+            if isinstance(exchange, RwSparseFeaturesDist) and exchange._world_size > 1:
+                sizes = exchange._feature_block_sizes_tensor
+                blocks = sizes.tolist() if _in_equal_blocks(exchange) else []
+                ids = RowWiseIds(self._module._env.process_group, sizes.numel())
                 forward = partial(type(exchange._dist).forward, exchange._dist)
-                exchange._dist.forward = partial(self._send, forward, blocks, exchange._world_size)
+                exchange._dist.forward = partial(self._send, forward, ids, blocks)
 
     def _send(
-        self, forward: Callable[[KeyedJaggedTensor], Any], blocks: list[int], ranks: int, divided: KeyedJaggedTensor
+        self,
+        forward: Callable[[KeyedJaggedTensor], Any],
+        ids: RowWiseIds,
+        blocks: list[int],
+        divided: KeyedJaggedTensor,
     ) -> Any:
         """The exchange of ids that are ordered by owner, then by feature."""
+        if not self._active or divided.variable_stride_per_key():
+            return forward(divided)
         names = divided.keys()[: len(blocks)]
         known = self._counts
-        if known is not None and [known.blocks.get(name) for name in names] == blocks:
+        if known is not None and blocks and [known.blocks.get(name) for name in names] == blocks:
             divided._length_per_key = list(
-                chain.from_iterable([known.by_feature[name][owner] for name in names] for owner in range(ranks))
+                chain.from_iterable(
+                    [known.by_feature[name][owner] for name in names] for owner in range(ids.world_size)
+                )
             )
-        return forward(divided)
+        return ids.send(divided)
 
 
 def _in_equal_blocks(exchange: RwSparseFeaturesDist) -> bool:

@@ -85,6 +85,7 @@ class PrioritizedEmbedding:
         self.stats = RowExchangeStats()
         self.tables: Any = self.tables_type(self.collection)
         self.device = self.tables.device
+        self._anchor = torch.empty(0, device=self.device, requires_grad=True)  # see JoinRows
         self.ids_stream, self.table_stream = (SideStream(self.device, high_priority=True) for _ in range(2))
         self.finder = self.finder_type(
             self.tables, module._env.process_group, self.ids_stream, self.table_stream, self.timeline
@@ -296,12 +297,13 @@ class PrioritizedEmbedding:
         self.await_rows(batch)
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here; on CPU it waited above
             self.table_stream.join()
-        outputs = []
-        mark_used_on(current_stream(self.device), getattr(routed.context, "reverse_indices", ()))  # of dedup
-        for group, (rows, order) in enumerate(zip(batch.buffers, orders, strict=True)):
-            mark_used_on(current_stream(self.device), (rows, order))
-            anchor = torch.empty(0, device=self.device, requires_grad=True)
-            outputs.append(NoWait(JoinRows.apply(anchor, self.gradients, computing, group, order, rows)))
+        compute_stream = current_stream(self.device)
+        mark_used_on(compute_stream, getattr(routed.context, "reverse_indices", ()))  # of dedup
+        mark_used_on(compute_stream, (*batch.buffers, *orders))
+        outputs = [
+            NoWait(JoinRows.apply(self._anchor, self.gradients, computing, group, order, rows))
+            for group, (rows, order) in enumerate(zip(batch.buffers, orders, strict=True))
+        ]
         return computing, self._output(routed.context, outputs)
 
     def _output(self, context: Any, outputs: list[Any]) -> EmbeddingCollectionAwaitable:

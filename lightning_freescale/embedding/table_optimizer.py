@@ -281,8 +281,6 @@ class ModuleOptimizer:
         return [group["lr"] for group in self._module.fused_optimizer.param_groups]
 
     def set_learning_rates(self, rates: list[float]) -> None:
-        if rates == self.learning_rates():
-            return
         optimizer = self._module.fused_optimizer
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

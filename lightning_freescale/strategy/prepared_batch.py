@@ -96,12 +96,16 @@ class PreparedBatch:
 
 def prepared_batches(batch: Any) -> list[PreparedBatch]:
     """The prepared batches inside what Lightning passes on: one, or one for each train loader in any nesting."""
+    if isinstance(
+        batch, PreparedBatch
+    ):  # a single loader: the search would take longer than all other work on the batch
+        return [batch]
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, PreparedBatch)]
 
 
 def unpack(batch: Any, get: Callable[[PreparedBatch], Any] = PreparedBatch.use) -> Any:
     """``batch`` with every :class:`PreparedBatch` in it replaced by its contents."""
-    return tree_map_only(PreparedBatch, get, batch)
+    return get(batch) if isinstance(batch, PreparedBatch) else tree_map_only(PreparedBatch, get, batch)
 
 
 def following(batch: Any, distance: int) -> Any:

@@ -16,11 +16,16 @@ from torch import Tensor
 from lightning_freescale.runtime.errors import InputError
 
 
-def as_bytes(tensor: Tensor, name: str) -> Tensor:
-    """``tensor`` as a flat uint8 view of its own memory. ``name`` is the argument that an error names."""
+def check_contiguous(tensor: Tensor, name: str) -> Tensor:
+    """``tensor`` without its gradient, if its bytes lie one after another. ``name`` is the argument that an error names."""
     if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise InputError(f"{name}: the tensor must be dense and contiguous; pass tensor.contiguous()")
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def as_bytes(tensor: Tensor, name: str) -> Tensor:
+    """``tensor`` as a flat uint8 view of its own memory. ``name`` is the argument that an error names."""
+    return check_contiguous(tensor, name).reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,24 @@ class RankBuffers:
     longer than the transfer takes the device.
 
     Attributes:
-        memory: flat uint8 tensors that hold all bytes, each once.
+        memory: tensors that hold all bytes, each once.
         addresses: ``[world]`` where the bytes of each rank begin.
         sizes: ``[world]`` bytes of each rank.
-        whole: the tensor that holds all ranks, one after another. It is None if the caller gave separate tensors.
+        in_one: whether ``memory`` is one tensor that holds the bytes of all ranks one after another.
     """
 
     memory: list[Tensor]
     addresses: list[int]
     sizes: list[int]
-    whole: Tensor | None = None
+    in_one: bool = False
+
+    @cached_property
+    def whole(self) -> Tensor | None:
+        """The bytes of all ranks, one after another. It is None if the caller gave separate tensors.
+
+        Transfers by address do not need it, and to make the view takes the host some time.
+        """
+        return as_bytes(self.memory[0], "tensor") if self.in_one else None
 
     @cached_property
     def buffers(self) -> list[Tensor]:
@@ -61,9 +74,9 @@ class RankBuffers:
         return torch.cat(self.buffers) if self.whole is None else self.whole
 
     @classmethod
-    def _in_one(cls, flat: Tensor, sizes: list[int]) -> RankBuffers:
-        starts = accumulate(sizes[:-1], initial=flat.data_ptr())
-        return cls([flat], list(starts), sizes, flat)
+    def _in_one(cls, tensor: Tensor, sizes: list[int]) -> RankBuffers:
+        starts = accumulate(sizes[:-1], initial=tensor.data_ptr())
+        return cls([tensor], list(starts), sizes, in_one=True)
 
     @classmethod
     def split(cls, tensor: Tensor, splits: Sequence[int], world: int, name: str) -> RankBuffers:
@@ -75,17 +88,17 @@ class RankBuffers:
             splits = [rows // world] * world
         if len(splits) != world or sum(splits) != rows or min(splits) < 0:
             raise InputError(f"{name}: split sizes {list(splits)} must be {world} counts that sum to its {rows} rows")
-        flat = as_bytes(tensor, name)
-        row_bytes = flat.numel() // rows if rows else 0
-        return cls._in_one(flat, [count * row_bytes for count in splits])
+        held = check_contiguous(tensor, name)
+        row_bytes = held.nbytes // rows if rows else 0
+        return cls._in_one(held, [count * row_bytes for count in splits])
 
     @classmethod
     def even(cls, tensor: Tensor, world: int, name: str) -> RankBuffers:
         """Split the bytes of a tensor of any shape into equal shares."""
-        flat = as_bytes(tensor, name)
-        if flat.numel() % world:
-            raise InputError(f"{name}: {flat.numel()} bytes cannot be divided equally among {world} ranks")
-        return cls._in_one(flat, [flat.numel() // world] * world)
+        held = check_contiguous(tensor, name)
+        if held.nbytes % world:
+            raise InputError(f"{name}: {held.nbytes} bytes cannot be divided equally among {world} ranks")
+        return cls._in_one(held, [held.nbytes // world] * world)
 
     @classmethod
     def listed(cls, tensors: Sequence[Tensor], world: int, name: str) -> RankBuffers:

@@ -31,6 +31,7 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.table_optimizer import kernels_of
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollision
 from tests.embedding.contract_model_parallel import check_model_parallel
+from tests.embedding.test_id_exchange import check_ids
 from tests.embedding.training import (
     BAG_DIMS,
     DIM,
@@ -125,6 +126,7 @@ def check_names(rank: int, world: int) -> None:
     check_feature_processors()
     check_dedup_can_be_turned_off(world)
     check_model_parallel(world)
+    check_ids(rank, world)
 
 
 def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int) -> None:

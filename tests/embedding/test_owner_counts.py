@@ -1,4 +1,4 @@
-"""Ids that are counted in host memory: TorchRec's exchange gets the numbers that it would count itself."""
+"""Ids that are counted in host memory: the exchange gets the numbers that it would count itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 
 from lightning_freescale.embedding import owner_counts
+from lightning_freescale.embedding.id_exchange import RowWiseIds
 from lightning_freescale.embedding.owner_counts import KnownCounts
 from tests.embedding.training import ROWS, build, build_bags, random_batches, to_kjt
 from tests.ranks import run_ranks
@@ -49,7 +50,9 @@ def check_counts(rank: int, world: int, bags: bool) -> None:
     ids_that_arrive(module.input_dist, module, batches[0])  # TorchRec makes its exchanges here
     (row_wise,) = (part for part in module._input_dists if isinstance(part, RwSparseFeaturesDist))
     kind = type(row_wise._dist)
-    kind.forward = noted(kind.forward, row_wise._dist)  # The counts are installed above it.
+    kind.forward = noted(kind.forward, row_wise._dist)  # The counts are installed above both.
+    send = RowWiseIds.send
+    RowWiseIds.send = lambda self, ids: note(functools.partial(send, self), ids)  # type: ignore[method-assign]
     ids_that_arrive(KnownCounts(module).input_dist, module, batches[0])  # as in an earlier fit
     for kjt in batches:
         owner_counts.attach(kjt, kjt, FEATURE_ROWS, world)
@@ -70,7 +73,7 @@ def check_counts(rank: int, world: int, bags: bool) -> None:
     dist.barrier()
 
 
-def test_torchrec_gets_the_counts_that_it_would_count() -> None:
+def test_the_exchange_gets_the_counts_that_it_would_count() -> None:
     run_ranks(check_counts, 2, (2, False))
     run_ranks(check_counts, 2, (2, True))
 

@@ -1,0 +1,136 @@
+"""The all-to-all of the ids of row-wise tables, with less work for the host than TorchRec's own.
+
+The transfers are those of TorchRec, in the same order: the sizes, the lengths, the ids, and the weights if there are any. What
+differs is the work around them:
+
+- The sizes go to the device in one copy that the host does not wait for. TorchRec makes three copies and waits for each.
+- The order in which arrived ids are sorted by feature depends on the batch sizes of the ranks alone, so it is kept.
+- The number of arrived ids of each feature stays on the device. TorchRec waits for it, and the exchange does not need it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_freescale.runtime.streams import int64_on_device
+
+KEPT_ORDERS = 16  # batch sizes that vary from step to step are not worth keeping
+
+
+class RowWiseIds:
+    """The exchange of the ids of one row-wise sharding group.
+
+    Args:
+        group: the process group.
+        num_features: number of features ``T`` of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_features: int):
+        self.group, self.num_features = group, num_features
+        self.rank, self.world_size = group.rank(), group.size()
+        self._orders: dict[tuple[int, ...], Tensor] = {}
+
+    def send(self, divided: KeyedJaggedTensor) -> SizesOfIds:
+        """Start the exchange of ids that are ordered by owner, then by feature: ``W * T`` keys with one batch size."""
+        return SizesOfIds(self, divided)
+
+    def order(self, samples: list[int], device: torch.device) -> Tensor:
+        """int32: where each part of what has arrived comes from, when it is ordered by feature and then by requester.
+
+        Args:
+            samples: ``[W]`` batch size of each requester. If all are equal, the parts are ``W * T`` rows of lengths. Otherwise
+                they are single lengths.
+        """
+        key = tuple(samples)
+        if key not in self._orders:
+            if len(self._orders) >= KEPT_ORDERS:
+                self._orders.clear()
+            rows = np.arange(self.world_size * self.num_features).reshape(self.world_size, self.num_features).T.ravel()
+            if len(set(samples)) > 1:
+                sizes = np.repeat(samples, self.num_features)
+                starts = sizes.cumsum() - sizes
+                rows = np.concatenate([np.arange(starts[row], starts[row] + sizes[row]) for row in rows])
+            self._orders[key] = int64_on_device(rows.tolist(), device).to(torch.int32)
+        return self._orders[key]
+
+
+class SizesOfIds(Awaitable[KJTAllToAllTensorsAwaitable]):
+    """The sizes of all transfers travel. ``wait()`` starts to send the ids."""
+
+    def __init__(self, ids: RowWiseIds, divided: KeyedJaggedTensor):
+        super().__init__()
+        self._ids, self._divided = ids, divided
+        features, samples = ids.num_features, divided.stride()
+        lengths, owned = [samples * features] * ids.world_size, _sums(divided.length_per_key(), features)
+        weights = divided.weights_or_none()
+        self._tensors = [divided.lengths(), divided.values(), *([] if weights is None else [weights])]
+        self._splits = [lengths, owned, *([] if weights is None else [owned])]
+        by_rank = zip(*self._splits, [samples] * ids.world_size, strict=True)
+        self._sent = int64_on_device([size for sizes in by_rank for size in sizes], divided.values().device)
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=ids.group, async_op=True)
+
+    def _wait_impl(self) -> ArrivingIds:
+        self._work.wait()
+        columns = len(self._splits) + 1
+        received = self._received.tolist()
+        *splits, samples = (received[column::columns] for column in range(columns))
+        return ArrivingIds(self._ids, self._divided, self._tensors, self._splits, splits, samples)
+
+
+class ArrivingIds(KJTAllToAllTensorsAwaitable):
+    """The ids travel. ``wait()`` returns those that this rank owns, by feature and then by requester.
+
+    TorchRec reads the attributes ``_input_splits``, ``_output_splits``, ``_recat`` and ``_stride_per_rank`` of its own class.
+    """
+
+    def __init__(
+        self,
+        ids: RowWiseIds,
+        divided: KeyedJaggedTensor,
+        tensors: list[Tensor],
+        sent: list[list[int]],
+        received: list[list[int]],
+        samples: list[int],
+    ):
+        Awaitable.__init__(self)
+        labels = ("lengths", "values", "weights")
+        self._input_splits = dict(zip(labels, sent, strict=False))
+        self._output_splits = dict(zip(labels, received, strict=False))
+        self._stride_per_rank = samples
+        self._recat = ids.order(samples, tensors[0].device)
+        self._ids_keys = divided.keys()[: ids.num_features]
+        self._kept = tensors  # must stay alive until the transfers are complete
+        self._arriving = [tensor.new_empty(sum(sizes)) for tensor, sizes in zip(tensors, received, strict=True)]
+        self._works = [
+            dist.all_to_all_single(into, tensor, output, input, group=ids.group, async_op=True)
+            for into, tensor, output, input in zip(self._arriving, tensors, received, sent, strict=True)
+        ]
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        for work in self._works:
+            work.wait()
+        lengths, values, weights = (*self._arriving, None)[:3]
+        samples = self._stride_per_rank
+        assert lengths is not None
+        assert values is not None
+        if len(set(samples)) > 1:
+            permuted = torch.ops.fbgemm.permute_1D_sparse_data(self._recat, lengths, values, weights, values.numel())
+        elif samples[0]:
+            rows = lengths.view(-1, samples[0])
+            permuted = torch.ops.fbgemm.permute_2D_sparse_data(self._recat, rows, values, weights, values.numel())
+        else:
+            permuted = lengths, values, weights
+        lengths, values, weights = permuted
+        return KeyedJaggedTensor(self._ids_keys, values, weights, lengths=lengths.view(-1), stride=sum(samples))
+
+
+def _sums(counts: list[int], size: int) -> list[int]:
+    """The sum of each ``size`` counts in a row."""
+    return [sum(counts[start : start + size]) for start in range(0, len(counts), size)]
