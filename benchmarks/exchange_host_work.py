@@ -6,7 +6,7 @@ An HSTU is trained on CPU ranks with batches so small that Python and the dispat
 trains it with the prioritized exchange and with TorchRec's synchronous exchange, in alternating order. "CPU ms" is the time of
 the main thread: for each part, the median over the steps of each round, and then over the rounds. Two further trainings with
 each exchange count Python calls (of functions written in Python and in C) and torch operators. The counts are means over the
-steps of rank 0. A collective is an operator, too.
+steps. A collective is an operator, too. All figures are those of rank 0.
 
 The parts of a step exclude each other. "exchange" parts are methods of ``ExchangeSchedule`` and of the sharded module. "strategy
 hooks" are the other work of the strategy. "input" is the work for the batches ahead. "model" is the training step of the model,
@@ -65,28 +65,31 @@ METHODS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+Charges = Counter[tuple[str, str]]  # what was counted, by counter and part
+
+
 class StepParts:
-    """Charges what a counter counts to the innermost part of the step that runs.
+    """Charges what counters count to the innermost part of the step that runs.
 
     Args:
-        read: the present value of the counter.
+        read: the present values of the counters, by name.
     """
 
-    def __init__(self, read: Callable[[], float]):
+    def __init__(self, read: Callable[[], dict[str, float]]):
         self.read, self.part = read, REST
-        self.charged: Counter[str] = Counter()
+        self.charged: Charges = Counter()
         self._last = read()
 
     def enter(self, part: str) -> str:
         """Charge the work so far to the part that ran, and continue with ``part``. Returns the part that ran."""
-        now = self.read()
-        self.charged[self.part] += now - self._last  # type: ignore[assignment]
+        for name, value in self.read().items():
+            self.charged[name, self.part] += value - self._last[name]  # type: ignore[assignment]
         before, self.part = self.part, part
         self._last = self.read()
         return before
 
-    def take(self) -> Counter[str]:
-        """What was charged since the last call."""
+    def take(self) -> Charges:
+        """What was charged since the last call, by counter and part."""
         self.enter(self.part)
         taken, self.charged = self.charged, Counter()
         return taken
@@ -128,9 +131,12 @@ class TorchOperators(TorchDispatchMode):
         self.collectives += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
 
+    def read(self) -> dict[str, float]:
+        return {"operators": self.operators, "collectives": self.collectives}
+
 
 class PythonCalls:
-    """Counts the calls of functions of this thread."""
+    """Counts the calls of functions of this thread, without those of this file."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -143,14 +149,17 @@ class PythonCalls:
         sys.setprofile(None)
 
     def _note(self, frame: Any, event: str, argument: Any) -> None:
-        self.count += event in ("call", "c_call")
+        self.count += event in ("call", "c_call") and frame.f_code.co_filename != __file__
+
+    def read(self) -> dict[str, float]:
+        return {"Python calls": self.count}
 
 
 class Steps(pl.Callback):
     """What was charged in each step after the warm-up."""
 
     def __init__(self, parts: StepParts):
-        self.parts, self.steps = parts, list[Counter[str]]()
+        self.parts, self.steps = parts, list[Charges]()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         taken = self.parts.take()
@@ -158,7 +167,7 @@ class Steps(pl.Callback):
             self.steps.append(taken)
 
 
-def train(arguments: argparse.Namespace, side: str, parts: StepParts) -> list[Counter[str]]:
+def train(arguments: argparse.Namespace, side: str, parts: StepParts) -> list[Charges]:
     """Train with one exchange. Returns what was charged in each step."""
     pl.seed_everything(1, verbose=False)
     steps = arguments.steps + WARM_UP_STEPS
@@ -179,23 +188,21 @@ def train(arguments: argparse.Namespace, side: str, parts: StepParts) -> list[Co
     return counted.steps
 
 
-def measure(arguments: argparse.Namespace, side: str) -> dict[str, dict[str, float]]:
+def counts(arguments: argparse.Namespace, side: str) -> dict[str, dict[str, float]]:
     """Python calls, operators and collectives of a step, by part."""
-    with PythonCalls() as calls:
-        found = {"Python calls": train(arguments, side, StepParts(lambda: calls.count))}
-    for kind in ("operators", "collectives"):
-        with TorchOperators() as operators:
-            counter = StepParts(lambda kind=kind, operators=operators: getattr(operators, kind))  # type: ignore[misc]
-            found[kind] = train(arguments, side, counter)
-    return {
-        name: {part: statistics.mean(step[part] for step in steps) for part in PARTS} for name, steps in found.items()
-    }
+    found: dict[str, dict[str, float]] = {}
+    for counter in (PythonCalls(), TorchOperators()):
+        with counter:
+            steps = train(arguments, side, StepParts(counter.read))
+        for name in counter.read():
+            found[name] = {part: statistics.mean(step[name, part] for step in steps) for part in PARTS}
+    return found
 
 
 def cpu_time(arguments: argparse.Namespace, side: str) -> dict[str, float]:
     """Milliseconds of the main thread in a step, by part."""
-    steps = train(arguments, side, StepParts(time.thread_time))
-    return {part: 1e3 * statistics.median(step[part] for step in steps) for part in PARTS}
+    steps = train(arguments, side, StepParts(lambda: {"ms": 1e3 * time.thread_time()}))
+    return {part: statistics.median(step["ms", part] for step in steps) for part in PARTS}
 
 
 def results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -206,16 +213,16 @@ def results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             times[side].append(cpu_time(arguments, side))
     rows = []
     for side, rounds in times.items():
-        counts = measure(arguments, side)
+        counted = counts(arguments, side)
         of_side: list[dict[str, Any]] = [
             {"side": side, "part": part, "CPU ms": statistics.median(found[part] for found in rounds)}
-            | {name: found[part] for name, found in counts.items()}
+            | {name: found[part] for name, found in counted.items()}
             for part in PARTS
         ]
         rows += [row for row in of_side if row["Python calls"]]
         for title, summed in (("all exchange parts", EXCHANGE), ("step", PARTS)):
             rows.append({"side": side, "part": title})
-            for name in ("CPU ms", *counts):
+            for name in ("CPU ms", *counted):
                 rows[-1][name] = sum(row[name] for row in of_side if row["part"] in summed)
             totals = [sum(found[part] for part in summed) for found in rounds]
             rows[-1] |= {"CPU ms, rounds": [round(total, 3) for total in totals]}

@@ -26,11 +26,13 @@ def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
         seen.add(id(item))
         if isinstance(item, kinds):
             yield item
+        elif item is None or isinstance(item, (Tensor, type)):  # first, because the next test takes long
+            continue
         elif isinstance(item, Mapping):
             stack.extend(reversed(list(item.values())))
         elif isinstance(item, (list, tuple)):
             stack.extend(reversed(item))
-        elif hasattr(item, "__dict__") and not isinstance(item, (Tensor, type)):
+        elif hasattr(item, "__dict__"):
             stack.extend(reversed(list(vars(item).values())))
 
 

@@ -10,12 +10,14 @@ differs is the work around them:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.runtime.streams import int64_on_device
@@ -60,7 +62,18 @@ class RowWiseIds:
         return self._orders[key]
 
 
-class SizesOfIds(Awaitable[KJTAllToAllTensorsAwaitable]):
+class _DirectWait:
+    """A wait without the range of the profiler that TorchRec opens in every wait: it takes longer than the rest of the wait."""
+
+    def wait(self) -> Any:
+        return self._wait_impl()  # type: ignore[attr-defined]
+
+
+class NoWaitDirect(_DirectWait, NoWait):
+    """TorchRec's ``NoWait``: a result that is there already."""
+
+
+class SizesOfIds(_DirectWait, Awaitable[KJTAllToAllTensorsAwaitable]):
     """The sizes of all transfers travel. ``wait()`` starts to send the ids."""
 
     def __init__(self, ids: RowWiseIds, divided: KeyedJaggedTensor):
@@ -84,7 +97,7 @@ class SizesOfIds(Awaitable[KJTAllToAllTensorsAwaitable]):
         return ArrivingIds(self._ids, self._divided, self._tensors, self._splits, splits, samples)
 
 
-class ArrivingIds(KJTAllToAllTensorsAwaitable):
+class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
     """The ids travel. ``wait()`` returns those that this rank owns, by feature and then by requester.
 
     TorchRec reads the attributes ``_input_splits``, ``_output_splits``, ``_recat`` and ``_stride_per_rank`` of its own class.

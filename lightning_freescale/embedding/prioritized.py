@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.spans import Kind
@@ -25,6 +25,7 @@ from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
 from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.gradient_return import GradientReturn, JoinRows
+from lightning_freescale.embedding.id_exchange import NoWaitDirect
 from lightning_freescale.embedding.index import feature_and_requester, inverse_permutation, own_rank_last
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.owner_counts import KnownCounts
@@ -301,7 +302,7 @@ class PrioritizedEmbedding:
         mark_used_on(compute_stream, getattr(routed.context, "reverse_indices", ()))  # of dedup
         mark_used_on(compute_stream, (*batch.buffers, *orders))
         outputs = [
-            NoWait(JoinRows.apply(self._anchor, self.gradients, computing, group, order, rows))
+            NoWaitDirect(JoinRows.apply(self._anchor, self.gradients, computing, group, order, rows))
             for group, (rows, order) in enumerate(zip(batch.buffers, orders, strict=True))
         ]
         return computing, self._output(routed.context, outputs)

@@ -242,8 +242,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """The loss of :meth:`training_step` after the lookup: all of its dense compute. ``embedded`` as in :meth:`encode`."""
         outputs = self.encode(embedded, batch)
-        negatives = batch.by_key[NEGATIVES]
-        history, drawn = batch.by_key[HISTORY].values(), negatives.values()
+        by_key = batch.by_key
+        negatives, offsets = by_key[NEGATIVES], by_key[HISTORY].offsets().long()
+        history, drawn = by_key[HISTORY].values(), negatives.values()
         if self.log_q is not None:  # it has an entry for each item of the catalogue
             history, drawn = self.item_numbers(history), self.item_numbers(drawn)
         with torch.autocast(outputs.device.type, enabled=False):
@@ -253,7 +254,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
                 history,
                 unit_rows(embedded[NEGATIVES].values()),
                 drawn,
-                _offsets(batch),
+                offsets,
                 self.log_q,
                 negatives.lengths(),
                 batch.negatives_per_position or None,

@@ -35,6 +35,7 @@ from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.loss_weighting import REDUCTIONS, loss_weight, share
 from lightning_freescale.strategy.prefetch import PrefetchLoader, Prepared
 from lightning_freescale.strategy.prepared_batch import (
+    COPIED_TYPES,
     PreparedBatch,
     copy_in_advance,
     following,
@@ -153,7 +154,9 @@ class BatchPipeline:
 
         def move() -> Any:
             started = start_copy(batch, self._device) if self._device.type == "cuda" else batch
-            return move_data_to_device(started, self._device)
+            # Lightning would move a batch that is one of these types by the same call once more.
+            complete = self._device.type == "cuda" and isinstance(batch, COPIED_TYPES)
+            return started if complete else move_data_to_device(started, self._device)
 
         with self._timeline.span("h2d", stream=self._copies.stream):
             moved, copied = copy_in_advance(move, self._copies)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from lightning_freescale.strategy.prefetch import PrefetchLoader
 
 
+COPIED_TYPES = (Tensor, KeyedJaggedTensor, SeqBatch)  # what start_copy() copies at once, with all that it holds
+
+
 class PreparedBatch:
     """One batch of one loader on this rank. The prefetch loader yields it, and the strategy unpacks it.
 
@@ -128,7 +131,7 @@ def start_copy(batch: Any, device: torch.device) -> Any:
     """
     return apply_to_collection(
         batch,
-        (Tensor, KeyedJaggedTensor, SeqBatch),
+        COPIED_TYPES,
         lambda part: part.to(device, non_blocking=True),
         allow_frozen=True,  # A frozen dataclass stays as it is. Lightning moves it later.
     )

@@ -58,6 +58,16 @@ def index_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
             yield {"machine": short_machine(found), "ranks": row["ranks"], "index work": row["index work"]} | times
 
 
+def host_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """The work of the host in a step, by part."""
+    for found in results.values():
+        if found["benchmark"] != "exchange_host_work":
+            continue
+        for row in found["rows"]:
+            counts = {name: f"{row[name]:.0f}" for name in ("Python calls", "operators", "collectives")}
+            yield {"exchange": row["side"], "part": row["part"], "CPU ms": f"{row['CPU ms']:.2f}"} | counts
+
+
 def forecast(results: Mapping[str, StoredResult]) -> Iterator[Row]:
     """Simulated steps of TorchRec and FreeScale on many ranks, with the measured and with faster compute."""
     found = results["simulate"]

@@ -16,7 +16,7 @@ from benchmarks.harness.tables.claims import (
     exposed_results,
     sm_free_rows,
 )
-from benchmarks.harness.tables.exchange_blocks import bound_by_host, forecast, index_work, matrix_products
+from benchmarks.harness.tables.exchange_blocks import bound_by_host, forecast, host_work, index_work, matrix_products
 from benchmarks.harness.training.bubble import PARTS
 from benchmarks.harness.variant_names import (
     ALL,
@@ -54,6 +54,7 @@ def blocks(results: Results) -> dict[str, str]:
         "bound by the host": markdown.table(list(bound_by_host(results))),
         "matrix products": _with_commands(results, "matrix_products", matrix_products(results)),
         "index work": _with_commands(results, "exchange_index", index_work(results)),
+        "host work": _with_commands(results, "exchange_host_work", host_work(results)),
         "exposed exchange": _with_commands(results, "exposed", exposed(results)),
         "large tables": large_tables_block.block(results),
         "stragglers": _with_commands(results, "straggler", straggler(results)),
