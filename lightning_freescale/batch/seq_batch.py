@@ -55,7 +55,14 @@ class SeqBatch(Pipelineable):
     @property
     def lengths(self) -> Tensor:
         """``[B]``, the number of events of each history."""
-        return self.features[HISTORY].lengths()
+        return self._lengths_of(HISTORY)
+
+    def _lengths_of(self, key: str) -> Tensor:
+        """``[B]``, the lengths of one key. TorchRec's ``features[key]`` would also find the ids, which takes much longer."""
+        keys = self.features.keys()
+        if key not in keys:
+            raise KeyError(key)
+        return self.features.lengths().view(len(keys), self.num_samples)[keys.index(key)]
 
     @property
     def by_key(self) -> dict[str, JaggedTensor]:
@@ -72,7 +79,7 @@ class SeqBatch(Pipelineable):
             return positions * self.negatives_per_position
         if NEGATIVES not in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
             return torch.zeros_like(positions)
-        return positions * self.features[NEGATIVES].lengths()
+        return positions * self._lengths_of(NEGATIVES)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
@@ -104,7 +111,7 @@ class SeqBatch(Pipelineable):
         if self.timestamps.numel() != total:
             raise InputError(f"timestamps: {self.timestamps.numel()} values for {total} events in {HISTORY!r}")
         for key in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
-            if key not in (HISTORY, NEGATIVES) and not torch.equal(self.features[key].lengths(), lengths):
+            if key not in (HISTORY, NEGATIVES) and not torch.equal(self._lengths_of(key), lengths):
                 raise InputError(
                     f"{key}: its lengths differ from those of {HISTORY!r}; an event feature needs one value per event"
                 )
@@ -112,7 +119,7 @@ class SeqBatch(Pipelineable):
             if values is not None and values.numel() != self.num_samples:
                 raise InputError(f"{name}: {values.numel()} values for {self.num_samples} samples")
         if self.negatives_per_position and NEGATIVES in self.features.keys():  # noqa: SIM118
-            counts, size = self.features[NEGATIVES].lengths(), self.negatives_per_position
+            counts, size = self._lengths_of(NEGATIVES), self.negatives_per_position
             if (bad := ((counts < size) | (counts % size != 0)).nonzero().flatten()).numel():
                 raise InputError(
                     f"{NEGATIVES}: {int(counts[bad[0]])} at sample {int(bad[0])}; each sample needs whole sets of "

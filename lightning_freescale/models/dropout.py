@@ -35,7 +35,7 @@ def row_keys(batch: SeqBatch, step: int) -> Tensor:
         history, *negatives = [(part.values(), part.offsets()) for part in parts]
         return dropout_triton.row_keys(history, negatives[0] if negatives else None, step)
     by_key = batch.by_key
-    lengths = by_key[HISTORY].lengths().long()
+    lengths = batch.lengths.long()
     sample_keys = torch.full_like(lengths, step)
     for name in (HISTORY, NEGATIVES):
         if name in by_key:

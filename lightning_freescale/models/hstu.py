@@ -275,7 +275,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     @staticmethod
     def num_predicted(batch: SeqBatch) -> Tensor:
         """Number of positions that predict an item, which is the weight of this rank's mean loss. Scalar int64, on the device."""
-        return (batch.by_key[HISTORY].lengths() - 1).clamp(min=0).sum()
+        return (batch.lengths - 1).clamp(min=0).sum()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Do not scale the input of a model that was saved before ``scale_input`` existed: it was trained without."""
