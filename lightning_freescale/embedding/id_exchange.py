@@ -63,7 +63,7 @@ class RowWiseIds:
 
 
 class _DirectWait:
-    """A wait without the range of the profiler that TorchRec opens in every wait: it takes longer than the rest of the wait."""
+    """A wait without the range of the profiler that TorchRec opens in every wait, because the range takes the host some time."""
 
     def wait(self) -> Any:
         return self._wait_impl()  # type: ignore[attr-defined]
