@@ -32,10 +32,9 @@ class LocalTables:
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table
         self._weights: list[list[Tensor]] = []  # [rows, D] by group: the table of each feature
-        self._only_table: list[
-            Tensor | None
-        ] = []  # [rows, D] by group: the table of all features, if there is only one
-        self._only_kernel: list[nn.Module | None] = []  # by group: its kernel, if there is only one
+        # By group: the table ``[rows, D]`` of all features if they use the same one, and the kernel if there is only one.
+        self._only_table: list[Tensor | None] = []
+        self._only_kernel: list[nn.Module | None] = []
         # By group: whether some rows lie in a cache. The tables in host memory then hold old values of them.
         self.cached: list[bool] = []
         for lookup in module._lookups:

@@ -99,9 +99,7 @@ class PreparedBatch:
 
 def prepared_batches(batch: Any) -> list[PreparedBatch]:
     """The prepared batches inside what Lightning passes on: one, or one for each train loader in any nesting."""
-    if isinstance(
-        batch, PreparedBatch
-    ):  # a single loader: the search would take longer than all other work on the batch
+    if isinstance(batch, PreparedBatch):  # The search would take longer than all other work on the batch.
         return [batch]
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, PreparedBatch)]
 
