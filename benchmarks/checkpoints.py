@@ -7,6 +7,9 @@ is always a full one: full or incremental, in the training thread or asynchronou
 and trains further steps, which are timed as long as the save is being written. At the end a new Trainer resumes from a save. The
 time of a resume goes from the call of ``fit`` to the first step, so it includes the set-up.
 
+A second table says where the training thread spends the time of the shortest save from the third one on. The times include
+what the timing itself takes, a few microseconds for each call. ``--saves`` sets the number of saves.
+
 The last variant makes copies in host memory. A folder in ``/dev/shm`` for each rank stands for the memory of a host. The resume
 from copies is timed once more without the folder of the last rank.
 """
@@ -35,6 +38,8 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 import lightning_freescale as fs
 from benchmarks.harness import rank_setup, report
 from benchmarks.harness.gpu_cluster import launcher, reserved_sms
+from benchmarks.harness.save_parts import DEVICE, SaveParts
+from lightning_freescale.embedding.mode_trial import FIRST_TRIAL_STEPS
 from lightning_freescale.strategy.checkpoints.changes import changed_rows
 
 COPIES = "copy in host memory"
@@ -47,7 +52,6 @@ VARIANTS = {
 }
 MEMORY = "FREESCALE_BENCHMARK_MEMORY"  # the folder in host memory
 HISTORY = 64  # events of a sample
-SAVES = 4  # of a training
 STEPS_BESIDE = 20  # steps beside the last save of an asynchronous variant
 
 
@@ -81,10 +85,12 @@ class Batches(torch.utils.data.IterableDataset):
 
 
 class Saves(pl.Callback):
-    """Saves every ``steps`` steps, and notes the times of the saves, without the first one, and of the steps."""
+    """Saves every ``steps`` steps after the warm-up. Notes the times of the saves, without the first one, and of the steps."""
 
-    def __init__(self, folder: Path, steps: int, memory: Path | None):
-        self.folder, self.steps, self.memory = folder, steps, memory
+    def __init__(self, folder: Path, arguments: argparse.Namespace, memory: Path | None):
+        self.folder, self.memory = folder, memory
+        self.warm_up, self.steps, self.saves = arguments.warm_up, arguments.steps, arguments.saves
+        self.parts = SaveParts()
         self.stalls: list[float] = []  # seconds, as all of these
         self.completes: list[float] = []
         self.step_seconds: list[float] = []
@@ -102,15 +108,18 @@ class Saves(pl.Callback):
             self.beside.append(now - self._last)
         elif batch_idx > 1:
             self.step_seconds.append(now - self._last)
-        number, left = divmod(trainer.global_step, self.steps)
-        if left == 0 and number == SAVES + 1:
+        number, left = divmod(trainer.global_step - self.warm_up, self.steps)
+        if left == 0 and number == self.saves + 1:
             self._save(trainer, number)
-        elif left == 0 and number <= SAVES:
+        elif left == 0 and 0 < number <= self.saves:
             trainer.strategy.barrier()
-            begin = time.perf_counter()
-            self._save(trainer, number)
-            self._synchronize(trainer)
-            stall = time.perf_counter() - begin
+            with self.parts.of_a_save() as parts:
+                begin = time.perf_counter()
+                self._save(trainer, number)
+                called = time.perf_counter()
+                self._synchronize(trainer)
+                stall = time.perf_counter() - begin
+                parts[DEVICE] = begin + stall - called
             trainer.strategy.finish_saves()
             if number > 1:
                 self.stalls.append(stall)
@@ -153,7 +162,8 @@ def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path 
             memory, further = kept(memory), arguments.steps + 1
         memory.mkdir(exist_ok=True)
         copies = fs.HostCopies(every_n_steps=1 << 30, folder=str(memory), run="benchmark")  # The callback makes them.
-    saves = Saves(folder, arguments.steps, memory)
+    saves = Saves(folder, arguments, memory)
+    steps = arguments.warm_up + arguments.saves * arguments.steps
     trainer = pl.Trainer(
         strategy=fs.FreeScaleStrategy(
             checkpoint=fs.Incremental() if incremental else "sharded", host_copies=copies, balance="off"
@@ -163,15 +173,14 @@ def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path 
         num_nodes=arguments.ranks,
         callbacks=[saves],
         plugins=[AsyncCheckpointIO()] if asynchronous and copies is None else [],
-        max_steps=SAVES * arguments.steps + further,
+        max_steps=steps + further,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     pl.seed_everything(1, verbose=False)
-    steps = SAVES * arguments.steps + further + 4
-    data = Batches(arguments.rows, arguments.samples, steps, int(os.environ["RANK"]))
+    data = Batches(arguments.rows, arguments.samples, steps + further + 4, int(os.environ["RANK"]))
     begin = time.perf_counter()
     model = TableModel(arguments.rows, arguments.dim)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=None if copies else resume)
@@ -192,14 +201,15 @@ def copy_bytes(ranks: int) -> int:
     return sum(file.stat().st_size for path in found if path.name == f"step={newest}" for file in path.iterdir())
 
 
-def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, Any]], float]:
-    """A row for each variant, and the median time of a step in ms."""
-    rows, steps = [], []
+def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    """A row for each variant, one with the parts of its stall, and the median time of a step in ms."""
+    rows, parts, steps = [], [], []
     for number, variant in enumerate(arguments.variants):
         folder = root / str(number)
         saves = fit(arguments, folder, variant)
         steps += saves.step_seconds
-        last = folder / f"{SAVES}.ckpt"
+        parts.append({"save": variant} | {f"{name} ms": ms for name, ms in saves.parts.of_the_shortest().items()})
+        last = folder / f"{arguments.saves}.ckpt"
         torch.distributed.barrier()
         written = copy_bytes(arguments.ranks) if variant == COPIES else written_bytes(last, folder / "1.ckpt")
         resumed = fit(arguments, folder / "resumed", variant, last)
@@ -208,6 +218,7 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
             {
                 "save": variant,
                 "stall_ms": 1e3 * statistics.median(saves.stalls),
+                "shortest_stall_ms": 1e3 * min(saves.stalls),
                 "complete_ms": 1e3 * statistics.median(saves.completes),
                 "step_beside_ms": 1e3 * statistics.median(saves.beside) if saves.beside else None,
                 "written_mib": written / 2**20,
@@ -219,7 +230,7 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
         if int(os.environ["RANK"]) == 0:
             shutil.rmtree(folder, ignore_errors=variant == COPIES)  # Copies lie elsewhere.
     step_ms = 1e3 * statistics.median(steps)
-    return [row | {"stall_percent_of_step": 100 * row["stall_ms"] / step_ms} for row in rows], step_ms
+    return [row | {"stall_percent_of_step": 100 * row["stall_ms"] / step_ms} for row in rows], parts, step_ms
 
 
 def resume_without_a_host(arguments: argparse.Namespace, folder: Path) -> float:
@@ -263,10 +274,17 @@ def changed_percent(arguments: argparse.Namespace) -> float:
     """The share of the rows that differ between the first save and the last one."""
     seen = torch.zeros(arguments.rows, dtype=torch.bool)
     for rank in range(arguments.ranks):
-        for step, batch in enumerate(Batches(arguments.rows, arguments.samples, SAVES * arguments.steps, rank)):
-            if step >= arguments.steps:
+        first, last = (arguments.warm_up + number * arguments.steps for number in (1, arguments.saves))
+        for step, batch in enumerate(Batches(arguments.rows, arguments.samples, last, rank)):
+            if step >= first:
                 seen[batch.values()] = True
     return 100 * float(seen.float().mean())
+
+
+def _transposed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each column but the first, whose values become the columns."""
+    first, *others = rows[0]
+    return [{"part": name} | {str(row[first]): row[name] for row in rows} for name in others]
 
 
 def main() -> int:
@@ -276,12 +294,16 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--samples", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=5, help="steps between two saves")
+    parser.add_argument("--saves", type=int, default=4, help="saves of a training")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="default: all")
     parser.add_argument("--folder", help="where the checkpoints are written; default: the system's temporary folder")
     parser.add_argument("--memory", default="/dev/shm", help="where copies in host memory are written")
     arguments = parser.parse_args()
     launcher.resolve_options(arguments)
     arguments.rows = arguments.rows or (20_000 if arguments.quick else 1_000_000)
+    arguments.warm_up = (
+        0 if arguments.quick else FIRST_TRIAL_STEPS
+    )  # The choice of the exchange is made in these steps.
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"
         with (
@@ -294,19 +316,22 @@ def main() -> int:
             )
     rank_setup.silence_libraries()
     device = rank_setup.use_device(arguments.device)
-    rows, step_ms = measure(arguments, Path(os.environ["FREESCALE_BENCHMARK_FOLDER"]))
+    rows, parts, step_ms = measure(arguments, Path(os.environ["FREESCALE_BENCHMARK_FOLDER"]))
     finding = cost_of_finding(arguments, device)
     if int(os.environ["RANK"]) == 0:
         machine = f"{torch.cuda.get_device_name()}, {reserved_sms.describe()}" if device.type == "cuda" else None
-        names = ("rows", "dim", "ranks", "samples", "steps")
+        names = ("rows", "dim", "ranks", "samples", "steps", "saves", "warm_up")
         parameters = {name: getattr(arguments, name) for name in names} | {
             "changed_percent": changed_percent(arguments)
         }
         report.publish(
             arguments,
             report.head("checkpoints", machine)
-            | {"parameters": parameters, "step_ms": step_ms, "finding": finding, "rows": rows},
-            {f"Saves of a table of {arguments.rows:,} x {arguments.dim}, {arguments.ranks} ranks": rows},
+            | {"parameters": parameters, "step_ms": step_ms, "finding": finding, "rows": rows, "parts": parts},
+            {
+                f"Saves of a table of {arguments.rows:,} x {arguments.dim}, {arguments.ranks} ranks": rows,
+                "The shortest save of the training thread of rank 0, by part": _transposed(parts),
+            },
             f"A step takes {step_ms:.1f} ms. {parameters['changed_percent']:.1f}% of the rows have changed since the full save. "
             f"To compare a shard takes {finding['compare_ms']:.0f} ms, to mark the ids of a step {finding['mark_ms']:.3f} ms.",
         )

@@ -12,6 +12,7 @@ import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -211,17 +212,25 @@ class Control:
         """Raise on every rank if any rank has met a loss that is not finite. A collective."""
         self._read_losses(keep=0)
         bad, self._bad_loss = self._bad_loss, None
-        error: Exception | None = None
-        if bad is not None:
-            error = FreeScaleError(
-                f"loss is {bad[1]} at step {bad[0]}. The weights are invalid from that step on. Checkpoints written "
-                "before it are valid. Resume from the last one with a lower learning rate, or inspect that batch."
-            )
         try:
-            self.agree(error)
+            self.agree(None if bad is None else _divergence(*bad))
         except FreeScaleError:
             self.diverged = True
             raise
+
+    def losses_so_far(self) -> Callable[[], FreeScaleError | None]:
+        """A function that waits for the losses of all steps up to now, and returns the error if one is not finite.
+
+        Any thread may call it. The training goes on meanwhile, and checks the same losses itself.
+        """
+        known, pending = self._bad_loss, list(self._losses)
+
+        def error() -> FreeScaleError | None:
+            found = ((step, loss.wait().sum().item()) for step, loss in pending)
+            bad = known or next(((step, value) for step, value in found if not math.isfinite(value)), None)
+            return None if bad is None else _divergence(*bad)
+
+        return error
 
     # ---- agreement -------------------------------------------------------------------------------------------------
     def agree(self, error: BaseException | None, where: str = "") -> None:
@@ -265,13 +274,13 @@ class Control:
         self._requeues_done = max(self._requeues_done, requeues)
         return Request.REQUEUE if new else Request.NONE
 
-    def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order. A collective."""
+    def gather(self, value: Any, group: Any = None) -> list[Any]:
+        """``value`` of every rank, in rank order. A collective of ``group``, by default the group of agreements."""
         if self.world_size == 1:
             return [value]
         self.check_ranks("a gather")
         try:
-            return gather_objects(value, self.group)
+            return gather_objects(value, group or self.group)
         except RuntimeError as error:
             raise self.missing_ranks("a gather", error) from error
 
@@ -374,6 +383,13 @@ class Control:
                 within(REPORT_SECONDS, lambda: store.set(own, ""))
             else:
                 within(2 * LAST_SECONDS, lambda: store.wait(others, timedelta(seconds=LAST_SECONDS)))
+
+
+def _divergence(step: int, value: float) -> FreeScaleError:
+    return FreeScaleError(
+        f"loss is {value} at step {step}. The weights are invalid from that step on. Checkpoints written "
+        "before it are valid. Resume from the last one with a lower learning rate, or inspect that batch."
+    )
 
 
 def missing_at_start(error: Exception, environment: Any, timeout: timedelta) -> FreeScaleError:

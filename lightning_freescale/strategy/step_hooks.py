@@ -147,11 +147,13 @@ class StepHooks(CheckpointHooks):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.finish_saves()
         if self._has_tables:
             assert self.control is not None
             self.flush()
-            self.control.check_losses()
+            self.control.check_losses()  # A save whose losses are not finite has failed. The loss is the reason.
+        self.finish_saves()
+        if self._has_tables:
+            assert self.control is not None
             show_last_values(self._module.trainer)
             self._act_on_request(self.control.agree_on_request())  # No header carries a signal of the last batches.
         self.remove_host_copies()

@@ -11,7 +11,10 @@ from lightning_freescale.strategy.control import Control
 
 
 class BackgroundSaves:
-    """Runs one save at a time in a thread. A failure is raised on all ranks by the next :meth:`finish`."""
+    """Runs one save at a time in a thread. A failure is raised on all ranks by the next :meth:`finish`.
+
+    At the end of a save, the threads of all ranks agree on its outcome. So the training threads need not ask each other.
+    """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -30,18 +33,21 @@ class BackgroundSaves:
         return self._save is not None and not self._save.done()
 
     def control(self, control: Control) -> Control:
-        """The control plane for collectives in the thread: a process group of its own. A collective."""
+        """The control plane for collectives in the thread: process groups of its own. The first call is a collective."""
         if self._control is None:
             self._control = Control(control.timeout, shares_watch=control)
-            _ = self._control.group  # Opens the group here, and not in the thread.
+            _ = self._control.group, self._control.header_group  # Opens the groups here, and not in the thread.
         return self._control
 
     def start(self, save: Callable[[], None], path: str) -> None:
-        """Run ``save`` in the thread. It must work on copies, and the save before it must be finished."""
+        """Run ``save`` in the thread. It must work on copies, and the save before it must be finished.
+
+        All ranks must call it, after :meth:`control`. Without that call, the outcome is that of this rank.
+        """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="freescale-save")
         self._path = path
-        self._save = self._executor.submit(save)
+        self._save = self._executor.submit(_with_one_outcome, save, path, self._control)
 
     def after_save(self, action: Callable[[], Any]) -> None:
         """Run ``action`` in the thread if the save in progress succeeds."""
@@ -50,17 +56,12 @@ class BackgroundSaves:
         assert save is not None
         self._executor.submit(lambda: None if save.exception() else action())
 
-    def finish(self, control: Control) -> None:
-        """Wait for the save in progress, and raise on all ranks if it failed on one. A collective."""
+    def finish(self) -> None:
+        """Wait for the save in progress, and raise if it failed on any rank. All ranks must call it."""
         error = self._wait()
-        text = None
         if error is not None:
-            named = isinstance(error, FreeScaleError)  # Such a message names the rank and the path.
-            text = str(error) if named else f"rank {control.rank}: saving {self._path}: {type(error).__name__}: {error}"
-        found = [text for text in control.gather(text) if text is not None]
-        if found:
             raise CheckpointError(
-                f"an asynchronous save failed, and the checkpoint before it is still complete: {found[0]}"
+                f"an asynchronous save failed, and the checkpoint before it is still complete: {error}"
             ) from error
 
     def close(self, seconds: float | None = None) -> BaseException | None:
@@ -94,3 +95,29 @@ class BackgroundSaves:
                 lambda: None
             ).result()  # Actions after the save run first: the thread keeps the order.
         return error
+
+
+def _with_one_outcome(save: Callable[[], None], path: str, control: Control | None) -> None:
+    """Run ``save``. Raise on all ranks if it fails on one. A collective of the ranks of ``control``."""
+    if control is None:
+        save()
+        return
+    error: BaseException | None = None
+    text = None
+    try:
+        save()
+    except BaseException as failure:
+        error = failure
+        named = isinstance(failure, FreeScaleError)  # Such a message names the rank and the path.
+        text = str(failure) if named else f"rank {control.rank}: saving {path}: {type(failure).__name__}: {failure}"
+    found = [text]
+    if error is None or not control.misses_a_rank:
+        # A rank that has failed does not know at which collective of the save the others are. So the outcome has a group alone.
+        try:
+            found = control.gather(text, control.header_group)
+        except FreeScaleError as failure:
+            error = error or failure
+            found = [text or str(failure)]
+    texts = [text for text in found if text is not None]
+    if texts:
+        raise CheckpointError(texts[0]) from error

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.checkpoints.tensors import is_sharded, snapshot
+from lightning_freescale.strategy.checkpoints.tensors import copied_shards, is_sharded, snapshot
 
 CHUNK_BYTES = 32 << 20  # of page-locked memory; two such buffers are in use while a copy moves to host memory
 SPARE_SHARE = 0.05  # of the device's memory stays free beside the copy
@@ -33,13 +33,13 @@ class DeferredCopy:
         copied = _copy_on_device(value, device) if device.type == "cuda" else None
         if copied is not None:
             self._ready = torch.cuda.current_stream(device).record_event()
-        self._value = snapshot(value) if copied is None else copied
+        self._value = snapshot(value, of_sharded=copied_shards) if copied is None else copied
 
     def on_host(self) -> Any:
         """The copy in host memory. Call this once, in any thread. The copy on the device is given up."""
         value, self._value = self._value, None
         if self._ready is None:
-            return value
+            return snapshot(value, lambda tensor: tensor)  # Makes sharded tensors of the copied shards.
         with torch.cuda.device(self._device):
             side = SideStream(self._device)
             buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -82,7 +82,7 @@ def _copy_on_device(value: Any, device: torch.device) -> Any:
     spare = int(SPARE_SHARE * total)
     if needed + spare <= free:
         try:
-            return snapshot(value, lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
+            return snapshot(value, _device_copy, copied_shards)
         except torch.OutOfMemoryError:  # Another process took the memory after the question.
             pass
     log_once(
@@ -90,6 +90,10 @@ def _copy_on_device(value: Any, device: torch.device) -> Any:
         f"{needed >> 20} MiB and {spare >> 20} MiB to spare, and {free >> 20} MiB are free"
     )
     return None
+
+
+def _device_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def device_bytes(value: Any, device: str = "cuda") -> int:

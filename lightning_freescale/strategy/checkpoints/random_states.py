@@ -21,7 +21,8 @@ RandomState = dict[str, Any]
 def capture(device: torch.device) -> RandomState:
     """The states of the random generators of Python, NumPy, torch and ``device``, as tensors and plain numbers."""
     version, words, gauss = random.getstate()
-    state: RandomState = {"python": (version, torch.tensor(words), gauss), "torch": torch.get_rng_state()}
+    numbers = torch.from_numpy(np.array(words, dtype=np.int64))  # torch.tensor() takes many times as long for a tuple.
+    state: RandomState = {"python": (version, numbers, gauss), "torch": torch.get_rng_state()}
     name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the generator that user code draws from
     if name == "MT19937":
         state["numpy"] = (torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)

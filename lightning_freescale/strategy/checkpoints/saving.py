@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_togethe
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from lightning_freescale.strategy.checkpoints.meeting import AT_ONCE, MEETING_SECONDS, all_ranks_came
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
-from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, table_names, with_values
+from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, with_values
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.transport import failed_transfer
 
 VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
+INVALID_AFTER_TRANSFER = "the weights may be invalid, because a transfer has failed"
 _LIGHTNINGS_HOOKS = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")
 
 
@@ -43,7 +46,10 @@ class CheckpointSaving(CheckpointState):
         if not self._is_set_up:
             return module.state_dict()
         assert control is not None
-        if not is_interrupted(module.trainer):
+        if self._copying or (self._format == "sharded" and self._saves_asynchronously):
+            self.flush()
+            control.check_ranks("a save")  # The thread of the save does the other checks before it writes.
+        elif not is_interrupted(module.trainer):
             self._flush_and_check()
         elif (reason := self._flush_after_exception()) is not None:
             self._reason_not_to_save, self._skip_barrier = reason, True
@@ -55,6 +61,11 @@ class CheckpointSaving(CheckpointState):
         full = gather_full(tables, control, everywhere=self._hooks_read_the_state())
         return with_values(state, {name: full.get(name, value) for name, value in state.items()})
 
+    @property
+    def _saves_asynchronously(self) -> bool:
+        """Whether a thread writes the checkpoint that is saved now."""
+        return is_asynchronous(self.checkpoint_io) and is_fitting(self._module.trainer)
+
     def _flush_and_check(self) -> None:
         """Apply what is pending. Raise on every rank if the weights are invalid: a checkpoint must never hold them."""
         assert self.control is not None
@@ -62,7 +73,7 @@ class CheckpointSaving(CheckpointState):
         if self.root_device.type == "cuda":  # After this, all work that was queued behind a failed transfer has run.
             torch.cuda.synchronize(self.root_device)
         failure = failed_transfer()
-        self.control.agree(failure, where="the weights may be invalid, because a transfer has failed")
+        self.control.agree(failure, where=INVALID_AFTER_TRANSFER)
         self.control.check_losses()
 
     @property
@@ -92,10 +103,27 @@ class CheckpointSaving(CheckpointState):
         return self._is_set_up and is_interrupted(self._module.trainer) and not self._all_ranks_came_to_save()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._handles_exception_alone else super().reduce_boolean_decision(decision, all)
+        if self._handles_exception_alone:
+            return decision
+        if (decisions := self._gather_while_fitting(bool(decision))) is None:
+            return super().reduce_boolean_decision(decision, all)
+        return builtins.all(decisions) if all else any(decisions)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._handles_exception_alone else super().broadcast(obj, src)
+        if self._handles_exception_alone:
+            return obj
+        gathered = self._gather_while_fitting(obj if self.global_rank == src else None)
+        return super().broadcast(obj, src) if gathered is None else gathered[src]
+
+    def _gather_while_fitting(self, value: Any) -> list[Any] | None:
+        """``value`` of every rank; ``None`` unless ``fit`` is running.
+
+        ``ModelCheckpoint`` asks before each save. DDP's answers travel through the GPU, which must end its queue first.
+        """
+        if not self._is_set_up or not is_fitting(self._module.trainer):
+            return None
+        assert self.control is not None
+        return self.control.gather(value)
 
     def _flush_after_exception(self) -> str | None:
         """Prepare a save while an exception is handled. Return why it is not possible; the exception must not be hidden."""
@@ -128,11 +156,11 @@ class CheckpointSaving(CheckpointState):
             return
         control = self.control
         assert control is not None
-        path = control.gather(os.fspath(filepath))[0]
-        asynchronous = is_asynchronous(self.checkpoint_io)
-        if asynchronous:
-            self._background.finish(control)
-        asynchronous = asynchronous and is_fitting(self._module.trainer)
+        asynchronous = self._saves_asynchronously
+        self._finish_before_save(control)
+        path = os.fspath(filepath)
+        if not asynchronous or self._format == "file":
+            path = control.gather(path)[0]
         self._skip_barrier = asynchronous  # After it, the save would not be complete either.
         checkpoint = {**checkpoint, ENTRY: self._entry(checkpoint)}
         if self._format == "file":
@@ -145,9 +173,18 @@ class CheckpointSaving(CheckpointState):
         else:
             self._save_folder(checkpoint, path, asynchronous)
 
+    def _finish_before_save(self, control: Control) -> None:
+        """Wait for the save before this one. If it failed because of a loss, all ranks raise the error of that loss."""
+        try:
+            self.finish_asynchronous_save()
+        except CheckpointError:
+            if not is_interrupted(self._module.trainer):
+                control.check_losses()
+            raise
+
     def _entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What this package adds to a checkpoint, except tensors that may be sharded and what :meth:`_own_state` has."""
-        entry: dict[str, Any] = {"version": VERSION, "tables": sorted(table_names(self._module))}
+        entry: dict[str, Any] = {"version": VERSION, "tables": self._table_names}
         if "optimizer_states" in checkpoint:
             entry["balance"] = self._balancer.state_dict()
         return entry
@@ -173,12 +210,11 @@ class CheckpointSaving(CheckpointState):
             checkpoint["state_dict"] = with_values(state, on_host)
         # No rank whose waits were ended takes part. Its shards, which rank 0 has by now, would be invalid.
         self.control.agree(None)
+        io, write = writing_io(self.checkpoint_io), _nothing
         if self.control.rank == 0:
-            io = writing_io(self.checkpoint_io)
             try:
                 if asynchronous:
-                    copied = snapshot(checkpoint)
-                    self._background.start(lambda: file.write(io, copied, path, storage_options), path)
+                    write = partial(file.write, io, snapshot(checkpoint), path, storage_options)
                 else:
                     file.write(io, checkpoint, path, storage_options)
             except Exception as failure:
@@ -186,6 +222,9 @@ class CheckpointSaving(CheckpointState):
                     raise
                 error = failure
         raise_together(self.control, error, where=f"saving {path}")
+        if asynchronous:
+            self._background.control(self.control)
+            self._background.start(write, path)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str, asynchronous: bool) -> None:
         assert self.control is not None
@@ -199,7 +238,8 @@ class CheckpointSaving(CheckpointState):
             return
         control = self._background.control(self.control)
         copied = self._defer(sharded, checkpoint, control, where=f"saving {path}")
-        self._background.start(lambda: save(path, *copied(), control), path)
+        # The thread asks for the path of rank 0, so that the training does not wait for other ranks.
+        self._background.start(lambda: save(control.gather(path)[0], *copied(), control), path)
 
     def _defer(
         self, sharded: dict[str, Any], checkpoint: dict[str, Any], control: Control, where: str
@@ -212,10 +252,20 @@ class CheckpointSaving(CheckpointState):
         """
         assert self.control is not None
         meta = checkpoint if self.control.rank == 0 else {ENTRY: {}}
-        copy = DeferredCopy((sharded, meta, self._own_state(checkpoint)), self.root_device)
+        copy = DeferredCopy((sharded, meta), self.root_device)
+        states, losses = self._own_state(checkpoint), self.control.losses_so_far()
+
+        def checked() -> tuple[dict[str, Any], dict[str, Any]]:
+            found = copy.on_host()
+            # All work that was queued before the copy has run by now.
+            if (failure := failed_transfer()) is not None:
+                raise CheckpointError(f"{INVALID_AFTER_TRANSFER}: {failure}")
+            if (error := losses()) is not None:
+                raise error
+            return found
 
         def copied() -> tuple[dict[str, Any], dict[str, Any]]:
-            tensors, entries, states = run_together(control, copy.on_host, where)
+            tensors, entries = run_together(control, checked, where)
             entries[ENTRY] |= _of_all_ranks(control.gather(states))
             return tensors, entries
 
@@ -262,6 +312,10 @@ class CheckpointSaving(CheckpointState):
         """Wait for an asynchronous save without other ranks. A failure is logged."""
         if self._saves is not None and (error := self._saves.close()) is not None:
             logger.error("an asynchronous save failed: %s", error)
+
+
+def _nothing() -> None:
+    """What a rank writes that has no part of the checkpoint."""
 
 
 def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

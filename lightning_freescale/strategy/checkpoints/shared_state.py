@@ -11,6 +11,7 @@ from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous
 from lightning_freescale.strategy.checkpoints.incremental import Incremental, IncrementalSaves
 from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
+from lightning_freescale.strategy.checkpoints.tensors import table_names
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.sharded_model import ShardedModel
@@ -32,6 +33,8 @@ class CheckpointState(_Base):
     _incremental: IncrementalSaves | None = None
     _format: str | None = None  # The format chosen for the model: "file" or "sharded".
     _saves: BackgroundSaves | None = None
+    _named_model: ShardedModel | None = None  # The model whose tables have the names ``_names``.
+    _names: list[str]
     _copying = False  # Whether the present save is a copy in host memory, which has the form of a folder.
 
     @property
@@ -71,10 +74,20 @@ class CheckpointState(_Base):
         return self._saves is not None and self._saves.writing
 
     def finish_saves(self) -> None:
-        """Wait for an asynchronous save, and raise on all ranks if it failed. A collective."""
+        """Wait for saves in the background, and raise on all ranks if one failed. All ranks must call it."""
+        self.finish_asynchronous_save()
+
+    def finish_asynchronous_save(self) -> None:
+        """Wait for an asynchronous save of a checkpoint, and raise on all ranks if it failed. All ranks must call it."""
         if is_asynchronous(self.checkpoint_io):
-            assert self.control is not None
-            self._background.finish(self.control)
+            self._background.finish()
+
+    @property
+    def _table_names(self) -> list[str]:
+        """The names of the tables in the model's state dict. They stay the same while the model does."""
+        if self._named_model is not self._sharded_model:
+            self._names, self._named_model = sorted(table_names(self._module)), self._sharded_model
+        return self._names
 
 
 def is_interrupted(trainer: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table
 from lightning_freescale.strategy.control import Control
+
+_IMMUTABLE = (str, int, float, bool, type(None))
 
 
 def is_sharded(value: Any) -> bool:
@@ -117,26 +120,54 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def snapshot(value: Any, copy_of: Callable[[Tensor], Tensor] = host_copy) -> Any:
+@dataclass
+class CopiedShards:
+    """Copies of the shards of a sharded tensor on this rank. :func:`snapshot` makes a sharded tensor of them.
+
+    To make a sharded tensor takes longer than to copy small shards, so another thread does it.
+    """
+
+    original: ShardedTensor  # Training never changes its metadata.
+    tensors: list[Tensor]
+
+
+def copied_shards(value: Any, copy_of: Callable[[Tensor], Tensor]) -> CopiedShards:
+    return CopiedShards(value, [copy_of(shard.tensor) for shard in value.local_shards()])
+
+
+def snapshot(
+    value: Any,
+    copy_of: Callable[[Tensor], Tensor] = host_copy,
+    of_sharded: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None = None,
+) -> Any:
     """A copy of a checkpoint, by default in host memory. Training may change the original afterwards.
 
     Args:
         copy_of: gives the copy of one tensor.
+        of_sharded: gives the copy of a sharded tensor; by default it is a sharded tensor.
     """
+    if type(value) in _IMMUTABLE:
+        return value
     if is_sharded(value):
-        return _copy_of_shards(value, copy_of)
+        return (of_sharded or _copy_of_shards)(value, copy_of)
+    if isinstance(value, CopiedShards):
+        return _sharded_tensor(value.original, [copy_of(tensor) for tensor in value.tensors])
     if isinstance(value, Tensor):
         return copy_of(value)
     if type(value) in (dict, OrderedDict):
-        copied = {key: snapshot(part, copy_of) for key, part in value.items()}
+        copied = {key: snapshot(part, copy_of, of_sharded) for key, part in value.items()}
         return copied if type(value) is dict else with_values(value, copied)
     if type(value) in (list, tuple):
-        return type(value)(snapshot(part, copy_of) for part in value)
+        return type(value)(snapshot(part, copy_of, of_sharded) for part in value)
     return copy.deepcopy(value)
 
 
 def _copy_of_shards(value: Any, copy_of: Callable[[Tensor], Tensor]) -> ShardedTensor:
-    tensors = [copy_of(shard.tensor) for shard in value.local_shards()]
+    return _sharded_tensor(value, [copy_of(shard.tensor) for shard in value.local_shards()])
+
+
+def _sharded_tensor(original: Any, tensors: list[Tensor]) -> ShardedTensor:
+    """A sharded tensor like ``original`` with other shards on this rank."""
     on_host = all(tensor.device.type == "cpu" for tensor in tensors)
 
     def placed(metadata: Any) -> Any:
@@ -145,11 +176,11 @@ def _copy_of_shards(value: Any, copy_of: Callable[[Tensor], Tensor]) -> ShardedT
             own.placement._device = torch.device("cpu")
         return own
 
-    metadata = copy.deepcopy(value.metadata())
+    metadata = copy.deepcopy(original.metadata())
     metadata.shards_metadata = [placed(shard) for shard in metadata.shards_metadata]
     shards = [
-        Shard(tensor, placed(shard.metadata)) for tensor, shard in zip(tensors, value.local_shards(), strict=True)
+        Shard(tensor, placed(shard.metadata)) for tensor, shard in zip(tensors, original.local_shards(), strict=True)
     ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=metadata, process_group=value._process_group
+        shards, sharded_tensor_metadata=metadata, process_group=original._process_group
     )

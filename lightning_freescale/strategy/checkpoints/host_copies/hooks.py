@@ -68,7 +68,7 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
                 "copies in host memory: one was left out, because the one before it was not complete. Set a larger every_n_steps"
             )
             return
-        self._copy_saves.finish(control)
+        self._copy_saves.finish()
         self._copying = True
         try:
             trainer.save_checkpoint(place.of_step(trainer.global_step), weights_only=False)
@@ -102,8 +102,7 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
     def finish_saves(self) -> None:
         super().finish_saves()
         if self._copy_place is not None:
-            assert self.control is not None
-            self._copy_saves.finish(self.control)
+            self._copy_saves.finish()
 
     # ---- choose ------------------------------------------------------------------------------------------------------
     def _choose_checkpoint(self, path: Any, weights_only: bool | None) -> Any:
