@@ -56,19 +56,22 @@ STEPS_BESIDE = 20  # steps beside the last save of an asynchronous variant
 
 
 class TableModel(pl.LightningModule):
-    """One table. The loss is the mean of the rows that are looked up."""
+    """One table, and some dense layers of four weights each. The loss is the mean of what they make of the rows."""
 
-    def __init__(self, rows: int, dim: int):
+    def __init__(self, rows: int, dim: int, layers: int):
         super().__init__()
         config = EmbeddingConfig(name="item_table", embedding_dim=dim, num_embeddings=rows, feature_names=["history"])
         self.embeddings = EmbeddingCollection(tables=[config], device=torch.device("meta"))
         self.scale = torch.nn.Parameter(torch.ones(dim))
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(dim, dim), torch.nn.LayerNorm(dim)) for _ in range(layers))
+        )
 
     def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> torch.Tensor:
-        return (self.embeddings(batch)["history"].values() * self.scale).square().mean()
+        return self.layers(self.embeddings(batch)["history"].values() * self.scale).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.Adam(self.parameters(), lr=0.001)
 
 
 class Batches(torch.utils.data.IterableDataset):
@@ -133,7 +136,7 @@ class Saves(pl.Callback):
 
     def _save(self, trainer: Any, number: int) -> None:
         if self.memory is None:
-            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+            trainer.save_checkpoint(self.folder / f"{number}.ckpt", weights_only=False)
         else:
             trainer.strategy.keep_copy(trainer)
 
@@ -182,7 +185,7 @@ def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path 
     pl.seed_everything(1, verbose=False)
     data = Batches(arguments.rows, arguments.samples, steps + further + 4, int(os.environ["RANK"]))
     begin = time.perf_counter()
-    model = TableModel(arguments.rows, arguments.dim)
+    model = TableModel(arguments.rows, arguments.dim, arguments.layers)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=None if copies else resume)
     saves.began -= begin
     return saves
@@ -292,6 +295,7 @@ def main() -> int:
     launcher.add_options(parser)
     parser.add_argument("--rows", type=int, help="rows of the table; default 1,000,000")
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=0, help="dense layers")
     parser.add_argument("--samples", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=5, help="steps between two saves")
     parser.add_argument("--saves", type=int, default=4, help="saves of a training")
@@ -320,7 +324,7 @@ def main() -> int:
     finding = cost_of_finding(arguments, device)
     if int(os.environ["RANK"]) == 0:
         machine = f"{torch.cuda.get_device_name()}, {reserved_sms.describe()}" if device.type == "cuda" else None
-        names = ("rows", "dim", "ranks", "samples", "steps", "saves", "warm_up")
+        names = ("rows", "dim", "layers", "ranks", "samples", "steps", "saves", "warm_up")
         parameters = {name: getattr(arguments, name) for name in names} | {
             "changed_percent": changed_percent(arguments)
         }

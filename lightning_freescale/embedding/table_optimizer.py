@@ -178,7 +178,7 @@ def kernels_in(lookup: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]
     return [child for child in lookup.modules() if isinstance(child, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
-def _kernels_by_collection(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:
+def kernels_by_collection(module: nn.Module) -> Iterator[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]:
     """All kernels on this rank, each with the qualified name of its collection."""
     for name, child in module.named_modules():
         if isinstance(child, ShardedModule):
@@ -186,12 +186,17 @@ def _kernels_by_collection(module: nn.Module) -> Iterator[tuple[str, SplitTableB
 
 
 def steps(module: nn.Module) -> dict[str, int]:
-    """Number of steps that the kernels of each collection have counted, by the collection's name.
+    """Number of steps that the kernels of each collection have counted, by the collection's name."""
+    return steps_of(kernels_by_collection(module))
+
+
+def steps_of(kernels: Iterable[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]) -> dict[str, int]:
+    """The same, for kernels that :func:`kernels_by_collection` has found.
 
     Adam corrects its bias by it. The host has a copy of the count, so the device is not awaited.
     """
     counted: dict[str, int] = {}
-    for name, kernel in _kernels_by_collection(module):
+    for name, kernel in kernels:
         counted[name] = max(counted.get(name, 0), int(kernel.iter_cpu))
     return counted
 
@@ -203,7 +208,7 @@ def steps_of_all_ranks(by_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 def set_steps(module: nn.Module, counted: Mapping[str, int]) -> None:
     """Set the step counts to ``counted``, as :func:`steps` returned them."""
-    for name, kernel in _kernels_by_collection(module):
+    for name, kernel in kernels_by_collection(module):
         if name in counted:
             set_count([kernel], counted[name])
 

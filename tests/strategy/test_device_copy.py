@@ -41,8 +41,39 @@ def test_a_copy_on_a_cpu_does_not_change() -> None:
     original = state("cpu")
     copied = DeferredCopy(original, torch.device("cpu"))
     original["table"].zero_()
+    original["steps"][1].zero_()
+    original["steps"][0] = 0
     assert_equal(copied.on_host(), state("cpu"))
     assert device_bytes(original) == 0
+    with pytest.raises(AssertionError, match="table"):  # The negative control: the original has changed.
+        assert_equal(original, state("cpu"))
+
+
+def many() -> list[torch.Tensor]:
+    """Tensors of many types and forms, small and large."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (0,), (3,), (4, 0, 2), (5, 7), (600, 600)]
+    types = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
+    found = [torch.randn(shape, generator=generator).to(kind) for kind in types for shape in shapes]
+    odd = torch.randn(8, 6, generator=generator)
+    return [*found, odd.t(), odd[1::2, 2:], torch.tensor([-0.0, 0.0, float("nan")]), torch.nn.Parameter(odd.clone())]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def test_copies_of_many_tensors_are_exact_and_independent() -> None:
+    tensors = many()
+    copied = DeferredCopy({"a": tensors}, torch.device("cpu"))
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.zero_()
+    result = copied.on_host()["a"]
+    for expected, copy in zip(many(), result, strict=True):
+        assert (copy.shape, copy.dtype, copy.requires_grad) == (expected.shape, expected.dtype, False)
+        assert bits(copy) == bits(expected)
+        assert copy.untyped_storage().nbytes() == copy.nbytes  # ``torch.save`` writes the whole storage.
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from typing import Any
 from benchmarks.harness.results import StoredResult, command, short_machine
 from benchmarks.harness.tables import markdown
 
+LEAST_PART_MS = 0.005  # A part of a save that takes less is not in the table.
+
 
 def failures(results: Mapping[str, StoredResult]) -> dict[str, str]:
     """The blocks of ``docs/failures.md``, by name."""
@@ -87,6 +89,7 @@ def save_costs(results: Mapping[str, StoredResult]) -> str:
             markdown.table(rows),
             *_finding(found),
             *_lost_host(found),
+            *_stall_parts(found),
             _origin(name, found),
         ]
     return "\n\n".join(parts)
@@ -121,6 +124,22 @@ def _lost_host(found: StoredResult) -> list[str]:
         for row in found["rows"]
         if row.get("load_without_a_host_ms") is not None
     ]
+
+
+def _stall_parts(found: StoredResult) -> list[str]:
+    """Where the training thread spends the time of an asynchronous save. Older results lack it."""
+    if "parts" not in found:
+        return []
+    asynchronous = {row["save"] for row in found["rows"] if row["step_beside_ms"] is not None}
+    saves = [row for row in found["parts"] if row["save"] in asynchronous]
+    names = [name for name in found["parts"][0] if name != "save"]
+    rows = [
+        {"part": name.removesuffix(" ms")} | {row["save"]: f"{row[name]:.2f} ms" for row in saves}
+        for name in names
+        if any(row[name] >= LEAST_PART_MS for row in saves)
+    ]
+    rows.append({"part": "all"} | {row["save"]: f"{sum(row[name] for name in names):.2f} ms" for row in saves})
+    return ["Where the training thread of rank 0 spends the shortest of these saves:", markdown.table(rows)]
 
 
 def _origin(name: str, found: StoredResult) -> str:

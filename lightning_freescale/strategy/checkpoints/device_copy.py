@@ -2,21 +2,37 @@
 
 A copy of large tables to host memory takes seconds, and one on the device takes milliseconds. The background thread moves the
 copy to host memory while the training changes the originals.
+
+A model has hundreds of small weights and optimizer states. Their copies are made together, because a call for each one takes
+longer than the copy itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.checkpoints.tensors import copied_shards, is_sharded, snapshot
+from lightning_freescale.strategy.checkpoints.tensors import Slot, copied_shards, host_copy, is_sharded, snapshot
 
 CHUNK_BYTES = 32 << 20  # of page-locked memory; two such buffers are in use while a copy moves to host memory
 SPARE_SHARE = 0.05  # of the device's memory stays free beside the copy
+SMALL_BYTES = 1 << 20  # Tensors up to this size are copied together.
+_TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 class DeferredCopy:
@@ -30,21 +46,70 @@ class DeferredCopy:
     def __init__(self, value: Any, device: torch.device):
         self._device = device
         self._ready: torch.cuda.Event | None = None  # The copy on the device is complete.
-        copied = _copy_on_device(value, device) if device.type == "cuda" else None
-        if copied is not None:
+        tensors: list[Tensor] = []
+
+        def slot_of(tensor: Tensor) -> Slot:
+            tensors.append(tensor)
+            return Slot(len(tensors) - 1)
+
+        self._value = snapshot(value, slot_of, copied_shards)
+        copies = _copies_on_device(tensors, device) if device.type == "cuda" else None
+        if copies is not None:
             self._ready = torch.cuda.current_stream(device).record_event()
-        self._value = snapshot(value, of_sharded=copied_shards) if copied is None else copied
+        self._copies: TensorCopies | None = copies or TensorCopies(tensors, host_copy, ["cpu"])
 
     def on_host(self) -> Any:
         """The copy in host memory. Call this once, in any thread. The copy on the device is given up."""
-        value, self._value = self._value, None
+        copies, self._copies = self._copies, None
+        assert copies is not None
         if self._ready is None:
-            return snapshot(value, lambda tensor: tensor)  # Makes sharded tensors of the copied shards.
-        with torch.cuda.device(self._device):
-            side = SideStream(self._device)
-            buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            with side.work(event=self._ready):
-                return snapshot(value, lambda tensor: to_host(tensor, buffers) if tensor.is_cuda else tensor)
+            tensors = copies.separate(lambda tensor: tensor)
+        else:
+            with torch.cuda.device(self._device):
+                side = SideStream(self._device)
+                buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+                with side.work(event=self._ready):
+                    tensors = copies.separate(lambda tensor: to_host(tensor, buffers) if tensor.is_cuda else tensor)
+        value, self._value = self._value, None
+        return snapshot(value, lambda slot: tensors[slot.number])
+
+
+class TensorCopies:
+    """Copies of tensors. Small ones of the same type and device are made together, in one tensor.
+
+    Args:
+        copy_of: gives the copy of one tensor. It is used for large tensors, and for those on other devices than ``devices``.
+        devices: the types of devices on which small tensors are copied together, to the same device.
+    """
+
+    @torch.no_grad()
+    def __init__(self, tensors: Sequence[Tensor], copy_of: Callable[[Tensor], Tensor], devices: Sequence[str]):
+        self._shapes = [tensor.shape for tensor in tensors]
+        small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor.nbytes <= SMALL_BYTES and _is_plain(tensor):
+                small.setdefault((tensor.device, tensor.dtype), []).append(index)
+        groups = [indices for (device, _), indices in small.items() if device.type in devices and len(indices) > 1]
+        # One call of C++ for each group. With a single tensor it would return a view, so there are at least two.
+        self._together = [
+            (indices, _flatten_dense_tensors([tensors[index] for index in indices])) for indices in groups
+        ]
+        done = {index for indices in groups for index in indices}
+        self._single = {index: copy_of(tensor) for index, tensor in enumerate(tensors) if index not in done}
+
+    def separate(self, moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The copies, one tensor for each original. ``moved`` brings a tensor to where they shall lie."""
+        found = {index: moved(copy) for index, copy in self._single.items()}
+        for indices, copy in self._together:
+            parts = moved(copy).split([self._shapes[index].numel() for index in indices])
+            # ``torch.save`` would write a part of a tensor with the whole of it.
+            found |= {index: part.clone().view(self._shapes[index]) for index, part in zip(indices, parts, strict=True)}
+        return [found[index] for index in range(len(self._shapes))]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` can be copied together with others. A subclass of tensors may have more than its numbers."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _TYPES and tensor.layout is torch.strided
 
 
 def to_host(tensor: Tensor, buffers: list[Tensor]) -> Tensor:
@@ -75,14 +140,14 @@ def to_host(tensor: Tensor, buffers: list[Tensor]) -> Tensor:
     return host
 
 
-def _copy_on_device(value: Any, device: torch.device) -> Any:
-    """A copy of ``value`` whose tensors stay where they are; ``None`` if the device does not have the memory for it."""
-    needed = device_bytes(value)
+def _copies_on_device(tensors: Sequence[Tensor], device: torch.device) -> TensorCopies | None:
+    """Copies of ``tensors`` where they are; ``None`` if the device does not have the memory for them."""
+    needed = device_bytes(tensors)
     free, total = torch.cuda.mem_get_info(device)
     spare = int(SPARE_SHARE * total)
     if needed + spare <= free:
         try:
-            return snapshot(value, _device_copy, copied_shards)
+            return TensorCopies(tensors, _same_device_copy, ["cpu", "cuda"])
         except torch.OutOfMemoryError:  # Another process took the memory after the question.
             pass
     log_once(
@@ -92,7 +157,8 @@ def _copy_on_device(value: Any, device: torch.device) -> Any:
     return None
 
 
-def _device_copy(tensor: Tensor) -> Tensor:
+def _same_device_copy(tensor: Tensor) -> Tensor:
+    """A copy on the device of ``tensor``."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 

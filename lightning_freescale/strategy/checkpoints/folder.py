@@ -86,8 +86,12 @@ def save(path: str, sharded: Mapping[str, Any], meta: Mapping[str, Any], control
         except Exception as failure:
             error = failure
     raise_together(control, error, where=f"saving {path}")
-    names = storage.file_names(folder)
-    own = {n: storage.checksum(storage.join(folder, n)) for n in names[control.rank :: control.world_size]}
+
+    def checksums_of_share() -> storage.Checksums:
+        names = storage.file_names(folder)[control.rank :: control.world_size]
+        return {name: storage.checksum(storage.join(folder, name)) for name in names}
+
+    own = run_together(control, checksums_of_share, where=f"saving {path}")
     checksums = {name: value for part in control.gather(own) for name, value in part.items()}
     if control.rank == 0:
         try:

@@ -184,7 +184,7 @@ class CheckpointSaving(CheckpointState):
 
     def _entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What this package adds to a checkpoint, except tensors that may be sharded and what :meth:`_own_state` has."""
-        entry: dict[str, Any] = {"version": VERSION, "tables": self._table_names}
+        entry: dict[str, Any] = {"version": VERSION, "tables": self._facts.table_names}
         if "optimizer_states" in checkpoint:
             entry["balance"] = self._balancer.state_dict()
         return entry
@@ -196,7 +196,10 @@ class CheckpointSaving(CheckpointState):
         middle = _in_the_middle_of_an_epoch(checkpoint)
         opened = [states.opened for states in self._loader_random_states] if middle else None
         current = random_states.capture(self.root_device)
-        return {"steps": table_optimizer.steps(self._module), "random": {"current": current, "opened": opened}}
+        return {
+            "steps": table_optimizer.steps_of(self._facts.kernels),
+            "random": {"current": current, "opened": opened},
+        }
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any, asynchronous: bool) -> None:
         assert self.control is not None

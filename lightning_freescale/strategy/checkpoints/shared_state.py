@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.embedding import table_optimizer
@@ -22,6 +22,18 @@ else:
     _Base = object
 
 
+class ModelFacts(NamedTuple):
+    """What each save needs to know about a sharded model, and what stays the same in all of them."""
+
+    model: ShardedModel | None
+    table_names: list[str]
+    kernels: list[tuple[str, Any]]  # Of the tables on this rank, each with the name of its collection.
+
+    @classmethod
+    def of(cls, module: Any, model: ShardedModel | None) -> ModelFacts:
+        return cls(model, sorted(table_names(module)), list(table_optimizer.kernels_by_collection(module)))
+
+
 class CheckpointState(_Base):
     """Attributes of the strategy that checkpoints are about, and the state of saves and loads."""
 
@@ -33,8 +45,7 @@ class CheckpointState(_Base):
     _incremental: IncrementalSaves | None = None
     _format: str | None = None  # The format chosen for the model: "file" or "sharded".
     _saves: BackgroundSaves | None = None
-    _named_model: ShardedModel | None = None  # The model whose tables have the names ``_names``.
-    _names: list[str]
+    _known_facts: ModelFacts | None = None
     _copying = False  # Whether the present save is a copy in host memory, which has the form of a folder.
 
     @property
@@ -83,11 +94,10 @@ class CheckpointState(_Base):
             self._background.finish()
 
     @property
-    def _table_names(self) -> list[str]:
-        """The names of the tables in the model's state dict. They stay the same while the model does."""
-        if self._named_model is not self._sharded_model:
-            self._names, self._named_model = sorted(table_names(self._module)), self._sharded_model
-        return self._names
+    def _facts(self) -> ModelFacts:
+        if self._known_facts is None or self._known_facts.model is not self._sharded_model:
+            self._known_facts = ModelFacts.of(self._module, self._sharded_model)
+        return self._known_facts
 
 
 def is_interrupted(trainer: Any) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,12 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+class Slot(NamedTuple):
+    """Stands for a tensor in a structure. Its copy is the one with this number in a list."""
+
+    number: int
+
+
 @dataclass
 class CopiedShards:
     """Copies of the shards of a sharded tensor on this rank. :func:`snapshot` makes a sharded tensor of them.
@@ -128,22 +134,22 @@ class CopiedShards:
     """
 
     original: ShardedTensor  # Training never changes its metadata.
-    tensors: list[Tensor]
+    tensors: list[Any]
 
 
-def copied_shards(value: Any, copy_of: Callable[[Tensor], Tensor]) -> CopiedShards:
+def copied_shards(value: Any, copy_of: Callable[[Any], Any]) -> CopiedShards:
     return CopiedShards(value, [copy_of(shard.tensor) for shard in value.local_shards()])
 
 
 def snapshot(
     value: Any,
-    copy_of: Callable[[Tensor], Tensor] = host_copy,
-    of_sharded: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None = None,
+    copy_of: Callable[[Any], Any] = host_copy,
+    of_sharded: Callable[[Any, Callable[[Any], Any]], Any] | None = None,
 ) -> Any:
     """A copy of a checkpoint, by default in host memory. Training may change the original afterwards.
 
     Args:
-        copy_of: gives the copy of one tensor.
+        copy_of: gives the copy of one tensor, or what stands for it.
         of_sharded: gives the copy of a sharded tensor; by default it is a sharded tensor.
     """
     if type(value) in _IMMUTABLE:
@@ -152,7 +158,7 @@ def snapshot(
         return (of_sharded or _copy_of_shards)(value, copy_of)
     if isinstance(value, CopiedShards):
         return _sharded_tensor(value.original, [copy_of(tensor) for tensor in value.tensors])
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Slot)):
         return copy_of(value)
     if type(value) in (dict, OrderedDict):
         copied = {key: snapshot(part, copy_of, of_sharded) for key, part in value.items()}
