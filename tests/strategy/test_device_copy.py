@@ -49,28 +49,31 @@ def test_a_copy_on_a_cpu_does_not_change() -> None:
         assert_equal(original, state("cpu"))
 
 
-def many() -> list[torch.Tensor]:
-    """Tensors of many types and forms, small and large."""
+def many(device: str) -> list[torch.Tensor]:
+    """Tensors of many types and forms, small and large. Some stay in host memory."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(), (0,), (3,), (4, 0, 2), (5, 7), (600, 600)]
     types = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
-    found = [torch.randn(shape, generator=generator).to(kind) for kind in types for shape in shapes]
-    odd = torch.randn(8, 6, generator=generator)
-    return [*found, odd.t(), odd[1::2, 2:], torch.tensor([-0.0, 0.0, float("nan")]), torch.nn.Parameter(odd.clone())]
+    found = [torch.randn(shape, generator=generator).to(kind).to(device) for kind in types for shape in shapes]
+    odd = torch.randn(8, 6, generator=generator).to(device)
+    zeros = [torch.tensor([-0.0, 0.0, float("nan")], device=place) for place in (device, "cpu")]
+    return [*found, odd.t(), odd[1::2, 2:], *zeros, torch.nn.Parameter(odd.clone())]
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-def test_copies_of_many_tensors_are_exact_and_independent() -> None:
-    tensors = many()
-    copied = DeferredCopy({"a": tensors}, torch.device("cpu"))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_of_many_tensors_are_exact_and_independent(device: str) -> None:
+    tensors = many(device)
+    copied = DeferredCopy({"a": tensors}, torch.device(device))
     with torch.no_grad():
         for tensor in tensors:
             tensor.zero_()
     result = copied.on_host()["a"]
-    for expected, copy in zip(many(), result, strict=True):
+    for expected, copy in zip(many("cpu"), result, strict=True):
+        assert copy.device.type == "cpu"
         assert (copy.shape, copy.dtype, copy.requires_grad) == (expected.shape, expected.dtype, False)
         assert bits(copy) == bits(expected)
         assert copy.untyped_storage().nbytes() == copy.nbytes  # ``torch.save`` writes the whole storage.
