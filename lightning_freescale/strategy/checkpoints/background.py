@@ -13,7 +13,8 @@ from lightning_freescale.strategy.control import Control
 class BackgroundSaves:
     """Runs one save at a time in a thread. A failure is raised on all ranks by the next :meth:`finish`.
 
-    At the end of a save, the threads of all ranks agree on its outcome. So the training threads need not ask each other.
+    If all ranks write, their threads agree on the outcome at the end of a save. So the training threads need not ask each
+    other. If rank 0 writes alone, which may take longer than a collective may wait, :meth:`finish` asks it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class BackgroundSaves:
     def start(self, save: Callable[[], None], path: str) -> None:
         """Run ``save`` in the thread. It must work on copies, and the save before it must be finished.
 
-        All ranks must call it, after :meth:`control`. Without that call, the outcome is that of this rank.
+        After a call of :meth:`control`, all ranks must call it. Without one, the outcome is that of this rank.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="freescale-save")
@@ -56,12 +57,20 @@ class BackgroundSaves:
         assert save is not None
         self._executor.submit(lambda: None if save.exception() else action())
 
-    def finish(self) -> None:
-        """Wait for the save in progress, and raise if it failed on any rank. All ranks must call it."""
+    def finish(self, control: Control | None = None) -> None:
+        """Wait for the save in progress, and raise on all ranks if it failed on one. All ranks must call it.
+
+        Args:
+            control: agree on the outcome by it, because the threads have not done so. This is a collective.
+        """
         error = self._wait()
-        if error is not None:
+        text = None if error is None else str(error)
+        if control is not None:
+            own = None if error is None else _described(error, self._path, control)
+            text = next((found for found in control.gather(own) if found is not None), None)
+        if text is not None:
             raise CheckpointError(
-                f"an asynchronous save failed, and the checkpoint before it is still complete: {error}"
+                f"an asynchronous save failed, and the checkpoint before it is still complete: {text}"
             ) from error
 
     def close(self, seconds: float | None = None) -> BaseException | None:
@@ -97,6 +106,13 @@ class BackgroundSaves:
         return error
 
 
+def _described(error: BaseException, path: str, control: Control) -> str:
+    """The text of ``error`` with the rank and the path. An error of this package names them itself."""
+    if isinstance(error, FreeScaleError):
+        return str(error)
+    return f"rank {control.rank}: saving {path}: {type(error).__name__}: {error}"
+
+
 def _with_one_outcome(save: Callable[[], None], path: str, control: Control | None) -> None:
     """Run ``save``. Raise on all ranks if it fails on one. A collective of the ranks of ``control``."""
     if control is None:
@@ -107,9 +123,7 @@ def _with_one_outcome(save: Callable[[], None], path: str, control: Control | No
     try:
         save()
     except BaseException as failure:
-        error = failure
-        named = isinstance(failure, FreeScaleError)  # Such a message names the rank and the path.
-        text = str(failure) if named else f"rank {control.rank}: saving {path}: {type(failure).__name__}: {failure}"
+        error, text = failure, _described(failure, path, control)
     found = [text]
     if error is None or not control.misses_a_rank:
         # A rank that has failed does not know at which collective of the save the others are. So the outcome has a group alone.

@@ -6,7 +6,6 @@ import builtins
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -213,11 +212,12 @@ class CheckpointSaving(CheckpointState):
             checkpoint["state_dict"] = with_values(state, on_host)
         # No rank whose waits were ended takes part. Its shards, which rank 0 has by now, would be invalid.
         self.control.agree(None)
-        io, write = writing_io(self.checkpoint_io), _nothing
         if self.control.rank == 0:
+            io = writing_io(self.checkpoint_io)
             try:
                 if asynchronous:
-                    write = partial(file.write, io, snapshot(checkpoint), path, storage_options)
+                    copied = snapshot(checkpoint)
+                    self._background.start(lambda: file.write(io, copied, path, storage_options), path)
                 else:
                     file.write(io, checkpoint, path, storage_options)
             except Exception as failure:
@@ -225,9 +225,6 @@ class CheckpointSaving(CheckpointState):
                     raise
                 error = failure
         raise_together(self.control, error, where=f"saving {path}")
-        if asynchronous:
-            self._background.control(self.control)
-            self._background.start(write, path)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str, asynchronous: bool) -> None:
         assert self.control is not None
@@ -315,10 +312,6 @@ class CheckpointSaving(CheckpointState):
         """Wait for an asynchronous save without other ranks. A failure is logged."""
         if self._saves is not None and (error := self._saves.close()) is not None:
             logger.error("an asynchronous save failed: %s", error)
-
-
-def _nothing() -> None:
-    """What a rank writes that has no part of the checkpoint."""
 
 
 def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

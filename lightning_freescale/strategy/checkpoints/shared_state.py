@@ -91,7 +91,7 @@ class CheckpointState(_Base):
     def finish_asynchronous_save(self) -> None:
         """Wait for an asynchronous save of a checkpoint, and raise on all ranks if it failed. All ranks must call it."""
         if is_asynchronous(self.checkpoint_io):
-            self._background.finish()
+            self._background.finish(self.control if self._format == "file" else None)  # Rank 0 alone writes a file.
 
     @property
     def _facts(self) -> ModelFacts:
