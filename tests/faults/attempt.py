@@ -129,8 +129,9 @@ def _let_fail(process: Any, folder: Path, attempt: int, victim: int, moment: Mom
 
 
 def _first_lines(folder: Path, attempt: int) -> list[str]:
-    """The lines with which the ranks have noted the begin of the training."""
-    return [path.read_text().splitlines()[0] for path in (folder / "samples").glob(f"{attempt}.*.jsonl")]
+    """The lines with which the ranks have noted the begin of the training. A rank may be killed before it has written one."""
+    texts = (path.read_text() for path in (folder / "samples").glob(f"{attempt}.*.jsonl"))
+    return [text.splitlines()[0] for text in texts if text]
 
 
 def _lines(path: Path) -> int:
