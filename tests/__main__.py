@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,12 +84,13 @@ def start(arguments: Sequence[str], log: Path) -> int:
         os._exit(status)
 
 
-def describe(part: Sequence[str], status: int, log: Path, seconds: float) -> str:
+def describe(part: Sequence[str], status: int, log: Path, cpu_seconds: float) -> str:
     """One line for a part that has passed, the whole output of one that has not."""
     text = log.read_text(errors="replace")
     summary = next((line for line in reversed(text.splitlines()) if re.search(r" in \d+\.\d+s", line)), "no summary")
     line = f"{part[0]}{f' to {Path(part[-1]).name}' if len(part) > 1 else ''}: {summary.strip('= ')}"
-    return line if status in (0, 5) else f"{text}\n{line} (exit code {status}, {seconds:.0f} s)"
+    line += f", {cpu_seconds:.0f} s of CPU time"
+    return line if status in (0, 5) else f"{text}\n{line} (exit code {status})"
 
 
 def main() -> int:
@@ -98,19 +98,19 @@ def main() -> int:
     gc.freeze()  # no part changes pages of memory only to look for garbage in what was imported
     options = ["-q", "-p", "no:cacheprovider", *sys.argv[1:]]
     waiting, statuses = parts(), set()
-    running: dict[int, tuple[list[str], Path, float]] = {}
+    running: dict[int, tuple[list[str], Path]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
                 while waiting and len(running) < AT_ONCE:
                     log = Path(folder) / f"{len(waiting)}.log"
                     part = waiting.pop(0)
-                    running[start([*options, *part], log)] = (part, log, time.monotonic())
-                process, ended = os.wait()
-                part, log, began = running.pop(process)
+                    running[start([*options, *part], log)] = (part, log)
+                process, ended, used = os.wait3(0)
+                part, log = running.pop(process)
                 status = os.waitstatus_to_exitcode(ended)
                 statuses.add(abs(status))
-                print(describe(part, status, log, time.monotonic() - began), flush=True)
+                print(describe(part, status, log, used.ru_utime + used.ru_stime), flush=True)
         finally:
             for process in running:
                 os.kill(process, signal.SIGKILL)
