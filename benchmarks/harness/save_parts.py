@@ -37,9 +37,8 @@ class SaveParts:
 
     def __init__(self) -> None:
         self.saves: list[dict[str, float]] = []
-        self._inside: list[
-            float
-        ] = []  # For each timed function that runs, the time of the timed functions it has called.
+        # For each timed function that runs, the time of the timed functions that it has called.
+        self._inside: list[float] = []
         self._thread: int | None = None  # The thread that saves, during a save.
 
     @contextmanager

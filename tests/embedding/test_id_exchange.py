@@ -69,6 +69,7 @@ def check_ids(rank: int, world: int) -> None:
     for module in cases:
         assert agree(rank, module, lambda rank, step: 3)
         assert agree(rank, module, lambda rank, step: 1 + step if rank else 4)  # other batch sizes on each rank
+        assert agree(rank, module, lambda rank, step: 0 if rank else 2)  # ranks without samples
     assert agree(rank, build_bags("row_wise", "sgd", world, weighted=True), lambda rank, step: 3, weighted=True)
 
     order = RowWiseIds.order

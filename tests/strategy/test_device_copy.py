@@ -79,6 +79,20 @@ def test_copies_of_many_tensors_are_exact_and_independent(device: str) -> None:
         assert copy.untyped_storage().nbytes() == copy.nbytes  # ``torch.save`` writes the whole storage.
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sparse_tensor_is_copied_as_it_is(device: str) -> None:
+    def sparse() -> torch.Tensor:
+        return torch.sparse_coo_tensor([[0, 2], [1, 0]], [3.0, 4.0], (3, 2), device=device)
+
+    original = sparse()
+    copied = DeferredCopy([original, torch.ones(3, device=device)], torch.device(device))
+    original.zero_()
+    copy, _ = copied.on_host()
+    assert copy.layout is torch.sparse_coo
+    assert copy.device.type == "cpu"
+    assert torch.equal(copy.to_dense(), sparse().cpu().to_dense())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("enough", [True, False])
 def test_a_copy_on_a_gpu_does_not_change(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,9 +111,10 @@ def _finding(found: StoredResult) -> list[str]:
     if "finding" not in found:
         return []
     costs = found["finding"]
+    compare, mark = costs["compare_ms"], costs["mark_ms"]
     return [
-        f"To compare a rank's shard with the last full save takes {costs['compare_ms']:,.0f} ms per save. To mark the rows of a "
-        f"step would take {costs['mark_ms']:.2f} ms in every step."
+        f"To compare a rank's shard with the last full save takes {compare:,.{0 if compare >= 1 else 2}f} ms per save. "
+        f"To mark the rows of a step would take {mark:.2f} ms in every step."
     ]
 
 

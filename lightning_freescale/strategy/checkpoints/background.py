@@ -126,7 +126,8 @@ def _with_one_outcome(save: Callable[[], None], path: str, control: Control | No
         error, text = failure, _described(failure, path, control)
     found = [text]
     if error is None or not control.misses_a_rank:
-        # A rank that has failed does not know at which collective of the save the others are. So the outcome has a group alone.
+        # A rank that has failed does not know in which collective of the save the others are. So the outcome has a process
+        # group of its own.
         try:
             found = control.gather(text, control.header_group)
         except FreeScaleError as failure:

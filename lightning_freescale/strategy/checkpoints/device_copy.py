@@ -87,7 +87,7 @@ class TensorCopies:
         self._shapes = [tensor.shape for tensor in tensors]
         small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if tensor.nbytes <= SMALL_BYTES and _is_plain(tensor):
+            if _is_plain(tensor) and tensor.nbytes <= SMALL_BYTES:  # A sparse tensor has no ``nbytes``.
                 small.setdefault((tensor.device, tensor.dtype), []).append(index)
         groups = [indices for (device, _), indices in small.items() if device.type in devices and len(indices) > 1]
         # One call of C++ for each group. With a single tensor it would return a view, so there are at least two.
@@ -98,7 +98,7 @@ class TensorCopies:
         self._single = {index: copy_of(tensor) for index, tensor in enumerate(tensors) if index not in done}
 
     def separate(self, moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The copies, one tensor for each original. ``moved`` brings a tensor to where they shall lie."""
+        """The copies, one tensor for each original. ``moved`` copies a tensor to the device on which they are wanted."""
         found = {index: moved(copy) for index, copy in self._single.items()}
         for indices, copy in self._together:
             parts = moved(copy).split([self._shapes[index].numel() for index in indices])
@@ -114,6 +114,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def to_host(tensor: Tensor, buffers: list[Tensor]) -> Tensor:
     """A copy in host memory, by parts: one buffer is filled from the device while the host empties the other one."""
+    if tensor.layout is not torch.strided:  # The parts of a sparse tensor are not in one piece of memory.
+        return host_copy(tensor)
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     source, target = (part.detach().contiguous().reshape(-1).view(torch.uint8) for part in (tensor, host))
     filled: list[tuple[Tensor, Tensor, torch.cuda.Event | None]] = []
@@ -159,7 +161,8 @@ def _copies_on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor
 
 def _same_device_copy(tensor: Tensor) -> Tensor:
     """A copy on the device of ``tensor``."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    strided = tensor.layout is torch.strided
+    return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)
 
 
 def device_bytes(value: Any, device: str = "cuda") -> int:
