@@ -42,16 +42,28 @@ class EventEncoding(nn.Module):
                 nn.init.normal_(table.weight, std=INITIAL_STD)
 
     def forward(
-        self, x: Tensor, offsets: Tensor, timestamps: Tensor, before: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        timestamps: Tensor,
+        before: tuple[Tensor, Tensor] | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
-        """``x`` plus the encoding of each event.
+        """``x * scale`` plus the encoding of each event.
 
         Args:
             x: ``[sum(L), D]``.
             offsets: ``[B + 1]`` integer, from 0 to ``sum(L)``.
             timestamps: ``[sum(L)]`` int64, seconds.
             before: number of events before those of ``x``, ``[B]`` int64, and the time of the last of them, ``[B]`` int64.
+            scale: factor of ``x``.
         """
+        position, time_gap = (None if table is None else table.weight for table in (self.position, self.time_gap))
+        if x.is_cuda and x.dtype != torch.float64 and before is None and not (position is None and time_gap is None):
+            from lightning_freescale.models import event_encoding_triton  # Triton is installed on CUDA machines only
+
+            return event_encoding_triton.encode(x, offsets, timestamps, position, time_gap, scale)
+        x = x if scale == 1 else x * scale
         positions = event_positions(offsets, len(x))
         gaps = time_gaps(relative_times(timestamps, offsets), positions) if self.time_gap is not None else None
         if before is not None:

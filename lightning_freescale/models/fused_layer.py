@@ -165,13 +165,20 @@ class _FusedLayer(torch.autograd.Function):
         if ctx.joined and shape.dtype != x.dtype:
             dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
         dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dtotal, rounded=dbefore)
-        dw1, dw2 = dprojected.T @ normed, dbranch.T @ gated
+        dw1, dw2 = _weight_gradient(dprojected, normed), _weight_gradient(dbranch, gated)
         # The last third of the gate's shares and those of the rest are the bias of the whole projection.
         sizes = [gates, gates, projected.shape[1], *(x.shape[1] for _ in range(3))]
         dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
         dparameters = *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2
         return dx, *before, *dparameters, None, None, None, None
+
+
+def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    """``grad.T @ rows`` in float32, the type of the weights. A separate conversion would be one more launch, and would round."""
+    if rows.dtype == torch.float32:
+        return grad.T @ rows
+    return torch.mm(grad.T, rows, out_dtype=torch.float32)
 
 
 def fused_layer(

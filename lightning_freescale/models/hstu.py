@@ -204,8 +204,10 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             x = x + embedded[name].values()
         if self.event_encoding is not None:
             before = None if states is None else (states.lengths, states.last_times)
-            x, scale = self.event_encoding(x * scale, _offsets(batch), batch.timestamps, before), 1.0
-        return pad_rows(x * scale, total) if keys is None else self.input_dropout(x, keys, scale, total)
+            x, scale = self.event_encoding(x, _offsets(batch), batch.timestamps, before, scale), 1.0
+        if keys is None:
+            return pad_rows(x if scale == 1 else x * scale, total)
+        return self.input_dropout(x, keys, scale, total)
 
     def apply_layers(
         self, x: Tensor, attention: Attention, keys: Tensor | None = None, rows: int | None = None

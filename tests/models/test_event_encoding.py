@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
+from torch import Tensor
 
 from lightning_freescale.models.attention.buckets import event_positions, log_bucket, relative_times, time_gaps
 from lightning_freescale.models.event_encoding import TIME_BUCKETS, EventEncoding
+from tests.models.interpreter import run_interpreted
 
 LENGTHS = [3, 0, 1, 4]
 TIMES = [[100, 160, 160], [], [7], [5, 4, 10**9, 2 * 10**9 + 7]]
@@ -47,3 +52,83 @@ def test_parts_that_are_off_do_not_exist() -> None:
     assert not list(EventEncoding(8, positions=0, times=False).parameters())
     assert torch.equal(EventEncoding(8, positions=0, times=False)(x, OFFSETS, TIMESTAMPS), x)
     assert [name for name, _ in EventEncoding(8, positions=0, times=True).named_parameters()] == ["time_gap.weight"]
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+# Lengths of the histories, width, positions and whether gaps are embedded. Some histories are longer than the positions.
+CASES: list[tuple[list[int], int, int, bool]] = [
+    (LENGTHS, 8, 3, True),
+    ([40, 0, 1, 17, 0], 24, 50, True),
+    ([1] * 70, 16, 4, True),
+    ([5, 90, 33], 80, 33, True),
+    ([5, 20], 12, 0, True),
+    ([5, 20], 12, 20, False),
+    ([], 8, 4, True),
+    ([0, 0], 8, 4, True),
+]
+
+
+def make_case(case: tuple[list[int], int, int, bool], device: str) -> tuple[EventEncoding, Tensor, Tensor, Tensor]:
+    """An encoding, ``x`` whose rows lie apart, offsets and timestamps: some of them equal, in disorder, or far apart."""
+    lengths, width, positions, times = case
+    torch.manual_seed(sum(lengths))
+    chance = random.Random(0)
+    stamps = [chance.choice([0, 1, 50, -7, 86_400, 10**9]) * at + 1_000 for length in lengths for at in range(length)]
+    x = torch.randn(sum(lengths), 2 * width)[:, width:]
+    encoding = EventEncoding(width, positions, times).to(device)
+    return (
+        encoding,
+        x.to(device),
+        torch.tensor([0, *lengths]).cumsum(0).to(device),
+        torch.tensor(stamps).long().to(device),
+    )
+
+
+def results(encoding: EventEncoding, x: Tensor, out: Tensor) -> list[Tensor]:
+    """The output and all gradients, on the CPU."""
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    gradients = torch.autograd.grad(out, [x, *encoding.parameters()], weight)
+    return [part.detach().cpu() for part in (out, *gradients)]
+
+
+SCRIPT = """
+import torch
+from lightning_freescale.models import event_encoding_triton as kernels
+from tests.models.test_event_encoding import CASES, make_case, results
+
+kernels.POSITION_ROWS, kernels.GAP_ROWS, kernels.COLUMNS, kernels.TILE_ELEMENTS = 8, 16, 16, 64
+for case in CASES:
+    for programs in (1, 4, 4096):
+        kernels.POSITION_PROGRAMS = kernels.GAP_PROGRAMS = programs
+        encoding, x, offsets, stamps = make_case(case, "cpu")
+        x.requires_grad_()
+        position, gap = (None if table is None else table.weight for table in (encoding.position, encoding.time_gap))
+        got = results(encoding, x, kernels.encode(x, offsets, stamps, position, gap, 3.0))
+        expected = results(encoding, x, encoding(x, offsets, stamps, scale=3.0))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        if case[0] and max(case[0]) > 1:  # the control: other times and offsets give other results
+            other = results(encoding, x, encoding(x, offsets, stamps * 3 + torch.arange(len(stamps)), scale=2.0))
+            assert not torch.allclose(got[0], other[0], rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_interpreted_kernels_equal_pytorch() -> None:
+    run_interpreted(SCRIPT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, ([700, 3, 0, 2_000, 64] * 9, 256, 1_500, True), ([9] * 3_000, 512, 16, True)])
+def test_kernels_equal_pytorch(case: tuple[list[int], int, int, bool]) -> None:
+    """Sums in float32 in another order: 1e-4 of the largest value of each result."""
+    encoding, x, offsets, stamps = make_case(case, "cuda")
+    x.requires_grad_()
+    got = results(encoding, x, encoding(x, offsets, stamps, scale=3.0))
+    again = results(encoding, x, encoding(x, offsets, stamps, scale=3.0))
+    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    encoding, x, offsets, stamps = make_case(case, "cpu")
+    expected = results(encoding, x.requires_grad_(), encoding(x, offsets, stamps, scale=3.0))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-4 * float(other.abs().max() if other.numel() else 0) + 1e-6
+        )

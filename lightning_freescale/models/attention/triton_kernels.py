@@ -34,7 +34,7 @@ _RUNTIME = [
 
 
 @triton.jit
-def _log_bucket(distance, size):
+def log_bucket(distance, size):
     """The same bucket as ``buckets.log_bucket``: the upper bits of a float32 are a logarithm."""
     code = (tl.maximum(distance, 0).to(tl.float32) + 1.0).to(tl.int32, bitcast=True) >> _SHIFT
     return tl.minimum(code - _BASE, size - 1)
@@ -42,7 +42,7 @@ def _log_bucket(distance, size):
 
 @triton.jit
 def _is_below(distance, bucket):
-    """Whether ``_log_bucket(distance) < bucket``. One comparison, without computing the bucket of each distance."""
+    """Whether ``log_bucket(distance) < bucket``. One comparison, without computing the bucket of each distance."""
     edge = ((bucket + _BASE) << _SHIFT).to(tl.float32, bitcast=True)
     return distance.to(tl.float32) + 1.0 < edge
 
@@ -54,7 +54,7 @@ def _add_bias(scores, table_ptr, distance, low, high, size):
     A block far from the diagonal spans at most two buckets: one comparison selects the bias. Otherwise the table is read.
     """
     if high > low + 1:
-        scores += tl.load(table_ptr + _log_bucket(distance, size))
+        scores += tl.load(table_ptr + log_bucket(distance, size))
     else:
         scores += tl.where(_is_below(distance, high), tl.load(table_ptr + low), tl.load(table_ptr + high))
     return scores
@@ -65,7 +65,7 @@ def _add_bias_gradient(sums, dscores, distance, low, high, size, SLOTS: tl.const
     """Add ``dscores`` to ``sums [SLOTS]`` by the bucket of each distance. All buckets lie in ``low`` to ``high``."""
     slot = tl.arange(0, SLOTS)
     if high > low + 1:
-        buckets = _log_bucket(distance, size)
+        buckets = log_bucket(distance, size)
         for bucket in range(low, high + 1):
             sums += tl.where(slot == bucket, tl.sum(tl.where(buckets == bucket, dscores, 0.0)), 0.0)
     else:
@@ -142,8 +142,8 @@ def _biased_scores(
     Returns:
         The scores, the lowest and highest bucket of the distances, the lowest and highest bucket of the elapsed times.
     """
-    near, far = _log_bucket(shortest, positions), _log_bucket(longest, positions)
-    soon, late = _log_bucket(soonest, times), _log_bucket(latest, times)
+    near, far = log_bucket(shortest, positions), log_bucket(longest, positions)
+    soon, late = log_bucket(soonest, times), log_bucket(latest, times)
     scores = tl.dot(own, tl.trans(other), input_precision=PRECISION) * alpha
     if BIASED:
         scores = _add_bias(scores, position_ptr, distance, near, far, positions)
