@@ -9,6 +9,7 @@ Modules:
 * :mod:`.sequences`: the sequences over which the layers attend.
 * :mod:`.personal_tokens` and :mod:`.personalization`: long histories as a few learned tokens, and states for serving.
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
+* :mod:`.event_encoding_triton`: the same on CUDA.
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
 * :mod:`.fused_layer`: a layer of HSTU on CUDA as one function; :mod:`.elementwise_triton`: its elementwise passes.

@@ -59,10 +59,11 @@ class EventEncoding(nn.Module):
             scale: factor of ``x``.
         """
         position, time_gap = (None if table is None else table.weight for table in (self.position, self.time_gap))
-        if x.is_cuda and x.dtype != torch.float64 and before is None and not (position is None and time_gap is None):
+        has_kernel = x.is_cuda and x.dtype != torch.float64 and (before is None or not torch.is_grad_enabled())
+        if has_kernel and not (position is None and time_gap is None):
             from lightning_freescale.models import event_encoding_triton  # Triton is installed on CUDA machines only
 
-            return event_encoding_triton.encode(x, offsets, timestamps, position, time_gap, scale)
+            return event_encoding_triton.encode(x, offsets, timestamps, position, time_gap, scale, before)
         x = x if scale == 1 else x * scale
         positions = event_positions(offsets, len(x))
         gaps = time_gaps(relative_times(timestamps, offsets), positions) if self.time_gap is not None else None

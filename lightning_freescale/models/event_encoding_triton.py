@@ -18,10 +18,10 @@ from lightning_freescale.models.attention.buckets import TIME_LIMIT
 from lightning_freescale.models.attention.triton_kernels import log_bucket
 from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
 
-TILE_ELEMENTS = 4096
+ENCODED_ELEMENTS = 4096  # of a tile
 POSITION_ROWS, POSITION_PROGRAMS = 16, 512  # positions of a tile; programs, if there are enough histories
 GAP_ROWS, GAP_PROGRAMS = 32, 128  # events of a tile; programs for a block of columns
-COLUMNS = 64  # of a tile whose gradients are summed
+SUM_COLUMNS = 64  # of a tile whose gradients are summed
 _LIMIT = tl.constexpr(TIME_LIMIT)
 
 
@@ -44,13 +44,22 @@ def _since_first(time, first):
     return tl.minimum(tl.maximum(time - first, -_LIMIT), _LIMIT - 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["x_ptr", "offsets_ptr", "timestamps_ptr", "count", "samples", "search"])
+@triton.jit(
+    do_not_specialize=[
+        *("x_ptr", "offsets_ptr", "timestamps_ptr", "events_before_ptr", "time_before_ptr"),
+        *("count", "samples", "search"),
+    ]
+)
 def _encode(
-    x_ptr, offsets_ptr, timestamps_ptr, position_ptr, gap_ptr, out_ptr, buckets_ptr,
+    x_ptr, offsets_ptr, timestamps_ptr, events_before_ptr, time_before_ptr, position_ptr, gap_ptr, out_ptr, buckets_ptr,
     x_row, count, samples, search, positions, gaps, scale,
-    POSITIONS: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BEFORE: tl.constexpr, POSITIONS: tl.constexpr, GAPS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out = x * scale + position embedding + gap embedding, for one tile of rows; and the bucket of each gap."""
+    """out = x * scale + position embedding + gap embedding, for one tile of rows; and the bucket of each gap.
+
+    With ``BEFORE``, the events of a history follow ``events_before_ptr[history]`` others, the last at ``time_before_ptr``.
+    """
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     exists, column = rows < count, cols[None, :] < D
     mask = exists[:, None] & column
@@ -59,14 +68,23 @@ def _encode(
     )
     history = _history_of(rows, offsets_ptr, samples, search)
     start = tl.load(offsets_ptr + history, mask=exists, other=0).to(tl.int32)
+    place = rows - start
+    if BEFORE:
+        skipped = tl.load(events_before_ptr + history, mask=exists, other=0).to(tl.int32)
+        continues = (place == 0) & (skipped > 0)
+        place += skipped
     if POSITIONS:
-        place = tl.minimum(rows - start, positions - 1)
+        place = tl.minimum(place, positions - 1)
         out += tl.load(position_ptr + place[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if GAPS:
         first = tl.load(timestamps_ptr + start, mask=exists, other=0)
         now = tl.load(timestamps_ptr + rows, mask=exists, other=0)
         before = tl.load(timestamps_ptr + tl.maximum(rows - 1, start), mask=exists, other=0)
-        bucket = log_bucket(_since_first(now, first) - _since_first(before, first), gaps)
+        gap = _since_first(now, first) - _since_first(before, first)
+        if BEFORE:
+            last = tl.load(time_before_ptr + history, mask=exists, other=0)
+            gap = tl.where(continues, tl.minimum(tl.maximum(now - last, 0), _LIMIT).to(tl.int32), gap)
+        bucket = log_bucket(gap, gaps)
         tl.store(buckets_ptr + rows, bucket, mask=exists)
         out += tl.load(gap_ptr + bucket[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -128,6 +146,7 @@ class _Encode(torch.autograd.Function):
         position: Tensor | None,
         gap: Tensor | None,
         scale: float,
+        before: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         ctx.scale, ctx.dtype = scale, x.dtype
         tables = [table for table in (position, gap) if table is not None]
@@ -137,12 +156,18 @@ class _Encode(torch.autograd.Function):
         buckets = torch.empty(count if gap is not None else 0, dtype=torch.int32, device=x.device)
         if count:
             cols = power_of_2(width)
-            rows = max(1, TILE_ELEMENTS // cols)
+            rows = max(1, ENCODED_ELEMENTS // cols)
             _encode[(cdiv(count, rows),)](
-                *(x, offsets, timestamps, *(tables[0] if table is None else table for table in (position, gap))),
+                *(
+                    x,
+                    offsets,
+                    timestamps,
+                    *(before or (offsets, timestamps)),
+                    *(tables[0] if table is None else table for table in (position, gap)),
+                ),
                 *(out, buckets, x.stride(0), count, samples, samples.bit_length()),
                 *(0 if position is None else position.shape[0], 0 if gap is None else gap.shape[0], scale),
-                *(position is not None, gap is not None, width, rows, cols),
+                *(before is not None, position is not None, gap is not None, width, rows, cols),
             )
         ctx.save_for_backward(offsets, buckets, position, gap)
         return out
@@ -156,14 +181,14 @@ class _Encode(torch.autograd.Function):
             dx = (grad if ctx.scale == 1 else grad * ctx.scale).to(ctx.dtype)
         dposition = _position_gradient(grad, offsets, position) if ctx.needs_input_grad[3] else None
         dgap = _gap_gradient(grad, buckets, gap) if ctx.needs_input_grad[4] else None
-        return dx, None, None, dposition, dgap, None
+        return dx, None, None, dposition, dgap, None, None
 
 
 def _position_gradient(grad: Tensor, offsets: Tensor, table: Tensor) -> Tensor:
     (positions, width), samples = table.shape, offsets.shape[0] - 1
     if not grad.shape[0]:
         return torch.zeros_like(table)
-    cols = min(COLUMNS, power_of_2(width))
+    cols = min(SUM_COLUMNS, power_of_2(width))
     tiles = cdiv(positions, POSITION_ROWS), cdiv(width, cols)
     splits = min(samples, max(1, POSITION_PROGRAMS // (tiles[0] * tiles[1])))
     shares = torch.empty(splits, positions, width, device=grad.device)
@@ -177,7 +202,7 @@ def _gap_gradient(grad: Tensor, buckets: Tensor, table: Tensor) -> Tensor:
     (gaps, width), count = table.shape, grad.shape[0]
     if not count:
         return torch.zeros_like(table)
-    cols = max(16, min(COLUMNS, power_of_2(width)))  # 16: the smallest product of matrices
+    cols = max(16, min(SUM_COLUMNS, power_of_2(width)))  # 16: the smallest product of matrices
     programs = min(GAP_PROGRAMS, cdiv(count, GAP_ROWS))
     shares = torch.empty(programs, gaps, width, device=grad.device)
     _gap_shares[(programs, cdiv(width, cols))](
@@ -187,10 +212,17 @@ def _gap_gradient(grad: Tensor, buckets: Tensor, table: Tensor) -> Tensor:
 
 
 def encode(
-    x: Tensor, offsets: Tensor, timestamps: Tensor, position: Tensor | None, gap: Tensor | None, scale: float
+    x: Tensor,
+    offsets: Tensor,
+    timestamps: Tensor,
+    position: Tensor | None,
+    gap: Tensor | None,
+    scale: float,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``x [N, D] * scale`` plus the rows of the tables ``position [P, D]`` and ``gap [T, D]``, of which one may be missing.
 
-    Other arguments as in :meth:`.event_encoding.EventEncoding.forward`.
+    Other arguments as in :meth:`.event_encoding.EventEncoding.forward`. With ``before`` there is no gradient.
     """
-    return _Encode.apply(x, offsets, timestamps, position, gap, scale)
+    assert before is None or not torch.is_grad_enabled()
+    return _Encode.apply(x, offsets, timestamps, position, gap, scale, before)

@@ -84,6 +84,12 @@ def make_case(case: tuple[list[int], int, int, bool], device: str) -> tuple[Even
     )
 
 
+def make_before(offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Events before those of the histories, none before some of them, and the time of the last one."""
+    history = torch.arange(len(offsets) - 1, device=offsets.device)
+    return history % 3 * 5, 990 - 10**6 * (history % 2)
+
+
 def results(encoding: EventEncoding, x: Tensor, out: Tensor) -> list[Tensor]:
     """The output and all gradients, on the CPU."""
     weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
@@ -94,9 +100,9 @@ def results(encoding: EventEncoding, x: Tensor, out: Tensor) -> list[Tensor]:
 SCRIPT = """
 import torch
 from lightning_freescale.models import event_encoding_triton as kernels
-from tests.models.test_event_encoding import CASES, make_case, results
+from tests.models.test_event_encoding import CASES, make_before, make_case, results
 
-kernels.POSITION_ROWS, kernels.GAP_ROWS, kernels.COLUMNS, kernels.TILE_ELEMENTS = 8, 16, 16, 64
+kernels.POSITION_ROWS, kernels.GAP_ROWS, kernels.SUM_COLUMNS, kernels.ENCODED_ELEMENTS = 8, 16, 16, 64
 for case in CASES:
     for programs in (1, 4, 4096):
         kernels.POSITION_PROGRAMS = kernels.GAP_PROGRAMS = programs
@@ -110,6 +116,10 @@ for case in CASES:
         if case[0] and max(case[0]) > 1:  # the control: other times and offsets give other results
             other = results(encoding, x, encoding(x, offsets, stamps * 3 + torch.arange(len(stamps)), scale=2.0))
             assert not torch.allclose(got[0], other[0], rtol=1e-5, atol=1e-5)
+        before = make_before(offsets)
+        with torch.no_grad():
+            got = kernels.encode(x, offsets, stamps, position, gap, 3.0, before)
+            torch.testing.assert_close(got, encoding(x, offsets, stamps, before, 3.0), rtol=1e-5, atol=1e-5)
 """
 
 
@@ -126,6 +136,8 @@ def test_kernels_equal_pytorch(case: tuple[list[int], int, int, bool]) -> None:
     got = results(encoding, x, encoding(x, offsets, stamps, scale=3.0))
     again = results(encoding, x, encoding(x, offsets, stamps, scale=3.0))
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    with torch.no_grad():
+        got.append(encoding(x, offsets, stamps, make_before(offsets), 3.0).cpu())
     encoding, x, offsets, stamps = make_case(case, "cpu")
     expected = results(encoding, x.requires_grad_(), encoding(x, offsets, stamps, scale=3.0))
     for one, other in zip(got, expected, strict=True):
