@@ -225,4 +225,6 @@ def encode(
     Other arguments as in :meth:`.event_encoding.EventEncoding.forward`. With ``before`` there is no gradient.
     """
     assert before is None or not torch.is_grad_enabled()
+    before = None if before is None else (before[0].contiguous(), before[1].contiguous())
+    offsets, timestamps = offsets.contiguous(), timestamps.contiguous()  # The kernels take them without strides.
     return _Encode.apply(x, offsets, timestamps, position, gap, scale, before)

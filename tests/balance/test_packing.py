@@ -77,6 +77,8 @@ def test_usual_batch_types() -> None:
         assert features.to_dict().keys() == expected.features.to_dict().keys()
         assert torch.equal(features.values(), expected.features.values())
         assert torch.equal(features.lengths(), expected.features.lengths())
+        # Known before the batch moves to a GPU, where the host would wait for it.
+        assert features.length_per_key_or_none() == expected.features.length_per_key()
 
 
 def test_timestamps_are_per_event_even_if_one_row_per_sample_would_fit() -> None:

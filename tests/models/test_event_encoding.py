@@ -85,9 +85,10 @@ def make_case(case: tuple[list[int], int, int, bool], device: str) -> tuple[Even
 
 
 def make_before(offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Events before those of the histories, none before some of them, and the time of the last one."""
+    """Events before those of the histories, none before some of them, and the time of the last one: a column, as in states."""
     history = torch.arange(len(offsets) - 1, device=offsets.device)
-    return history % 3 * 5, 990 - 10**6 * (history % 2)
+    times = torch.stack([history, 990 - 10**6 * (history % 2)], 1)
+    return history % 3 * 5, times[:, -1]
 
 
 def results(encoding: EventEncoding, x: Tensor, out: Tensor) -> list[Tensor]:
@@ -140,6 +141,7 @@ def test_kernels_equal_pytorch(case: tuple[list[int], int, int, bool]) -> None:
         got.append(encoding(x, offsets, stamps, make_before(offsets), 3.0).cpu())
     encoding, x, offsets, stamps = make_case(case, "cpu")
     expected = results(encoding, x.requires_grad_(), encoding(x, offsets, stamps, scale=3.0))
+    expected.append(encoding(x, offsets, stamps, make_before(offsets), 3.0).detach())
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(
             one, other, rtol=0, atol=1e-4 * float(other.abs().max() if other.numel() else 0) + 1e-6

@@ -82,6 +82,9 @@ def build_batch(
         counts = pinned(torch.from_numpy(lengths[:, own_columns].T.ravel()).to(old.lengths().dtype))
         if isinstance(old, JaggedTensor):
             return JaggedTensor(values, lengths=counts, weights=weights)
-        return KeyedJaggedTensor(old.keys(), values, weights=weights, lengths=counts, stride=len(lengths))
+        by_key = lengths[:, own_columns].sum(0).tolist()  # On a GPU TorchRec would let the host wait for these sums.
+        return KeyedJaggedTensor(
+            old.keys(), values, weights=weights, lengths=counts, stride=len(lengths), length_per_key=by_key
+        )
 
     return map_tensors(rebuild, "batch", pattern.batch)

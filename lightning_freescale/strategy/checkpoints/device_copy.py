@@ -161,8 +161,9 @@ def _copies_on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor
 
 def _same_device_copy(tensor: Tensor) -> Tensor:
     """A copy on the device of ``tensor``."""
-    strided = tensor.layout is torch.strided
-    return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)
+    if tensor.layout is not torch.strided:
+        return tensor.detach().clone()  # On CUDA a sparse tensor takes no memory format, not even that of the original.
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def device_bytes(value: Any, device: str = "cuda") -> int:
