@@ -38,6 +38,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups
+from lightning_freescale.embedding.background import Background, make_background
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.prioritized_bags import make_exchange
 from lightning_freescale.embedding.stages import (
@@ -74,8 +75,9 @@ class ScheduledModule:
         active: whether steps are prioritized at present.
     """
 
-    def __init__(self, name: str, exchange: PrioritizedEmbedding):
-        self.name, self.exchange = name, exchange
+    def __init__(self, name: str, exchange: PrioritizedEmbedding, background: Background):
+        self.name, self.exchange, self._background = name, exchange, background
+        exchange.gradients.background = background
         self.kjt_index: int | None = None
         self.synchronous_reason: str | None = None
         self.active = True
@@ -84,12 +86,14 @@ class ScheduledModule:
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
+        self._finds_collisions = False  # whether find_collisions() is due
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
+        self._background.join()
         features = args[0] if args else kwargs.get("features")
         if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
@@ -191,9 +195,17 @@ class ScheduledModule:
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
             self.exchange.send_rows(self.next, COLLISION)
             self.current, self.next, self.after_next = self.next, self.after_next, None
-            if self.next is not None:
-                self.next = self._route(self.next)
-                self.exchange.find_collisions(self.current.routed, self.next)
+            self._finds_collisions = self.next is not None
+
+    def find_collisions(self) -> None:
+        """After :meth:`after_backward`: find the collisions of the two batches to come. This reads no weight."""
+        finds, self._finds_collisions = self._finds_collisions, False
+        if finds:
+            assert isinstance(self.current, FetchingBatch)
+            assert self.next is not None
+            assert not isinstance(self.next, FetchingBatch)
+            self.next = self._route(self.next)
+            self.exchange.find_collisions(self.current.routed, self.next)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def drop(self) -> None:
@@ -218,6 +230,14 @@ class ExchangeSchedule:
     """Leads all prioritized modules through a step, in the same order on every rank.
 
     The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
+
+    Args:
+        modules: the sharded collections, by name.
+        groups: process groups for rows and gradients.
+        copies: the stream on which batches are copied to the device.
+        timeline: records the exchanges.
+        threaded: whether the host's work before the backward runs beside the backward, in a thread of its own, and the search
+            for collisions between two steps. By default, where that is possible and gains time.
     """
 
     def __init__(
@@ -226,10 +246,11 @@ class ExchangeSchedule:
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
+        threaded: bool | None = None,
     ):
-        self.modules = [
-            ScheduledModule(name, make_exchange(module, groups, copies, timeline)) for name, module in modules.items()
-        ]
+        exchanges = {name: make_exchange(module, groups, copies, timeline) for name, module in modules.items()}
+        self.background = make_background(list(exchanges.values()), groups, threaded)
+        self.modules = [ScheduledModule(name, exchange, self.background) for name, exchange in exchanges.items()]
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
         self._batch: list[KeyedJaggedTensor] = []
@@ -259,6 +280,7 @@ class ExchangeSchedule:
 
         All settings give the same training.
         """
+        self.background.join()
         for module in self.modules:
             active = module.name in names
             if module.active and not active:
@@ -281,6 +303,7 @@ class ExchangeSchedule:
             next_batch: those of the next batch; empty if the data end before it.
             after_next: those of the batch after the next one; empty if the data end before it.
         """
+        self.background.join()
         self._end_step()
         self._batch = batch
         for module in self.modules:
@@ -294,17 +317,34 @@ class ExchangeSchedule:
                     module.begin_step(*kjts)
 
     def before_backward(self) -> None:
+        self.background.join()
+        for module in self.modules:
+            module.exchange.gradients.begin_backward()
+        self.background.run(self._before_backward)
+
+    def _before_backward(self) -> None:
         for module in self.modules:
             module.before_backward()
 
     def after_backward(self) -> None:
+        self.background.join()
         for module in self.modules:
             module.after_backward()
+        self.background.run(self._find_collisions)
+
+    def _find_collisions(self) -> None:
+        for module in self.modules:
+            module.find_collisions()
+
+    def _take_late_backward(self, module: ScheduledModule) -> None:
+        """Do what is due after a backward that was not announced."""
+        module.after_backward()
+        module.find_collisions()
 
     def _end_step(self) -> None:
         """Look at the calls of the previous step. The first step shows which features each module is called with."""
         for module in self.modules:
-            module.after_backward()  # does nothing, unless the backward was not announced
+            self._take_late_backward(module)
             if module.kjt_index is None and module.synchronous_reason is None and module.calls:
                 self._learn_features(module)
             if module.synchronous_reason is not None:
@@ -328,8 +368,9 @@ class ExchangeSchedule:
 
         Ids that were inserted for later batches are taken out. The next step inserts them again.
         """
+        self.background.join()
         for module in self.modules:
-            module.after_backward()  # does nothing, unless the backward was not announced
+            self._take_late_backward(module)
             module.exchange.gradients.apply_late()
             module.exchange.undo_ahead()
             module.exchange.table_stream.join()  # the caller reads the tables on the current stream
@@ -341,6 +382,7 @@ class ExchangeSchedule:
             module.drop()
             module.exchange.table_stream.join()
             module.exchange.module.__dict__.pop("forward", None)
+        self.background.close()
 
 
 def _at(batch: Sequence[KeyedJaggedTensor], index: int) -> KeyedJaggedTensor | None:
