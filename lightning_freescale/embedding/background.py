@@ -33,35 +33,29 @@ class Background:
 
     def __init__(self, device: torch.device, threaded: bool = False):
         self._device, self.threaded = device, threaded
-        self._given: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done = threading.Event()
-        self._done.set()
+        self._given: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Stream | None, threading.Event] | None]
+        self._given = queue.SimpleQueue()
+        self._last: threading.Event | None = None  # set when the work that was given last is done
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], None]) -> None:
-        """Start ``work``, after the work that was given before. The caller must not touch what it uses until :meth:`join`."""
+        """Start ``work`` after the work that was given before. The caller must not touch what it uses until :meth:`join`."""
         if not self.threaded:
             work()
             return
-        self.join()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
             self._thread.start()
-        stream = current_stream(self._device)
-
-        def on_stream() -> None:
-            with selected(stream):
-                work()
-
-        self._done.clear()
-        self._given.put(on_stream)
+        self._last = threading.Event()
+        self._given.put((work, current_stream(self._device), self._last))
 
     def join(self) -> None:
-        """Wait until the work is done. Raise its error, if it has failed."""
-        if (self._done.is_set() and self._error is None) or threading.current_thread() is self._thread:
+        """Wait until all work is done. Raise the error of the first work that failed. The work after it is left out."""
+        if self._last is None or threading.current_thread() is self._thread:
             return
-        self._done.wait()
+        self._last.wait()
+        self._last = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -76,13 +70,16 @@ class Background:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while (work := self._given.get()) is not None:
+        while (given := self._given.get()) is not None:
+            work, stream, done = given
             try:
-                work()
+                if self._error is None:
+                    with selected(stream):
+                        work()
             except BaseException as error:
                 self._error = error
             finally:
-                self._done.set()
+                done.set()
 
 
 def make_background(

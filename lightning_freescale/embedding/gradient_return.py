@@ -151,7 +151,7 @@ class GradientReturn:
     def begin_forward(self) -> None:
         """In the forward of the next step, when its rows have been joined."""
         self._pacer.forward_starts()
-        self.send_late()
+        self.background.run(self.send_late)
 
     def send_late(self) -> None:
         """Send the gradients of the previous step's exclusive rows, unless they have been sent."""

@@ -29,6 +29,7 @@ reached the host when it needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,20 +94,21 @@ class ScheduledModule:
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
-        self._background.join()
         features = args[0] if args else kwargs.get("features")
         if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
             if self.kjt_index is not None and self.active:
                 reason = self._reason_against(features)
-                if reason is None:
+                if reason is None:  # request() may still run in the background: it uses nothing that the forward uses
                     self.exchange.redo_ahead()
                     assert isinstance(self.current, FetchingBatch)
                     self.current, output = self.exchange.join(self.current)
                     self.exchange.gradients.begin_forward()
                     return output
                 self.stay_synchronous(reason)
+            self._background.join()
             self.exchange.forget_ahead()
+        self._background.join()
         self.exchange.gradients.apply_late()
         self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
@@ -146,7 +148,10 @@ class ScheduledModule:
         if after_next_kjt is None:
             self.after_next = None
         elif self.after_next is None or self.after_next.kjt is not after_next_kjt:
-            self.after_next = exchange.request(after_next_kjt)
+            self._background.run(partial(self._request_after_next, after_next_kjt))
+
+    def _request_after_next(self, kjt: KeyedJaggedTensor) -> None:
+        self.after_next = self.exchange.request(kjt)
 
     def before_backward(self) -> None:
         self.exchange.gradients.apply_late()
@@ -236,8 +241,8 @@ class ExchangeSchedule:
         groups: process groups for rows and gradients.
         copies: the stream on which batches are copied to the device.
         timeline: records the exchanges.
-        threaded: whether the host's work before the backward runs beside the backward, in a thread of its own, and the search
-            for collisions between two steps. By default, where that is possible and gains time.
+        threaded: whether a thread of its own does the host's work before the backward, beside the backward, and other work that
+            nothing waits for at once. By default, where that is possible and gains time.
     """
 
     def __init__(
