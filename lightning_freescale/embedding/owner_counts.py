@@ -15,6 +15,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
@@ -23,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.embedding.id_exchange import RowWiseIds
 from lightning_freescale.embedding.stages import contents_version
 
+COMPARED_RANKS = 8  # up to here a comparison for each rank takes less time than a division
 _ATTRIBUTE = "_freescale_owner_counts"
 # Set for tables with buckets. The name depends on the release of TorchRec.
 _ROW_POSITIONS = ("zch_bucketize_row_pos", "kvzch_bucketize_row_pos")
@@ -56,8 +58,16 @@ def count(host: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> tuple
     for name, (start, end) in zip(host.keys(), pairwise(host.offset_per_key()), strict=True):
         if name in rows:
             blocks[name] = -(-rows[name] // ranks)
-            counts[name] = np.bincount(values[start:end] // blocks[name], minlength=ranks).tolist()
+            counts[name] = _by_owner(values[start:end], blocks[name], ranks)
     return counts, blocks
+
+
+def _by_owner(ids: NDArray[np.integer[Any]], block: int, ranks: int) -> list[int]:
+    """How many of ``ids`` lie in each of ``ranks`` blocks of rows."""
+    if ranks > COMPARED_RANKS:
+        return np.bincount(ids // block, minlength=ranks).tolist()
+    at_least = [len(ids), *(int(np.count_nonzero(ids >= owner * block)) for owner in range(1, ranks)), 0]
+    return [here - beyond for here, beyond in pairwise(at_least)]
 
 
 def attach(host: KeyedJaggedTensor, moved: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> None:

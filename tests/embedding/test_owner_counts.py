@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -84,3 +85,16 @@ def test_counts_by_owner() -> None:
     assert counts == {"x": [2, 0, 1], "y": [0, 1, 2]}
     assert blocks == {"x": 4, "y": 2}
     assert owner_counts.count(kjt, {"y": 5}, 1)[0] == {"y": [3]}
+
+
+def test_comparisons_count_what_divisions_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(0, 103, (500,), generator=torch.Generator().manual_seed(0))
+    kjt = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([200, 0, 300, 0]))
+    for ranks in (1, 2, 3, 7, 8, 9, 40):
+        found = []
+        for compared in (0, 100):
+            monkeypatch.setattr(owner_counts, "COMPARED_RANKS", compared)
+            found.append(owner_counts.count(kjt, {"a": 103, "b": 103}, ranks)[0])
+        assert found[0] == found[1]
+        assert sum(found[0]["b"]) == 300
+        assert all(len(counts) == ranks for counts in found[1].values())
