@@ -42,6 +42,7 @@ Files:
     wire.py             the type of rows and gradients while they travel
     distinct_ids.py     ``dedup``: each distinct row travels once
     local_tables.py     the rows that this rank owns: read and update
+    row_update.py       the update of rows without FBGEMM's look-up before it
     collisions.py       finds the collisions of two batches, and divides a batch by them
     gradient_return.py  the way of a gradient from autograd to the table
     prioritized.py      the operations on one module, from ids to output

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.embedding.row_update import RowUpdate
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
 
 CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING
@@ -32,15 +33,15 @@ class LocalTables:
         self.num_rows: list[int] = []
         self._first_key: list[Tensor] = []  # [T] by group: number of the first row of each feature's table
         self._weights: list[list[Tensor]] = []  # [rows, D] by group: the table of each feature
-        # By group: the table ``[rows, D]`` of all features if they use the same one, and the kernel if there is only one.
+        # By group: the table ``[rows, D]`` of all features if they use the same one.
         self._only_table: list[Tensor | None] = []
-        self._only_kernel: list[nn.Module | None] = []
+        # By group: the update without a look-up, if the group has one kernel and no cache.
+        self._row_updates: list[RowUpdate | None] = []
         # By group: whether some rows lie in a cache. The tables in host memory then hold old values of them.
         self.cached: list[bool] = []
         for lookup in module._lookups:
             first_key, rows, weights = [], 0, []
             kernels = kernels_in(lookup)
-            self._only_kernel.append(kernels[0] if len(kernels) == 1 else None)
             for config, kernel in zip(lookup.grouped_configs, kernels, strict=True):
                 for table, weight in zip(config.embedding_tables, kernel.split_embedding_weights(), strict=True):
                     first_key += [rows] * len(table.feature_names)  # the features of one table share its rows
@@ -50,6 +51,7 @@ class LocalTables:
             self._only_table.append(weights[0] if weights and all(table is weights[0] for table in weights) else None)
             configs = [table for config in lookup.grouped_configs for table in config.embedding_tables]
             self.cached.append(any(table.compute_kernel == CACHING for table in configs))
+            self._row_updates.append(None if self.cached[-1] or len(kernels) != 1 else RowUpdate(kernels[0]))
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
             self.num_rows.append(rows)
 
@@ -97,12 +99,12 @@ class LocalTables:
             gradient: ``[n, D]`` in lookup order.
             settings: learning rates and step count must be those of the gradient's own step. The caller sets the rates.
         """
+        update = self._row_updates[group]
+        if update is not None:
+            update(features.values(), features.offsets(), gradient, settings.step)
+            return
         self.optimizer.count_next_lookup_as(settings.step)
-        kernel = self._only_kernel[group]
         with torch.enable_grad():
-            if kernel is None:
-                rows = self.module._lookups[group](features).view(-1, self.dims[group])
-            else:  # what the lookup calls for a single kernel; its own work is about a fifth of the call
-                rows = kernel(indices=features.values(), offsets=features.offsets())
+            rows = self.module._lookups[group](features).view(-1, self.dims[group])
         with torch.autograd.set_multithreading_enabled(False):  # saves a switch of threads
             rows.backward(gradient)  # the fused optimizer runs in here

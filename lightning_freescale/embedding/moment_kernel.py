@@ -103,6 +103,23 @@ class MomentKernel(SplitTableBatchedEmbeddingBagsCodegen):
         anchor = self.placeholder_autograd_tensor
         return _UpdateRows.apply(anchor, self, indices, offsets, per_sample_weights, settings, output)
 
+    @property
+    def updates_rows(self) -> bool:
+        """Whether the update is our own."""
+        return self._own is not None
+
+    def update_rows(self, indices: Tensor, offsets: Tensor, gradient: Tensor, step: int) -> None:
+        """The update alone, as the backward of a look-up makes it in training step number ``step``."""
+        settings = _StepSettings(self.get_learning_rate(), step)
+        self.update(self.tables_of(indices, offsets, None), self.clipped(gradient), settings)
+
+    def clipped(self, gradient: Tensor) -> Tensor:
+        """The gradient as the update takes it: float32, contiguous, and within the limit of the options."""
+        gradient, options = gradient.float(), self.optimizer_args
+        if options.gradient_clipping:
+            gradient = gradient.clamp(-options.max_gradient, options.max_gradient)
+        return gradient.contiguous()
+
     def tables_of(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> list[_TableLookup]:
         """What a look-up reads, table by table."""
         if not indices.numel():
@@ -205,11 +222,7 @@ class _UpdateRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernel, (indices, offsets, weights) = ctx.kernel, ctx.lookup
-        gradient = gradients[0].float()
-        if kernel.optimizer_args.gradient_clipping:
-            limit = kernel.optimizer_args.max_gradient
-            gradient = gradient.clamp(-limit, limit)
-        gradient = gradient.contiguous()
+        gradient = kernel.clipped(gradients[0])
         lookups = kernel.tables_of(indices, offsets, weights)
         of_weights = kernel.weight_gradients(lookups, gradient, weights) if ctx.needs_input_grad[4] else None
         kernel.update(lookups, gradient, ctx.settings)
