@@ -29,7 +29,7 @@ from lightning_freescale.runtime.log import log_once
 
 OPERATOR = ("split_embedding_nobag_backward_codegen_", "_unweighted_pt2_wrapper")  # how its name begins and ends
 # Arguments that differ from update to update.
-VARIABLE = ("grad_output", "indices", "offsets", "learning_rate_tensor", "iter")
+SET_EACH_TIME = ("grad_output", "indices", "offsets", "learning_rate_tensor", "iter")
 # Numbers that stay the same until ``optimizer_args`` of the kernel is replaced.
 FIXED = (
     "D", "total_hash_size_bits", "BT_block_size", "max_segment_length_per_warp", "stochastic_rounding", "info_B_num_bits",
@@ -132,11 +132,11 @@ class _RepeatedCall:
         schema = self._operator._schema.arguments
         given = [*recorded, *(argument.default_value for argument in schema[len(recorded) :])]
         places = {argument.name: place for place, argument in enumerate(schema)}
-        missing = [name for name in VARIABLE[:-1] if name not in places]  # not every optimizer counts steps
+        missing = [name for name in SET_EACH_TIME[:-1] if name not in places]  # not every optimizer counts steps
         if missing:
             raise CannotRepeat(f"{self._operator.name()} has no argument {', '.join(missing)}")
-        self._gradient, self._ids, self._offsets, self._rate = (places[name] for name in VARIABLE[:-1])
-        self._step = places.get(VARIABLE[-1])
+        self._gradient, self._ids, self._offsets, self._rate = (places[name] for name in SET_EACH_TIME[:-1])
+        self._step = places.get(SET_EACH_TIME[-1])
         self._id_type = given[self._ids].dtype
         self._options = kernel.optimizer_args
         self._limit: float | None = self._options.max_gradient if self._options.gradient_clipping else None
@@ -145,7 +145,8 @@ class _RepeatedCall:
             raise CannotRepeat("FBGEMM changes the gradient first")
         self._held: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors of the kernel, and where it keeps them
         self._arguments = [
-            None if name in VARIABLE else self._constant(name, value) for name, value in zip(places, given, strict=True)
+            None if name in SET_EACH_TIME else self._constant(name, value)
+            for name, value in zip(places, given, strict=True)
         ]
 
     def _constant(self, name: str, value: Any) -> Any:

@@ -147,8 +147,8 @@ def _other_operator(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _other_learning_rate(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["rate_of_a_later_release" if name == "learning_rate_tensor" else name for name in row_update.VARIABLE]
-    monkeypatch.setattr(row_update, "VARIABLE", tuple(names))
+    names = ["rate_of_a_later_release" if name == "learning_rate_tensor" else name for name in row_update.SET_EACH_TIME]
+    monkeypatch.setattr(row_update, "SET_EACH_TIME", tuple(names))
 
 
 def _hook(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
