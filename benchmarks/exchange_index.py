@@ -137,7 +137,8 @@ def _divide_with_operators(rank: RankInCluster, request: Requests, collides: Ten
     on_host = Readback(counts)
     orders = split_orders(collides, received, request.owner_wire_order, request.requester_wire_order, offsets)
     values, lengths = request.features.values()[orders.lookup], request.features.lengths() - orders.collisions
-    owned = sum(on_host.wait()[: rank.ranks].tolist())
+    sizes = on_host.wait()
+    owned, requested = sum(sizes[: rank.ranks].tolist()), sum(sizes[-rank.ranks :].tolist())
     parts = orders.wire[:owned], orders.wire[owned:]
     assert request.batch_position is not None
     batch_position = request.batch_position[orders.request]
@@ -145,11 +146,11 @@ def _divide_with_operators(rank: RankInCluster, request: Requests, collides: Ten
         inverse_permutation(part)
     ids = [values[:owned][parts[0]], values[owned:][parts[1]]]
     return [
-        values,
-        orders.wire,
+        *(values[:owned], values[owned:]),
+        *parts,
         *ids,
-        orders.request,
-        batch_position,
+        *(orders.request[:requested], orders.request[requested:]),
+        *(batch_position[:requested], batch_position[requested:]),
         inverse_permutation(batch_position),
         lengths,
         counts,
@@ -175,12 +176,12 @@ def with_fused(rank: RankInCluster, index: FusedIndex) -> list[Tensor]:
     marks, _ = index.mark(requests[0], requests[1], bounds)
     marks[len(marks) - len(rank.received) :] = rank.received
     pair = index.count(requests[0], requests[1], marks, bounds)
-    found = []
+    found: list[Tensor] = []
     for number, request in enumerate(requests):
         rows = index.divide(request, FusedMarks(lambda: pair, second=number == 1))
-        owned = sum(rows.by_requester)
-        found += [rows.values, rows.wire_order, rows.wire_ids[:owned], rows.wire_ids[owned:], rows.request_order]
-        found += [rows.batch_position, rows.batch_order, rows.lengths[1], pair.counts[number]]
+        for parts in (rows.values, rows.wire_order, rows.wire_ids, rows.request_order, rows.batch_position):
+            found += parts
+        found += [rows.batch_order, rows.lengths[1], pair.counts[number]]
     return found
 
 

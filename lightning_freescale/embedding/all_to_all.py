@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline, TrackedTransfer
 from lightning_freescale.embedding.wire import to_wire
+from lightning_freescale.transport import direct_calls
 
 
 class RowKind(StrEnum):
@@ -77,11 +78,12 @@ def start(
     """
     wire = wire or source.dtype
     own = send[group.rank()]
-    sent = to_wire(source.index_select(0, order[: len(order) - own]), wire)
+    order, kept = _divide(order, own)
+    sent = to_wire(source.index_select(0, order), wire)
     received = source.new_empty((sum(receive), *source.shape[1:]), dtype=wire) if into is None else into
-    pending = start_packed(sent, received, send, receive, group, timeline, kind)
+    from_others, from_self = _divide(received, own)
+    pending = _start(sent, received, from_others, send, receive, group, timeline, kind)
     if own:  # copied while the other rows travel; rounded like them, so that a result does not depend on the owner
-        kept, from_self = order[len(order) - own :], received[len(received) - own :]
         if wire == source.dtype:
             torch.index_select(source, 0, kept, out=from_self)
         else:
@@ -105,8 +107,30 @@ def start_packed(
         received: ``[sum(receive), ...]`` receive buffer, with this rank's own rows at its end.
         send, receive, group, timeline, kind: as for :func:`start`.
     """
+    from_others, _ = _divide(received, receive[group.rank()])
+    return _start(sent, received, from_others, send, receive, group, timeline, kind)
+
+
+def _divide(rows: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """The rows of other ranks, and this rank's own rows at the end. Both are all rows if there are none of its own."""
+    if not own:
+        return rows, rows
+    of_others, of_self = rows.split_with_sizes((rows.size(0) - own, own))
+    return of_others, of_self
+
+
+def _start(
+    sent: Tensor,
+    received: Tensor,
+    from_others: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    timeline: Timeline,
+    kind: Kind,
+) -> PendingAllToAll:
     rank = group.rank()
-    from_others = received[: len(received) - receive[rank]]
-    counts = [[0 if peer == rank else rows for peer, rows in enumerate(side)] for side in (receive, send)]
-    work = dist.all_to_all_single(from_others, sent, counts[0], counts[1], group=group, async_op=True)
+    send, receive = send.copy(), receive.copy()
+    send[rank] = receive[rank] = 0
+    work = direct_calls.start_all_to_all(from_others, sent, receive, send, group)
     return PendingAllToAll(work, received, sent, timeline.transfer(kind, work, sent.nbytes))

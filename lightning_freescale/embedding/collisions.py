@@ -128,9 +128,10 @@ class CollisionFinder:
         """Send the marks of two batches to the requesters. The result waits for those of other ranks, and counts all."""
         bounds = index.bounds(a, b)
         marks, sent = index.mark(a, b, bounds)
+        received_from = a.row_keys.numel() + b.row_keys.numel()
         transfer = all_to_all.start_packed(
             sent,
-            marks[len(a.row_keys) + len(b.row_keys) :],
+            marks.narrow(0, received_from, marks.numel() - received_from),
             _plus(a.by_requester, b.by_requester),
             _plus(a.by_owner, b.by_owner),
             self._group,
@@ -203,7 +204,6 @@ class CollisionFinder:
 
     def _divide_fused(self, index: FusedIndex, requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
         features, rows = requests.features, index.divide(requests, marks)
-        owned, requested = sum(rows.by_requester), sum(rows.by_owner)  # number of collision rows
         collisions = rows.by_requester, rows.by_feature, rows.by_owner
         exclusives = (
             _minus(requests.by_requester, rows.by_requester),
@@ -211,26 +211,20 @@ class CollisionFinder:
             _minus(requests.by_owner, rows.by_owner),
         )
 
-        at_owner = rows.values, rows.wire_ids, rows.wire_position, rows.wire_order
-        at_requester = rows.batch_position, rows.request_order
-        parts = [
-            *(array.split_with_sizes((owned, array.numel() - owned)) for array in at_owner),
-            *(array.split_with_sizes((requested, array.numel() - requested)) for array in at_requester),
-        ]
-
         def part(number: int, counts: tuple[list[int], ...]) -> RowSet:
-            values, wire_ids, wire_position, wire_order, batch_position, request_order = (two[number] for two in parts)
             by_requester, by_feature, by_owner = counts
             kjt = KeyedJaggedTensor(
                 features.keys(),
-                values,
+                rows.values[number],
                 lengths=rows.lengths[number],
                 offsets=rows.offsets[number],
                 stride=features.stride(),
                 length_per_key=by_feature,
             )
-            known = KnownPlaces(wire_ids, wire_position, batch_position, rows.batch_order)
-            return RowSet(kjt, wire_order, by_requester, request_order, by_owner, known)
+            known = KnownPlaces(
+                rows.wire_ids[number], rows.wire_position[number], rows.batch_position[number], rows.batch_order
+            )
+            return RowSet(kjt, rows.wire_order[number], by_requester, rows.request_order[number], by_owner, known)
 
         return {COLLISION: part(0, collisions), EXCLUSIVE: part(1, exclusives)}
 

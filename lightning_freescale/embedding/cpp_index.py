@@ -10,9 +10,15 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import _C
-from lightning_freescale.embedding.fused_index import PLACES_A, PLACES_B, FusedIndex
-from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds, Segments
-from lightning_freescale.runtime.streams import Readback
+from lightning_freescale.embedding.fused_index import PLACES_A, PLACES_B, FusedIndex, PlacesInBounds
+from lightning_freescale.embedding.index_results import (
+    DividedIds,
+    FusedMarks,
+    PairOfBatches,
+    PlacedIds,
+    RankBounds,
+    Segments,
+)
 
 if TYPE_CHECKING:
     from lightning_freescale.embedding.stages import Requests
@@ -61,26 +67,27 @@ class CppIndex(FusedIndex):
             kept_from,
         )
 
-    def count(self, a: Requests, b: Requests, marks: Tensor, bounds: Tensor) -> PairOfBatches:
+    def count(self, a: Requests, b: Requests, marks: Tensor, bounds: RankBounds) -> PairOfBatches:
         owned = a.row_keys.numel(), b.row_keys.numel()
-        counts, rows, all_marks, features = [], bounds.numpy(), marks.numpy(), self._first_key.numel()
-        for batch, first, places in ((a, 0, PLACES_A), (b, owned[0], PLACES_B)):
+        rows, all_marks, features = bounds.table.numpy(), marks.numpy(), self._num_features
+
+        def counts(batch: Requests, first: int, places: PlacesInBounds) -> Tensor:
             assert batch.segments is not None
             _, start, end, shift = (rows[place] for place in places)
             lookup = batch.segments.lookup.numpy()
-            counts.append(
+            return torch.from_numpy(
                 _C.exchange_count(all_marks, first, sum(owned), lookup, start, end, shift, features, self._rank)
             )
-        found = torch.from_numpy(np.stack(counts))
-        return PairOfBatches(marks, bounds, found, Readback(found), owned, ())
+
+        return PairOfBatches(marks, bounds, (counts(a, 0, PLACES_A), counts(b, owned[0], PLACES_B)), owned)
 
     def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
         assert requests.segments is not None
         pair, which, unbucketize = marks.pair(), int(marks.second), requests.request_position
-        rows = pair.bounds.numpy()
+        rows = pair.bounds.table.numpy()
         _, start, end, shift = (rows[place] for place in (PLACES_B if marks.second else PLACES_A))
         counts = pair.counts[which]
-        arrays = _C.exchange_divide(
+        *arrays, batch_order, offsets, lengths = _C.exchange_divide(
             pair.marks.numpy(),
             which * pair.owned[0],
             sum(pair.owned),
@@ -92,10 +99,20 @@ class CppIndex(FusedIndex):
             start,
             end,
             shift,
-            len(self._first_key),
+            self._num_features,
             self._rank,
         )
-        return self._divided([torch.from_numpy(array) for array in arrays], counts.tolist())
+        parts = self._parts(counts.tolist())
+        owned, requested = sum(parts[0]), sum(parts[3])  # number of collision rows
+        firsts = (owned,) * 4 + (requested,) * 2 + (offsets.size // 2, lengths.size // 2)
+        pairs = [_parts_of(array, first) for array, first in zip((*arrays, offsets, lengths), firsts, strict=True)]
+        return self._divided(pairs, torch.from_numpy(batch_order), parts)
+
+
+def _parts_of(array: Any, first: int) -> tuple[Tensor, Tensor]:
+    """The first elements of the array, and the others."""
+    flat = array.reshape(-1)
+    return torch.from_numpy(flat[:first]), torch.from_numpy(flat[first:])
 
 
 def _ints(tensor: Tensor) -> Any:

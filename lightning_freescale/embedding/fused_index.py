@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds
+from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds, RankBounds
 from lightning_freescale.runtime.streams import int64_on_device
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ BOUNDS = (
     "receive_start_a", "receive_end_a", "receive_start_b", "receive_end_b",
     "request_start_a", "request_start_b",
 )  # fmt: skip
+SEND_END_A, SEND_START_B = BOUNDS.index("send_end_a"), BOUNDS.index("send_start_b")
 
 
 class FusedIndex(ABC):
@@ -44,7 +45,7 @@ class FusedIndex(ABC):
 
     def __init__(self, num_rows: int, first_key: Tensor, rank: int, world_size: int):
         self._first_key, self._rank, self._world_size = first_key, rank, world_size
-        self._device = first_key.device
+        self._device, self._num_features = first_key.device, first_key.numel()
         self._stamps = torch.zeros(max(1, num_rows), dtype=torch.uint8, device=self._device)
         self._stamp = 0
         self._stamped: Tensor | None = None  # row keys of the batch whose rows have the last stamp
@@ -63,30 +64,32 @@ class FusedIndex(ABC):
             unbucketize: ``[m]`` position in request order of each id of the batch; None if both orders are the same.
         """
 
-    def bounds(self, a: Requests, b: Requests) -> Tensor:
+    def bounds(self, a: Requests, b: Requests) -> RankBounds:
         """``[len(BOUNDS), W]`` int64: the places of each rank in the wire orders and request orders of two batches."""
         counts = np.array([a.by_requester, b.by_requester, a.by_owner, b.by_owner])
         host = torch.empty((len(BOUNDS), self._world_size), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         table = host.numpy()
         _wire_bounds(counts, self._rank, table[0:8:2], table[1:8:2])  # starts and ends of each of the four take turns
         np.subtract(counts[2:].cumsum(1), counts[2:], out=table[8:])
-        return host.to(self._device, non_blocking=True)
+        moved = host.to(self._device, non_blocking=True)
+        return RankBounds(moved, moved.unbind())
 
-    def mark(self, a: Requests, b: Requests, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    def mark(self, a: Requests, b: Requests, bounds: RankBounds) -> tuple[Tensor, Tensor]:
         """Find the rows that two consecutive batches share.
 
         Returns:
             ``[n_a + n_b + m_a + m_b]`` uint8, of which the marks of other ranks are to be received, and the marks to send to
             other ranks.
         """
-        owned = len(a.row_keys), len(b.row_keys)
+        owned = a.row_keys.numel() + b.row_keys.numel()
         own = a.by_requester[self._rank] + b.by_requester[self._rank]
-        marks = torch.empty(sum(owned) + sum(a.by_owner) + sum(b.by_owner), dtype=torch.uint8, device=self._device)
-        sent = torch.empty(sum(owned) - own, dtype=torch.uint8, device=self._device)
-        kept_from, stamp = len(marks) - own, self._stamp_of(a.row_keys)
-        self._look(b, marks, sent, bounds[BOUNDS.index("send_end_a")], owned[0], stamp, kept_from)
+        total = owned + sum(a.by_owner) + sum(b.by_owner)
+        marks = torch.empty(total, dtype=torch.uint8, device=self._device)
+        sent = torch.empty(owned - own, dtype=torch.uint8, device=self._device)
+        kept_from, stamp = total - own, self._stamp_of(a.row_keys)
+        self._look(b, marks, sent, bounds.rows[SEND_END_A], a.row_keys.numel(), stamp, kept_from)
         self._write(b.row_keys)
-        self._look(a, marks, sent, bounds[BOUNDS.index("send_start_b")], 0, self._stamp, kept_from)
+        self._look(a, marks, sent, bounds.rows[SEND_START_B], 0, self._stamp, kept_from)
         return marks, sent
 
     def _stamp_of(self, keys: Tensor) -> int:
@@ -100,7 +103,7 @@ class FusedIndex(ABC):
 
     def _write(self, keys: Tensor) -> None:
         self._stamp, self._stamped = self._stamp + 1, keys
-        if len(keys):
+        if keys.numel():
             self._note(keys, self._stamp)
 
     @abstractmethod
@@ -120,20 +123,25 @@ class FusedIndex(ABC):
         """
 
     @abstractmethod
-    def count(self, a: Requests, b: Requests, marks: Tensor, bounds: Tensor) -> PairOfBatches:
+    def count(self, a: Requests, b: Requests, marks: Tensor, bounds: RankBounds) -> PairOfBatches:
         """When all marks are there: count them, and start to copy the sizes of all parts to the host."""
 
     @abstractmethod
     def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
         """Divide a batch into collision rows and exclusive rows."""
 
-    def _divided(self, arrays: Sequence[Tensor], counts: list[int]) -> DividedIds:
-        """The result of :meth:`divide`: nine arrays in the order of its fields, and this batch's row of the counts."""
-        values, wire_order, wire_position, wire_ids, request_order, batch_position, batch_order, *jagged = arrays
-        offsets, lengths = (part.view(2, -1).unbind() for part in jagged)
-        ranks, features = self._world_size, len(self._first_key)
-        starts = list(accumulate((ranks, features, features, ranks), initial=0))
-        by_requester, by_feature, all_by_feature, by_owner = (counts[a:b] for a, b in pairwise(starts))
+    def _parts(self, counts: list[int]) -> list[list[int]]:
+        """The counts of a batch in the order of ``index.split_counts``: by requester, by feature (twice), by owner."""
+        ranks, features = self._world_size, self._num_features
+        starts = accumulate((ranks, features, features, ranks), initial=0)
+        return [counts[start:end] for start, end in pairwise(starts)]
+
+    def _divided(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], batch_order: Tensor, counts: Sequence[list[int]]
+    ) -> DividedIds:
+        """The result of :meth:`divide`: all pairs of arrays in the order of its fields, and what :meth:`_parts` returns."""
+        values, wire_order, wire_position, wire_ids, request_order, batch_position, offsets, lengths = pairs
+        by_requester, by_feature, all_by_feature, by_owner = counts
         return DividedIds(
             values,
             wire_order,
@@ -142,12 +150,12 @@ class FusedIndex(ABC):
             request_order,
             batch_position,
             batch_order,
-            offsets=(offsets[0], offsets[1]),
-            lengths=(lengths[0], lengths[1]),
-            by_requester=by_requester,
-            by_feature=by_feature,
-            all_by_feature=all_by_feature,
-            by_owner=by_owner,
+            offsets,
+            lengths,
+            by_requester,
+            by_feature,
+            all_by_feature,
+            by_owner,
         )
 
     def _bounds_of(self, samples: list[int]) -> Tensor:

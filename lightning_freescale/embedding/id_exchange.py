@@ -21,6 +21,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.runtime.streams import int64_on_device
+from lightning_freescale.transport import direct_calls
 
 KEPT_ORDERS = 16  # batch sizes that vary from step to step are not worth keeping
 
@@ -87,7 +88,7 @@ class SizesOfIds(_DirectWait, Awaitable[KJTAllToAllTensorsAwaitable]):
         by_rank = zip(*self._splits, [samples] * ids.world_size, strict=True)
         self._sent = int64_on_device([size for sizes in by_rank for size in sizes], divided.values().device)
         self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=ids.group, async_op=True)
+        self._work = direct_calls.start_all_to_all(self._received, self._sent, [], [], ids.group)
 
     def _wait_impl(self) -> ArrivingIds:
         self._work.wait()
@@ -122,7 +123,7 @@ class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
         self._kept = tensors  # must stay alive until the transfers are complete
         self._arriving = [tensor.new_empty(sum(sizes)) for tensor, sizes in zip(tensors, received, strict=True)]
         self._works = [
-            dist.all_to_all_single(into, tensor, output, input, group=ids.group, async_op=True)
+            direct_calls.start_all_to_all(into, tensor, output, input, ids.group)
             for into, tensor, output, input in zip(self._arriving, tensors, received, sent, strict=True)
         ]
 

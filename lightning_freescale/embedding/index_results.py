@@ -28,18 +28,27 @@ class PlacedIds(NamedTuple):
     segments: Segments
 
 
+class RankBounds(NamedTuple):
+    """The places of each rank in the orders of two batches."""
+
+    table: Tensor  # [len(BOUNDS), W] int64, see fused_index.py
+    rows: tuple[Tensor, ...]  # the rows of ``table``. One call makes all of them.
+
+
 class PairOfBatches(NamedTuple):
     """The marks of two consecutive batches, and what follows from them."""
 
     marks: Tensor  # [n_a + n_b + m_a + m_b] uint8: those of both batches in lookup order, and those received
-    bounds: Tensor  # [len(BOUNDS), W] int64, see fused_index.py
-    counts: Tensor  # [2, 2 W + 2 T] int64: for each batch, see index.split_counts
-    on_host: Readback  # of ``counts``
+    bounds: RankBounds
+    counts: tuple[Tensor, Tensor]  # [2 W + 2 T] int64: for each batch, see index.split_counts
     owned: tuple[int, int]  # n_a, n_b
-    details: tuple[Tensor, ...]  # what the implementation keeps for itself
+    on_host: Readback | None = None  # ``counts`` of both batches one after the other, if they are not on the host
+    prefix: Tensor | None = None  # sums of the marks, on CUDA
+    starts: tuple[Tensor, Tensor] | None = None  # where the parts of each batch begin, on CUDA
 
-    def tensors(self) -> list[Tensor]:
-        return [self.marks, self.bounds, self.counts, *self.details]
+    def tensors(self) -> list[Tensor | None]:
+        """One tensor of each allocation."""
+        return [self.marks, self.bounds.table, self.counts[0], self.prefix]
 
 
 class FusedMarks(NamedTuple):
@@ -51,16 +60,19 @@ class FusedMarks(NamedTuple):
 
 @dataclass(frozen=True)
 class DividedIds:
-    """The rows of a batch, the collision rows first. ``divide_batch`` in ``index_triton.py`` explains each array."""
+    """The rows of a batch: of each pair of arrays, the first is about the collision rows, the second about the exclusive rows.
 
-    values: Tensor
-    wire_order: Tensor
-    wire_position: Tensor
-    wire_ids: Tensor
-    request_order: Tensor
-    batch_position: Tensor
+    ``divide_batch`` in ``index_triton.py`` explains each array.
+    """
+
+    values: tuple[Tensor, Tensor]
+    wire_order: tuple[Tensor, Tensor]
+    wire_position: tuple[Tensor, Tensor]
+    wire_ids: tuple[Tensor, Tensor]
+    request_order: tuple[Tensor, Tensor]
+    batch_position: tuple[Tensor, Tensor]
     batch_order: Tensor
-    offsets: tuple[Tensor, Tensor]  # of the collision rows, of the exclusive rows: [T * B + 1]
+    offsets: tuple[Tensor, Tensor]  # [T * B + 1]
     lengths: tuple[Tensor, Tensor]
     by_requester: list[int]  # [W] collision rows
     by_feature: list[int]

@@ -48,17 +48,16 @@ class Requests:
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
         features = self.features
-        return [
+        found = [
             features.values(),
             features.weights_or_none(),
             features.lengths(),
             features.offsets(),
-            self.owner_wire_order,
-            self.requester_wire_order,
             self.request_position,
-            self.batch_position,
-            *(self.segments or ()),
         ]
+        if self.segments is not None:  # on CUDA, fused index work puts the other arrays into the same allocation
+            return [*found, self.segments.lookup]
+        return [*found, self.owner_wire_order, self.requester_wire_order, self.batch_position]
 
 
 def with_places(

@@ -8,6 +8,7 @@ Importing this package registers the torch.distributed backend ``"freescale"``. 
 - ``groups``: makes a process group of high or low priority.
 - ``options``: the settings of one ``freescale`` group.
 - ``backend``: the process group. It sends each collective to one of the two movers below, or to NCCL or gloo.
+- ``direct_calls``: an all-to-all without the checks of torch.distributed.
 - ``host_staged``: the mover of CUDA tensors. It wraps the C++ queue of ``csrc/transport``.
 - ``gloo``: the mover of CPU tensors.
 - ``rank_buffers``: the tensors of a collective as one byte buffer per rank, the form that both movers take.

@@ -164,6 +164,9 @@ class FreeScaleGroup(_ProcessGroup):
 
     def _mover(self, device: torch.device) -> GlooMover | HostStagedMover:
         """The mover of this device's tensors. Making a host-staged mover is a collective: all ranks do it in their first call."""
+        mover = self._movers.get(device)
+        if mover is not None:
+            return mover
         with self._lock:
             if device not in self._movers:
                 if device.type == "cpu" and self.freescale_options.cpu == "gloo":

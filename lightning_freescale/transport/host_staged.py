@@ -15,7 +15,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -58,13 +57,9 @@ def _device(device: torch.device) -> _C.TransportDevice:
     return _C.cuda_device(index)
 
 
-@contextlib.contextmanager
-def _as_transport_error() -> Iterator[None]:
-    """Turn an error of the C++ queue into a TransportError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise error if isinstance(error, TransportError) else TransportError(str(error)) from None
+def _transport_error(error: RuntimeError) -> TransportError:
+    """The error of the C++ queue as a TransportError."""
+    return error if isinstance(error, TransportError) else TransportError(str(error))
 
 
 class _HostStagedWork(dist._Work):
@@ -76,12 +71,14 @@ class _HostStagedWork(dist._Work):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        with _as_transport_error():
+        try:
             if self._device.type == "cuda":
                 self._exchange.block_stream(current_stream_handle(self._device))
             else:
                 # Without a timeout of the caller, the queue's own timeout comes first, whose error says what is missing.
                 self._exchange.wait(timeout.total_seconds() if timeout else 2 * self._timeout + 60)
+        except RuntimeError as error:
+            raise _transport_error(error) from None
         return True
 
     @override
@@ -201,7 +198,7 @@ class HostStagedMover:
         ``kind`` is the name of the collective, for messages. It must be the same on every rank.
         """
         stream = current_stream_handle(self.device) if self._streams else 0
-        with _as_transport_error():
+        try:
             exchange = self._queue.exchange(
                 kind,
                 send.addresses,
@@ -210,6 +207,8 @@ class HostStagedMover:
                 receive.sizes,
                 stream,
             )
+        except RuntimeError as error:
+            raise _transport_error(error) from None
         self._keep_alive(exchange, send, receive)
         return _HostStagedWork(exchange, self.device, receive, self._timeout)
 

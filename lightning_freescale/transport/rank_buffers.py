@@ -28,7 +28,7 @@ def as_bytes(tensor: Tensor, name: str) -> Tensor:
     return check_contiguous(tensor, name).reshape(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one
 class RankBuffers:
     """The bytes of each rank, in rank order.
 

@@ -138,13 +138,14 @@ def reference_divide(requests: Requests, marks: tuple[Tensor, Tensor], rank: int
     def starts(lengths: Tensor) -> Tensor:
         return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
+    requested = sum(by_owner)
     return DividedIds(
-        values,
-        orders.wire,
-        torch.cat([inverse_permutation(part) for part in parts]),
-        torch.cat([part[order] for part, order in zip(values_parts, parts, strict=True)]),
-        orders.request,
-        batch,
+        values_parts,
+        parts,
+        (inverse_permutation(parts[0]), inverse_permutation(parts[1])),
+        (values_parts[0][parts[0]], values_parts[1][parts[1]]),
+        (orders.request[:requested], orders.request[requested:]),
+        (batch[:requested], batch[requested:]),
         inverse_permutation(batch),
         (starts(orders.collisions), starts(exclusive)),
         (orders.collisions, exclusive),

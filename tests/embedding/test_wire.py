@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.wire import WireTypes, parse_wire, to_wire, torchrec_codecs
+from lightning_freescale.transport import direct_calls
 from tests.embedding.comparison import case, compare
 from tests.embedding.training import SHARDINGS, Batches, build, make_schedule, random_batches, tables, train
 from tests.ranks import run_ranks
@@ -53,20 +56,26 @@ def _bytes_and_error(rank: int, batches: list[Batches]) -> tuple[list[int], floa
     """Bytes of rows and gradients that leave the rank in float32 and in bfloat16; the error of the losses; of the weights."""
     dist.init_process_group("gloo")
     sent, losses, found = [], [], []
-    issue = all_to_all.dist.all_to_all_single
+    places = (
+        (dist, "all_to_all_single"),
+        (direct_calls, "start_all_to_all"),
+    )  # of TorchRec's first step, and of the others
     for wire in ("float32", "bfloat16"):
         module = build("row_wise", "sgd", len(batches), **codecs(wire))
         schedule = make_schedule(module)
         total = 0
 
-        def counted(output: Any, input: Any, *args: Any, **options: Any) -> Any:  # TorchRec names the arguments
+        def counted(
+            issue: Any, output: Any, input: Any, *args: Any, **options: Any
+        ) -> Any:  # TorchRec names the arguments
             nonlocal total
             total += input.nbytes if input.is_floating_point() else 0
             return issue(output, input, *args, **options)
 
-        all_to_all.dist.all_to_all_single = counted
-        losses.append(torch.tensor(train(module, batches[rank], schedule)))
-        all_to_all.dist.all_to_all_single = issue
+        with ExitStack() as stack:
+            for owner, name in places:
+                stack.enter_context(patch.object(owner, name, partial(counted, getattr(owner, name))))
+            losses.append(torch.tensor(train(module, batches[rank], schedule)))
         sent.append(total)
         found.append(tables(module))
     apart = max(float((found[0][key] - found[1][key]).abs().max() / found[0][key].abs().max()) for key in found[0])

@@ -10,6 +10,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.transport import direct_calls
+
 
 class SentBytes:
     """A counter of the bytes that leave this rank in all-to-alls, ReduceScatters and AllGathers.
@@ -27,8 +29,9 @@ class SentBytes:
     def counting(self) -> Iterator[None]:
         """Count the collectives that TorchRec and the strategy issue inside, without what a rank sends to itself."""
         with ExitStack() as stack:
-            for name, sent in _SENT.items():
-                stack.enter_context(patch.object(dist, name, self._counted(getattr(dist, name), sent)))
+            calls = [(dist, name, sent) for name, sent in _SENT.items()]
+            for module, name, sent in [*calls, (direct_calls, "start_all_to_all", _in_direct_all_to_all)]:
+                stack.enter_context(patch.object(module, name, self._counted(getattr(module, name), sent)))
             yield
 
     def _counted(self, issue: Any, sent: Any) -> Any:
@@ -49,6 +52,10 @@ def _in_all_to_all(
 ) -> int:
     own = input_split_sizes[dist.get_rank(group)] if input_split_sizes else len(input) // dist.get_world_size(group)
     return input[: len(input) - own].nbytes
+
+
+def _in_direct_all_to_all(received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Any) -> int:
+    return _in_all_to_all(received, sent, receive, send, group)
 
 
 def _in_reduce_scatter(output: Any, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> int:
