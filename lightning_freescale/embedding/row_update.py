@@ -163,9 +163,10 @@ class _RepeatedCall:
 
     def holds(self) -> bool:
         """Whether the kernel still has the tensors and options that were recorded."""
-        if self._kernel.optimizer_args is not self._options:
-            return False
-        return all(holder.get(name) is tensor for holder, name, tensor in self._held)
+        for holder, name, tensor in self._held:  # a loop of its own: ``all`` would take several times as long
+            if holder.get(name) is not tensor:
+                return False
+        return self._kernel.optimizer_args is self._options
 
     def __call__(self, ids: Tensor, offsets: Tensor, gradient: Tensor, step: int) -> None:
         arguments = self._arguments.copy()
