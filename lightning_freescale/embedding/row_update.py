@@ -75,6 +75,11 @@ class RowUpdate:
         else:
             update_by_look_up(kernel, ids, offsets, gradient, step)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the next update makes no look-up."""
+        return self._call is not None and self._call.holds()
+
     def _record(self, ids: Tensor, offsets: Tensor, gradient: Tensor, step: int) -> None:
         """Make the look-up and its backward, and find out how to repeat the call in it."""
         with _Recorder() as recorder:

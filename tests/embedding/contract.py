@@ -27,6 +27,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
 from lightning_freescale.embedding.moment_kernel import MomentKernel
 from lightning_freescale.embedding.plan import is_of_a_table
+from lightning_freescale.embedding.row_update import RowUpdate
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.table_optimizer import kernels_of
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollision
@@ -90,6 +91,11 @@ PINNED = {
     "_has_multiple_blocks_per_shard": RwSparseFeaturesDist,
     "_world_size": RwSparseFeaturesDist,
     "_length_per_key": KeyedJaggedTensor,
+    "_backward_hooks": nn.Module,
+    "_backward_pre_hooks": nn.Module,
+    "_buffers": nn.Module,
+    "_parameters": nn.Module,
+    "_schema": torch._ops.OpOverload,
 }
 # Options of the output that the module holds as ``_<name>``. Each release has some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
@@ -119,6 +125,7 @@ def check_names(rank: int, world: int) -> None:
         check_sharding(module, kind, world)
         check_ids_and_rows(module, rank, world)
         check_row_wise_ids(module, kind, world)
+        check_row_updates(module)
         check_optimizer(module, rank)
         check_forward(module)
     check_bags(rank, world)
@@ -264,6 +271,21 @@ def local_weights(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
     """This rank's part of each table, for the tables of which it holds a part."""
     found = {name: module.state_dict()[f"embeddings.{name}.weight"].local_shards() for name in ROWS}
     return {name: shards[0].tensor.clone() for name, shards in found.items() if shards}
+
+
+def check_row_updates(module: ShardedEmbeddingCollection) -> None:
+    """Kernels keep tensors and hooks where ``row_update.py`` looks for them, and it can update without a look-up."""
+    for kernel in kernels_of(module):
+        held = [*kernel._buffers.values(), *kernel._parameters.values()]
+        assert any(tensor is kernel.weights_host for tensor in held)
+        assert not kernel._backward_hooks
+        hook = kernel.register_full_backward_pre_hook(lambda *_: None)
+        assert len(kernel._backward_pre_hooks) == 1
+        hook.remove()
+        update = RowUpdate(kernel)
+        offsets = torch.tensor([0] + [1] * len(kernel.feature_table_map))
+        update(torch.tensor([0]), offsets, torch.zeros(1, kernel.max_D), step=1)
+        assert update.repeats
 
 
 def check_optimizer(module: ShardedEmbeddingCollection, rank: int) -> None:
