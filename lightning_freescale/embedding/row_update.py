@@ -156,6 +156,8 @@ class _RepeatedCall:
 
     def _constant(self, name: str, value: Any) -> Any:
         """An argument that is the same in every update. A tensor is replaced by the kernel's own object."""
+        if isinstance(value, (list, tuple)):  # from FBGEMM 1.9 on, some tensors are in lists
+            return [self._constant(name, item) for item in value]
         if name in FIXED or value is None or (isinstance(value, Tensor) and not value.numel()):
             return value
         if isinstance(value, Tensor):
