@@ -85,8 +85,7 @@ def abort_all(backends: list[Any]) -> None:
     """
     _aborted.set()
     if backends:
-        with suppress(RuntimeError):  # The interpreter ends already.
-            atexit.register(_limit_the_end)
+        limit_the_end()
     for backend in backends:
         threading.Thread(target=_abort, args=(backend,), daemon=True, name="freescale-abort").start()
 
@@ -94,6 +93,12 @@ def abort_all(backends: list[Any]) -> None:
 def _abort(backend: Any) -> None:
     with suppress(Exception):  # It took longer than the timeout of the group. The process then ends itself.
         backend.abort()
+
+
+def limit_the_end() -> None:
+    """From now on, the normal end of the process has a limit: a thread that is stuck in NCCL would block it."""
+    with suppress(RuntimeError):  # The interpreter ends already.
+        atexit.register(_limit_the_end)
 
 
 def _limit_the_end() -> None:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_freescale.runtime.bounded import within
+from lightning_freescale.runtime.nccl_groups import limit_the_end
 
 CONNECT_PAUSE = 0.1  # seconds between two attempts to reach the store
 CONNECT_FACTOR = 1.25  # gloo gives up after its timeout, or never; this limit is a little longer
@@ -77,17 +79,28 @@ def own_store() -> Any:
     return store.clone()  # torch's types do not know this method.
 
 
-def bounded_connect(connect: Callable[[], Made], timeout: timedelta) -> Made:
+def bounded_connect(connect: Callable[[], Made], timeout: timedelta, device: torch.device | None = None) -> Made:
     """The result of ``connect()``, which connects the ranks. Raises ConnectionError if it takes longer than ``timeout``.
 
-    If a rank dies while the ranks connect, the constructor of a gloo group may wait without end, whatever its timeout is. So
-    it runs in a thread of its own, which is left behind then.
+    If a rank dies while the ranks connect, gloo or NCCL may wait without end, whatever the timeout of the group is. So
+    ``connect()`` runs in a thread of its own, which is left behind then.
+
+    Args:
+        device: the current device of that thread, if it is a CUDA device. Each thread has its own current device.
     """
     seconds = CONNECT_FACTOR * timeout.total_seconds()
+
+    def connect_on_device() -> Made:
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
+        return connect()
+
     try:
-        return within(seconds, connect)
+        return within(seconds, connect_on_device)
     except TimeoutError as error:
-        message = f"the ranks are not connected after {seconds:.0f} s: gloo waits for a rank that has died or is stuck"
+        if device is not None and device.type == "cuda":
+            limit_the_end()  # The end of the process would wait for the thread that is left behind in NCCL.
+        message = f"the ranks are not connected after {seconds:.0f} s: they wait for a rank that has died or is stuck"
         raise ConnectionError(message) from error
 
 

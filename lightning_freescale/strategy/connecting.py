@@ -50,7 +50,5 @@ class BoundedSetup(_Base):
             raise missing_at_start(error, self.cluster_environment, self._wait) from error
 
     def setup_distributed(self) -> None:
-        if self.root_device.type == "cpu":  # The default group is gloo.
-            bounded_connect(super().setup_distributed, self._wait)
-        else:
-            super().setup_distributed()
+        # gloo and NCCL connect the ranks here, and both may wait without end for a rank that dies meanwhile.
+        bounded_connect(super().setup_distributed, self._wait, self.root_device)

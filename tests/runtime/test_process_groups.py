@@ -5,18 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from lightning_freescale.runtime import nccl_groups
 from lightning_freescale.runtime.process_groups import (
     await_store,
     bounded_connect,
     is_connection_error,
     keep_from_forked_processes,
 )
+from lightning_freescale.strategy.connecting import BoundedSetup
+from lightning_freescale.transport.groups import new_group
 from tests.ranks import free_port, run_ranks
 
 
@@ -58,6 +65,34 @@ def test_a_connection_that_takes_too_long_is_an_error() -> None:
         bounded_connect(lambda: time.sleep(1), timedelta(seconds=0.1))
     with pytest.raises(ValueError, match="own"):
         bounded_connect(lambda: int("own"), timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("backend", ["default", "nccl"])
+def test_ranks_on_gpus_do_not_wait_without_end_to_connect(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default group and further groups of NCCL. A call that never returns stands for NCCL, which waits for a dead rank."""
+    waits, devices, at_exit = threading.Event(), {}, []
+
+    def connect(*args: Any, **options: Any) -> None:
+        devices["NCCL"] = devices.pop(threading.current_thread().name)  # CUDA knows one current device per thread.
+        waits.wait(60.0)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda at: devices.update({threading.current_thread().name: at}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(nccl_groups.atexit, "register", at_exit.append)
+    monkeypatch.setattr(dist, "new_group", connect)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(), raising=False)
+    gpu, seconds = torch.device("cuda", 3), timedelta(seconds=0.1)
+    strategy = type("Strategy", (BoundedSetup, type("Base", (), {"setup_distributed": connect})), {})
+    with pytest.raises(ConnectionError, match="not connected"):
+        if backend == "nccl":
+            new_group("nccl", "high", seconds)
+        else:
+            rank = object.__new__(strategy)
+            rank.root_device, rank._wait = gpu, seconds
+            rank.setup_distributed()
+    waits.set()
+    assert devices == {"NCCL": gpu}
+    assert at_exit == [nccl_groups._limit_the_end]  # The end of the process would wait for the thread in NCCL.
 
 
 class Environment:
