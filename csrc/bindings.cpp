@@ -17,6 +17,7 @@ using namespace freescale;
 
 namespace freescale {
 void bind_exchange_index(py::module_& module);   // exchange_index/bindings.cpp
+void bind_last_resort(py::module_& module);      // last_resort/bindings.cpp
 void bind_table_optimizer(py::module_& module);  // table_optimizer/bindings.cpp
 void bind_transport(py::module_& module);        // transport/bindings.cpp
 void bind_zero_collision(py::module_& module);   // zero_collision/bindings.cpp
@@ -160,6 +161,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("variable", &py_variable, py::arg("costs").noconvert(), py::arg("ranks"), py::arg("tokens").noconvert(),
              py::arg("max_tokens"), py::arg("shares").noconvert());
   bind_exchange_index(module);
+  bind_last_resort(module);
   bind_table_optimizer(module);
   bind_transport(module);
   bind_zero_collision(module);

@@ -9,6 +9,8 @@
 - ``host_pacing``: makes the host wait inside a step if it runs too far ahead of the GPU.
 - ``cpu_threads``: one CPU thread for PyTorch in a process that trains on a GPU.
 - ``nccl_groups``: errors of NCCL's process groups, and their abort.
+- ``nccl_calls``: which threads are inside a call of NCCL.
+- ``last_resort``: the end of a process that is stuck, with an explanation, also if no Python code can run.
 - ``object_gather``: a gather of small Python objects in one collective.
 - ``jagged``: NumPy functions on samples of different lengths, implemented in C++.
 """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
+BOUNDED_CALL = "bounded call"  # the name of the threads
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -27,7 +28,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
             errors.append(error)
         done.set()
 
-    threading.Thread(target=run, daemon=True, name="bounded call").start()
+    threading.Thread(target=run, daemon=True, name=BOUNDED_CALL).start()
     if not done.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
     if errors:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_freescale.runtime.log import logger
 from lightning_freescale.runtime.process_groups import new_gloo_group
 
 FITTING = "fit"  # The value of TrainerFn.FITTING in `lightning` and in `pytorch_lightning`.
@@ -294,6 +295,40 @@ def _wrap_once(module: Any, wrap: Callable[[Loading], Loading]) -> None:
     if not hasattr(module.pl_load, "wrapped_by_freescale"):
         module.pl_load = wrap(module.pl_load)
         module.pl_load.wrapped_by_freescale = True
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+def replace_errors(launcher: Any, replace: Callable[[Any, Exception], Exception]) -> None:
+    """Let ``replace(trainer, error)`` replace the error of a run, before the Trainer and its callbacks handle it.
+
+    The Trainer runs everything through its launcher.
+    """
+    launch = launcher.launch
+
+    def launch_and_replace(function: Callable[..., Any], *args: Any, trainer: Any = None, **options: Any) -> Any:
+        try:
+            return launch(function, *args, trainer=trainer, **options)
+        except Exception as error:
+            if (better := replace(trainer, error)) is not error:
+                raise better from error
+            raise
+
+    launcher.launch = launch_and_replace
+
+
+def log_errors_of_exception_hooks(trainer: Any) -> None:
+    """Log errors that callbacks raise while they handle the next exception. They would hide it, and stop its handling."""
+    for callback in trainer.callbacks:
+        callback.on_exception = functools.partial(_call_and_log_error, callback)
+
+
+def _call_and_log_error(callback: Any, *args: Any, **options: Any) -> None:
+    del callback.on_exception  # The method of the class counts again.
+    try:
+        callback.on_exception(*args, **options)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".split("\n")[0]
+        logger.warning("%s could not handle the exception: %s", type(callback).__name__, text)
 
 
 # ---- names for the contract test -----------------------------------------------------------------------------------

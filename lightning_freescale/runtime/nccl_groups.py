@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.last_resort import end_process
+from lightning_freescale.runtime.log import log_once, logger
+from lightning_freescale.runtime.nccl_calls import threads_in_nccl
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 TORCHRUNS_HANDLING = "1"  # torchrun sets this value unless the user has set one.
@@ -77,17 +78,25 @@ def nccl_error(backends: list[Any]) -> str | None:
     return None
 
 
-def abort_all(backends: list[Any]) -> None:
+def abort_all(backends: list[Any]) -> bool:
     """Abort the communicators, so that their kernels end. Returns at once.
 
     Each has a thread of its own. An abort may wait for all kernels of the device, and so for those of another communicator that
     is not aborted yet.
+
+    Returns:
+        Whether they are being aborted. They are not while a thread is inside a call of NCCL: it would crash.
     """
     _aborted.set()
-    if backends:
-        limit_the_end()
+    if not backends:
+        return True
+    limit_the_end()
+    if inside := threads_in_nccl():
+        logger.error("the waits of the device cannot be ended now: inside a call of NCCL: %s", ", ".join(inside))
+        return False
     for backend in backends:
         threading.Thread(target=_abort, args=(backend,), daemon=True, name="freescale-abort").start()
+    return True
 
 
 def _abort(backend: Any) -> None:
@@ -105,14 +114,6 @@ def _limit_the_end() -> None:
     """End the process if its normal end takes too long. An abort that cannot complete blocks the end of the groups."""
     with suppress(Exception):  # stderr is closed.
         faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
-
-
-def end_process(explanation: str) -> None:
-    """Print why, and where all threads are, and end the process at once. Nothing else ends a call that blocks in a driver."""
-    with suppress(Exception):
-        print(f"{explanation}\nThe process ends itself, because it is stuck:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-    os._exit(1)
 
 
 def _start_guard(timeout: float) -> None:

@@ -5,7 +5,8 @@
 * ``pipeline.py``: takes batches from the user's loaders to the step. ``prefetch.py`` fetches them in advance, and
   ``prepared_batch.py`` holds a batch together with everything that belongs to it.
 * ``connecting.py``: the ranks connect, with a limit. ``failure_watch.py``: remembers why another rank has ended, and ends the
-  waits for it. ``peer_connections.py``: connections that break when a process ends.
+  waits for it. ``peer_connections.py``: connections that break when a process ends. ``failing.py``: names the rank in errors of
+  CUDA, and keeps the error of a training from being hidden.
 * ``control.py``: headers of batches and agreement between ranks. ``signals.py``: SIGTERM and SLURM's requeue signal.
 * ``sharded_model.py``: a model is sharded once. ``table_learning_rate.py``: its tables follow the user's schedulers.
 * ``accumulation.py``: the micro-batches of gradient accumulation count as one large batch.

@@ -5,15 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from lightning_freescale.runtime import cpu_threads
+from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.nccl_groups import leave_failures_to_us
 from lightning_freescale.runtime.process_groups import (
     await_store,
     bounded_connect,
+    describe_missing_ranks,
     is_connection_error,
     keep_from_forked_processes,
 )
-from lightning_freescale.strategy.control import missing_at_start
+from lightning_freescale.strategy.control import Control
 
 if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -52,3 +56,10 @@ class BoundedSetup(_Base):
     def setup_distributed(self) -> None:
         # gloo and NCCL connect the ranks here, and both may wait without end for a rank that dies meanwhile.
         bounded_connect(super().setup_distributed, self._wait, self.root_device)
+
+
+def missing_at_start(error: Exception, environment: Any, timeout: timedelta) -> FreeScaleError:
+    """The error to raise if the default process group could not be set up. ``environment`` is Lightning's."""
+    if dist.is_initialized():
+        return Control(timeout).missing_ranks("the set-up of the process group", error)
+    return FreeScaleError(describe_missing_ranks(error, environment.global_rank(), environment.world_size(), timeout))

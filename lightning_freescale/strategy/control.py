@@ -29,7 +29,6 @@ from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.object_gather import gather_objects
 from lightning_freescale.runtime.process_groups import (
     are_complete,
-    describe_missing_ranks,
     is_connection_error,
     leave,
     new_gloo_group,
@@ -292,6 +291,13 @@ class Control:
             self._lacks_a_report or self.failure is not None or (self._watch is not None and self._watch.misses_a_rank)
         )
 
+    def explanation(self, seconds: float) -> str | None:
+        """Why a rank has failed. Waits up to ``seconds`` for the news, because this rank is about to end with an exception."""
+        if self.failure is None and self._watch is not None:
+            self._watch.leaving = True
+            return self._watch.wait_for_explanation(seconds)
+        return self.failure
+
     def check_ranks(self, what: str) -> None:
         """Raise if waits of the device were ended, because a rank has failed. All that followed them is invalid.
 
@@ -390,10 +396,3 @@ def _divergence(step: int, value: float) -> FreeScaleError:
         f"loss is {value} at step {step}. The weights are invalid from that step on. Checkpoints written "
         "before it are valid. Resume from the last one with a lower learning rate, or inspect that batch."
     )
-
-
-def missing_at_start(error: Exception, environment: Any, timeout: timedelta) -> FreeScaleError:
-    """The error to raise if the default process group could not be set up. ``environment`` is Lightning's."""
-    if dist.is_initialized():
-        return Control(timeout).missing_ranks("the set-up of the process group", error)
-    return FreeScaleError(describe_missing_ranks(error, environment.global_rank(), environment.world_size(), timeout))

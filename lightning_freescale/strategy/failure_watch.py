@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from lightning_freescale.runtime.bounded import within
+from lightning_freescale.runtime import last_resort
+from lightning_freescale.runtime.bounded import BOUNDED_CALL, within
 from lightning_freescale.runtime.log import logger
+from lightning_freescale.runtime.nccl_calls import threads_in_nccl
 from lightning_freescale.runtime.nccl_groups import abort_all, end_process, nccl_backends, nccl_error
 from lightning_freescale.runtime.process_groups import own_store
 from lightning_freescale.strategy.peer_connections import HAS_DIED, UNREACHABLE, PeerConnections
@@ -33,6 +35,9 @@ NAMING_SECONDS = 2.0  # How long an error of NCCL waits for a better explanation
 # than a wait of ranks that connect. After a timeout of NCCL it is shorter, so that twice the timeout is never exceeded.
 EXIT_FACTOR, LATE_EXIT_FACTOR = 1.4, 0.5
 LEAST_EXIT_SECONDS = 15.0
+# If no Python code runs for this part of the timeout, the process ends itself. The others have given up before. After a failure
+# the part is that of a late exit.
+HOLD_FACTOR = 1.7
 
 _NCCL_TEXTS = {"TIMEOUT": "a transfer of NCCL took longer than the timeout", "COMM_ERROR": "NCCL has lost a connection"}
 _LOST = re.compile(rf"(^|; )rank \d+ ({HAS_DIED}|{UNREACHABLE})")
@@ -44,6 +49,8 @@ class FailureWatch:
     On CUDA, it also ends a wait of the training thread. After a failure, the thread has a few seconds to fail by itself. Then
     the communicators of NCCL are aborted, and the kernels that wait in them end. What they have computed is invalid:
     :attr:`aborted` is true from then on. If the thread still does not come out, the process ends itself.
+
+    On every device, the process ends itself if no Python code of it runs for longer than the timeout.
 
     Args:
         key: where the first explanation of a failure is in the rendezvous store.
@@ -74,6 +81,7 @@ class FailureWatch:
         self._exit_seconds = max(EXIT_FACTOR * timeout, LEAST_EXIT_SECONDS)
         self._last: tuple[object, float] = (None, 0.0)  # The last state of the training thread, and since when.
         self._nccl_since: float | None = None
+        self._waits_for_abort, self._has_told = False, False
         self._end, self._news = threading.Event(), threading.Event()
         self._peers = PeerConnections(rank, timeout)
         self._threads = [
@@ -92,6 +100,13 @@ class FailureWatch:
         """Whether the explanation says that the process of ``rank`` has ended."""
         return self.explanation is not None and f"rank {rank} {HAS_DIED}" in self.explanation
 
+    def wait_for_explanation(self, seconds: float) -> str | None:
+        """The explanation. Waits up to ``seconds`` for it, if there is none yet."""
+        deadline = time.monotonic() + seconds
+        while self.explanation is None and time.monotonic() < deadline:
+            time.sleep(WATCH_SECONDS / 10)
+        return self.explanation
+
     def publish(self, explanation: str) -> None:
         """Tell the other ranks why a rank has failed. The first explanation counts."""
         own_store().compare_set(self._key, "", explanation)
@@ -106,7 +121,7 @@ class FailureWatch:
         self._end.set()
         if abort and self._on_cuda and not self.aborted:
             self.aborted = True
-            abort_all(self._backends())
+            self._abort(self._backends())
         self._news.set()
         self._peers.wake()
         looks, guards = self._threads
@@ -139,12 +154,26 @@ class FailureWatch:
     def _guard(self) -> None:
         try:
             while not self._end.is_set():
+                self._set_last_resort()
                 for text in self._peers.lost(WATCH_SECONDS):
                     self._explain(text)
+                if self.explanation is not None and not self._has_told:
+                    self._has_told = True
+                    self._peers.tell(self.explanation)
                 if self._on_cuda and not self._end.is_set():
                     self._end_waits(time.monotonic())
         finally:
+            last_resort.disarm()
             self._peers.close()
+
+    def _set_last_resort(self) -> None:
+        """Let the process end if this thread does not come here again in time."""
+        factor = HOLD_FACTOR if self.explanation is None else LATE_EXIT_FACTOR
+        seconds = max(factor * self._timeout, LEAST_EXIT_SECONDS)
+        known = "" if self.explanation is None else f"{self.explanation}; "
+        stuck = f"no Python code has run for {seconds:.0f} s: a call that does not return holds the interpreter's lock"
+        message = f"rank {self._rank}: {known}{stuck}. The process ends itself."
+        last_resort.arm(seconds, message, self._peers.descriptors())
 
     def _explain(self, explanation: str) -> None:
         """Note and publish an explanation, unless there is one."""
@@ -163,13 +192,23 @@ class FailureWatch:
         if self.aborted:
             if seconds > self._exit_seconds:
                 end_process(f"rank {self._rank}: {self.explanation}")
+            elif self._waits_for_abort and not threads_in_nccl():
+                self._abort(self._backends())
         elif seconds > (LEAVING_SECONDS if self.leaving else GRACE_SECONDS):
             self.aborted = True  # Before the abort: what the training thread finds afterwards is invalid.
             logger.error("rank %d: %s. The waits of the device are ended.", self._rank, self.explanation)
             backends = self._backends()
             if nccl_error(backends) == "TIMEOUT":
                 self._exit_seconds = max(LATE_EXIT_FACTOR * self._timeout, LEAST_EXIT_SECONDS)
-            abort_all(backends)
+            if set(threads_in_nccl()) - {BOUNDED_CALL}:  # Nothing can end such a call. A bounded one has its own limit.
+                self._exit_seconds = min(LEAVING_SECONDS, self._exit_seconds)
+            self._abort(backends)
+
+    def _abort(self, backends: list[Any]) -> None:
+        """Abort the communicators, now or when no thread is inside a call of NCCL any more."""
+        why = self.explanation or "a rank is missing"
+        last_resort.name_crashes(f"rank {self._rank}: {why}. The abort of NCCL's communicators has failed.")
+        self._waits_for_abort = not abort_all(backends)
 
     def _look_at_nccl(self, now: float) -> None:
         error = nccl_error(self._backends())

@@ -23,6 +23,8 @@ HELLO_BYTES = TOKEN_BYTES + RANK_BYTES
 HAS_DIED, UNREACHABLE = "has died", "cannot be reached"
 WELCOME, GOODBYE = b"+", b"."
 RECEIVE_BYTES = 64
+TEXT_CHARACTERS = 300
+_NOT_IN_TEXTS = {ord(character): " " for character in "().+"}  # They have a meaning on the wire.
 BACKLOG = 1024  # ranks that connect in the same moment
 PROBES = 4  # questions for a sign of life, until a host counts as vanished
 
@@ -117,6 +119,21 @@ class PeerConnections:
         """End the wait of :meth:`lost`."""
         with suppress(OSError):  # The connections are closed.
             self._button.send(b"!")
+
+    def tell(self, text: str) -> None:
+        """Send ``text`` in parentheses to all connected ranks. They need it only if their Python code cannot run any more."""
+        data = f"({text.translate(_NOT_IN_TEXTS)[:TEXT_CHARACTERS]})".encode(errors="replace")
+        with self._lock:
+            connections = list(self._welcome)
+        for connection in connections:
+            with suppress(OSError):
+                connection.send(data)
+
+    def descriptors(self) -> list[tuple[int, int]]:
+        """The descriptor and the rank of each connection."""
+        with self._lock:
+            known = ((source, rank) for source, rank in self._ranks.items() if source in self._welcome)
+            return [(source.fileno(), rank) for source, rank in known if rank is not None]
 
     def _accept(self) -> None:
         assert self._listener is not None

@@ -5,6 +5,7 @@ The hooks of a training step are in ``step_hooks.py``, those of checkpoints in `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +36,7 @@ from lightning_freescale.strategy.checkpoints.incremental import Incremental
 from lightning_freescale.strategy.connecting import BoundedSetup
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.expert_groups import ExpertGroup
+from lightning_freescale.strategy.failing import NamedFailures, call_all
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
@@ -59,7 +61,7 @@ else:
 FIT_INTERVAL = 50  # Steps between two updates of the cost model, with fit_costs=True.
 
 
-class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
+class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
     """Trains models with sharded TorchRec tables. All other parameters are data parallel.
 
     The user's LightningModule needs no change. It has an ordinary ``training_step(self, batch, batch_idx)`` and members
@@ -127,7 +129,6 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
     _sharded: DistributedModelParallel | None = None
     _rates: TableLearningRates | None = None
     _in_training_step = False
-    _failed = False  # Whether the current run has ended with an exception on this rank.
     _in_run = False  # Whether a run of the Trainer has been set up and not torn down.
 
     def __init__(
@@ -341,25 +342,13 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         return self._pipeline.receive(batch, dataloader_idx, lambda plain: transfer(plain, device, dataloader_idx))
 
     # ---- the end ---------------------------------------------------------------------------------------------------
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._failed = True
-        if self.control is None or self.control.world_size == 1:
-            return
-        reports = self.control.report_exception(exception)
-        if reports is not None:
-            step = self._module.trainer.global_step
-            exception.add_note(f"rank {self.global_rank} of {self.world_size}, step {step}: {reports}")
-        self.control.leave_last()
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if not self._in_run and self.control is not None:
             self.control.close()  # trainer.save_checkpoint() after fit() has opened it again.
 
     def teardown(self) -> None:
-        self.close_saves()
-        self._close()
+        call_all([self.close_saves, self._close], after_failure=self._failed)
         if self.lightning_module is None or not self._declares_tables():
             super().teardown()
             return
@@ -370,10 +359,8 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
             self.model = self._layer_sync.revert(self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        parts = (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io)
+        call_all([part.teardown for part in parts], after_failure=self._failed)
 
     def _close(self) -> None:
         """End threads and leave process groups that this run has opened. The next run opens its own.
@@ -382,13 +369,11 @@ class FreeScaleMixin(StepHooks, BoundedSetup, _Base):
         """
         if self.root_device.type == "cuda" and not self._failed:
             torch.cuda.synchronize(self.root_device)  # No kernel of a group that is about to end is in the queue.
-        self._balancer.close()
-        self._accumulation.close()
-        self._exchange_mode.close(self._failed)
-        self._expert_group.close(self._failed)
-        self._pipeline.close()
-        if self.control is not None:
-            self.control.close()
+        groups = (self._exchange_mode, self._expert_group)
+        parts: list[Callable[[], None]] = [self._balancer.close, self._accumulation.close]
+        parts += [functools.partial(part.close, self._failed) for part in groups]
+        parts += [self._pipeline.close] if self.control is None else [self._pipeline.close, self.control.close]
+        call_all(parts, after_failure=self._failed)
         if self.lightning_module is not None:
             compat.limit_prepare_data(self._module.trainer, None)
         self._copies, self._in_run = None, False

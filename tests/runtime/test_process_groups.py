@@ -82,14 +82,10 @@ def test_ranks_on_gpus_do_not_wait_without_end_to_connect(backend: str, monkeypa
     monkeypatch.setattr(dist, "new_group", connect)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(), raising=False)
     gpu, seconds = torch.device("cuda", 3), timedelta(seconds=0.1)
-    strategy = type("Strategy", (BoundedSetup, type("Base", (), {"setup_distributed": connect})), {})
+    rank = object.__new__(type("Strategy", (BoundedSetup, type("Base", (), {"setup_distributed": connect})), {}))
+    rank.root_device, rank._wait = gpu, seconds
     with pytest.raises(ConnectionError, match="not connected"):
-        if backend == "nccl":
-            new_group("nccl", "high", seconds)
-        else:
-            rank = object.__new__(strategy)
-            rank.root_device, rank._wait = gpu, seconds
-            rank.setup_distributed()
+        new_group("nccl", "high", seconds) if backend == "nccl" else rank.setup_distributed()
     waits.set()
     assert devices == {"NCCL": gpu}
     assert at_exit == [nccl_groups._limit_the_end]  # The end of the process would wait for the thread in NCCL.

@@ -1,0 +1,105 @@
+"""The end of a training that has failed: the error names the rank whose failure explains it, and nothing hides that error.
+
+When a rank dies, the others may get errors of CUDA. The kernels of NCCL that wait for the rank are aborted, and what runs behind
+them may use memory that is free already. An MPS server that fails gives an error to each of its clients. Such an error does not
+say why. Every later call of CUDA repeats it, also those of callbacks that handle the exception.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_freescale.runtime import lightning_compat as compat
+from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.log import logger
+
+if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+
+    from lightning_freescale.strategy.control import Control
+else:
+    _Base = object
+
+CAUSE_SECONDS = 2.0  # How long an error of CUDA waits for the news that a rank has failed. It takes about a second.
+REPORT = " ended with "  # stands between a rank and its error in the report of another rank
+_DEVICE_ERROR = re.compile(r"CUDA (driver )?error: \S|\bcudaError[A-Z]|\bCUDA_ERROR_[A-Z]|Triton Error \[CUDA\]")
+_SEVERAL = (
+    "More than one rank has an error of CUDA. If they share a device or an MPS server, that has failed. Otherwise the cause is "
+    "the same on each of them, such as a kernel."
+)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether ``error`` is one of CUDA or its driver. A lack of memory is none: the device works after it."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or (
+        isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
+    )
+
+
+def named(control: Control, error: Exception) -> Exception:
+    """The error to raise instead of ``error``: if it is one of CUDA and a rank has failed, one that names the rank."""
+    if not is_device_error(error) or isinstance(error, FreeScaleError):
+        return error
+    explanation = control.explanation(CAUSE_SECONDS)
+    if explanation is None:
+        return error
+    text = f"rank {control.rank}: {_first_line(error)}. This follows a failure: {explanation}"
+    return FreeScaleError(f"{text}. {_SEVERAL}" if _DEVICE_ERROR.search(explanation) else text)
+
+
+def note_on(reports: str, error: BaseException) -> str:
+    """What a note says about the reports of the other ranks: they, and whether all ranks have an error of CUDA."""
+    found = [report.partition(REPORT)[2] for report in reports.split("; ")]
+    return f"{reports}. {_SEVERAL}" if is_device_error(error) and all(map(_DEVICE_ERROR.search, found)) else reports
+
+
+def call_all(actions: Iterable[Callable[[], Any]], after_failure: bool) -> None:
+    """Call all ``actions``. After a failure of the training, their errors are logged, because they would hide it."""
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            if not after_failure:
+                raise
+            logger.warning("after the failure of the training: %s", _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+
+
+class NamedFailures(_Base):
+    """Lightning's hooks that handle an exception, as a part of the strategy class."""
+
+    control: Control | None
+    _module: Any
+    _failed = False  # Whether an exception has ended the run.
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.launcher is not None:
+            compat.replace_errors(self.launcher, self._named)
+
+    def _named(self, trainer: Any, error: Exception) -> Exception:
+        """The error that the Trainer handles, before its callbacks do."""
+        if self.control is None or self.control.world_size == 1:
+            return error
+        error = named(self.control, error)
+        if trainer is not None and (is_device_error(error) or self.control.misses_a_rank):
+            compat.log_errors_of_exception_hooks(trainer)
+        return error
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._failed = True
+        if self.control is None or self.control.world_size == 1:
+            return
+        reports = self.control.report_exception(exception)
+        if reports is not None:
+            step, place = self._module.trainer.global_step, f"rank {self.global_rank} of {self.world_size}"
+            exception.add_note(f"{place}, step {step}: {note_on(reports, exception)}")
+        self.control.leave_last()

@@ -1,0 +1,162 @@
+"""A training that fails says which rank has failed, whatever CUDA, the callbacks and the interpreter's lock do meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.runtime import nccl_calls
+from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.strategy import failure_watch
+from lightning_freescale.strategy.failing import is_device_error, note_on
+from lightning_freescale.strategy.failure_watch import FailureWatch
+from tests import toy
+from tests.ranks import RankFailed, run_ranks
+
+PATIENCE = 20.0  # seconds
+TIMEOUT = 30.0  # seconds, of the strategy
+TEXT = "CUDA error: operation not supported on global/shared address space"
+
+
+def error_of_cuda() -> Exception:
+    return torch.AcceleratorError(f"{TEXT}\nSearch for `cudaErrorInvalidAddressSpace' in the manual.")
+
+
+class FailInStep(L.Callback):
+    """Calls ``action`` in the second step."""
+
+    def __init__(self, action: Callable[[], None]):
+        self.action = action
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 1:
+            self.action()
+
+
+class SaveOnException(L.pytorch.callbacks.ModelCheckpoint):
+    """Copies a metric from the device before it saves. After an error of CUDA, that raises the error again."""
+
+    def _monitor_candidates(self, trainer: L.Trainer) -> Any:
+        if trainer.interrupted:
+            raise error_of_cuda()
+        return super()._monitor_candidates(trainer)
+
+
+def fit(folder: str, action: Callable[[], None]) -> BaseException:
+    """Train until ``action`` ends it. Returns the error. The end of the strategy raises an error of CUDA too."""
+    strategy = FreeScaleStrategy(timeout=TIMEOUT)
+    strategy._balancer.close = lambda: _raise(error_of_cuda())  # type: ignore[method-assign]
+    callbacks = [FailInStep(action), SaveOnException(folder, save_on_exception=True)]
+    trainer = toy.trainer(strategy, 2, enable_checkpointing=True, callbacks=callbacks)
+    with pytest.raises(RuntimeError) as failure:
+        trainer.fit(toy.Model(), toy.loader())
+    assert strategy.control._watch is None  # All parts of the strategy have ended.
+    assert "on_exception" not in vars(callbacks[1])
+    return failure.value
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+# ---- errors of CUDA --------------------------------------------------------------------------------------------------
+def _lose_a_rank(rank: int, folder: str) -> None:
+    def fail() -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise error_of_cuda()  # What runs behind an aborted kernel may raise it. The news of the death may come later.
+
+    error = fit(folder, fail)
+    assert isinstance(error, FreeScaleError)
+    assert str(error) == f"rank 0: AcceleratorError: {TEXT}. This follows a failure: rank 1 has died"
+    assert isinstance(error.__cause__, torch.AcceleratorError)
+
+
+def test_an_error_of_cuda_names_the_rank_that_has_died(tmp_path: Any) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_lose_a_rank, args=(str(tmp_path),), every_error=True)
+    assert failure.value.errors == {1: "died with exit code -9"}
+
+
+def _lose_the_device(rank: int, folder: str) -> str:
+    error = fit(folder, lambda: _raise(error_of_cuda()))
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def test_ranks_whose_device_fails_say_so(tmp_path: Any) -> None:
+    """The negative control, too: an error of CUDA stays what it is while no other rank has failed."""
+    for rank, error in enumerate(run_ranks(_lose_the_device, args=(str(tmp_path),))):
+        assert error.count(TEXT) == 2
+        assert f"rank {1 - rank} ended with AcceleratorError: {TEXT}" in error
+        assert "If they share a device or an MPS server, that has failed" in error
+
+
+def test_errors_of_cuda_are_told_from_others() -> None:
+    assert is_device_error(error_of_cuda())
+    assert is_device_error(RuntimeError("CUDA driver error: unknown error"))
+    assert is_device_error(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert not is_device_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+    assert not is_device_error(RuntimeError("[gloo] Connection closed by peer"))
+    one = f"rank 0 ended with AcceleratorError: {TEXT}"
+    assert note_on(f"{one}; {one}", error_of_cuda()) != f"{one}; {one}"
+    for reports in (f"{one}; rank 2 has died", f"{one}; rank 2 ended with ValueError: no"):
+        assert note_on(reports, error_of_cuda()) == reports
+
+
+# ---- a call of NCCL that waits for the dead rank; gloo stands for NCCL ------------------------------------------------
+def _stay_in_a_call(rank: int) -> None:
+    failure_watch.GRACE_SECONDS, failure_watch.LEAVING_SECONDS, failure_watch.WATCH_SECONDS = 0.3, 1.0, 0.1
+    nccl_calls.NAME, nccl_calls.DEVICE = "gloo", torch.device("cpu")
+    dist.init_process_group("gloo")
+    if rank == 0:
+        backend = SimpleNamespace(get_error=lambda: None, abort=lambda: os._exit(7))  # The abort would crash.
+        watch = FailureWatch("call", 0, TIMEOUT, torch.device("cuda"), lambda: [backend])
+        watch.publish("rank 7 has died")
+        dist.all_reduce(torch.ones(1))
+    time.sleep(PATIENCE)
+
+
+def test_nccl_is_not_aborted_under_a_thread_that_uses_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_stay_in_a_call)
+    assert failure.value.errors == {0: "died with exit code 1"}
+    assert "rank 0: rank 7 has died\nThe process ends itself" in capfd.readouterr().err
+
+
+# ---- the interpreter's lock -------------------------------------------------------------------------------------------
+def _hold_the_lock(rank: int) -> None:
+    failure_watch.LEAST_EXIT_SECONDS, failure_watch.HOLD_FACTOR, failure_watch.WATCH_SECONDS = 4.0, 0.0, 0.1
+    dist.init_process_group("gloo")
+    watch = FailureWatch("lock", rank, TIMEOUT)
+    deadline = time.monotonic() + PATIENCE
+    while len(watch._peers._welcome) < (2 if rank == 0 else 1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    dist.barrier()
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(int(PATIENCE))  # No Python code of this process runs from now on.
+    if rank == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert watch.wait_for_explanation(PATIENCE) == "rank 2 has died"
+    time.sleep(0.5)  # The threads of the watch tell it to the others.
+    watch.close()
+
+
+def test_a_rank_that_holds_the_interpreters_lock_ends_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_hold_the_lock, world=3, every_error=True)
+    assert failure.value.errors == {1: "died with exit code 1", 2: "died with exit code -9"}
+    message = capfd.readouterr().err
+    assert "rank 1: no Python code has run for 4 s" in message
+    assert "rank 0 reports: rank 2 has died" in message
