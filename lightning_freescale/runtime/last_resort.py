@@ -12,7 +12,8 @@ import os
 import sys
 from contextlib import suppress
 
-from lightning_freescale import _C
+from lightning_freescale._C import arm_last_resort, disarm_last_resort
+from lightning_freescale._C import name_crashes as _name_crashes
 
 
 def arm(seconds: float, message: str, connections: list[tuple[int, int]]) -> None:
@@ -23,17 +24,17 @@ def arm(seconds: float, message: str, connections: list[tuple[int, int]]) -> Non
         connections: descriptor and rank of connections to other ranks. What has arrived there is added to the message: the end of
             a connection, and texts in parentheses.
     """
-    _C.arm_last_resort(seconds, message, connections)
+    arm_last_resort(seconds, message, connections)
 
 
 def disarm() -> None:
     """Remove the limit."""
-    _C.disarm_last_resort()
+    disarm_last_resort()
 
 
 def name_crashes(message: str) -> None:
     """If the process crashes from now on, it writes ``message`` to stderr and ends with exit code 1."""
-    _C.name_crashes(message)
+    _name_crashes(message)
 
 
 def end_process(explanation: str) -> None:

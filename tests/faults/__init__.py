@@ -2,6 +2,7 @@
 
 ``training``  the training of one rank: a small HSTU, a checkpoint every few steps, a record of every trained sample
 ``failures``  a rank that hangs, or whose memory is used up; an MPS server that dies
+``output``    what each rank prints, and where its threads are if it is late
 ``attempt``   one start of all ranks; a rank is killed or fails, and the others are watched until they end
 ``checks``    named errors, no sample lost, equal weights, nothing left in memory
 ``campaign``  many trainings with random settings, several at the same time

@@ -20,7 +20,8 @@ def show(result: TrainingResult) -> None:
     kills = ", ".join(f"rank {kill['rank']} at {kill['kind']} {kill['count']}" for kill in result.kills)
     seconds = ", ".join(f"{seconds:.0f}" for seconds in result.attempt_seconds)
     found = "; ".join(result.problems) or f"ok, {result.difference}"
-    print(f"{result.seed}: ranks {result.worlds}, failed: {kills}, seconds {seconds}: {found}", flush=True)
+    print(f"{result.seed}: ranks {result.worlds}, failed: {kills}, seconds {seconds}: {found}")
+    print("".join(f"{line}\n" for line in result.output), end="", flush=True)
 
 
 def device_name(device: str) -> str | None:

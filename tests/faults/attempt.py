@@ -15,10 +15,14 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from tests.faults.failures import FAILURES, HITS_ALL_RANKS, Failure
+from tests.faults.output import ask_for_positions, death, output_of, run_rank_with_output
 from tests.faults.training import Settings, train
-from tests.ranks import free_port, run_rank
+from tests.ranks import free_port
 
 POLL_SECONDS = 0.002
+END_SECONDS = 5.0  # How long a process may take to end after it has closed its pipe.
+LATE = 0.75  # A rank that still runs after this part of the limit prints where its threads are.
+PRINT_SECONDS = 1.0  # How long that may take.
 START = {"method": "fork"}  # how processes are started; "spawn" is slower, but allows a parent that has used CUDA
 
 
@@ -76,28 +80,17 @@ def run_attempt(
         arguments += (1, [Failure(moment.kind, victim, moment.count, folder, attempt)])
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=run_rank, args=(rank, world, port, train, arguments, theirs, all_done)))
+        life = (output_of(folder, attempt, rank), rank, world, port, train, arguments, theirs, all_done)
+        processes.append(context.Process(target=run_rank_with_output, args=life))
         processes[-1].start()
         theirs.close()  # The death of the child then reads as the end of the pipe.
         pipes.append(ours)
     outcome = Outcome()
     if victim is not None and moment is not None:
         outcome.failed = _let_fail(processes[victim], folder, attempt, victim, moment)
-    begin = time.monotonic()
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     hangs = {victim} if moment is not None and moment.kind == "hang" else set()
-    while set(waiting.values()) - hangs and (left := begin + limit - time.monotonic()) > 0:
-        for pipe in connection.wait(list(waiting), left):
-            rank = waiting.pop(pipe)  # type: ignore[arg-type]
-            try:
-                status, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                status, value = "error", "the process has died without a message"
-            (outcome.results if status == "ok" else outcome.errors)[rank] = value
-            outcome.seconds[rank] = time.monotonic() - begin
-        if outcome.errors and not outcome.failed:
-            break
-    outcome.stuck = sorted(set(waiting.values()) - hangs)
+    outputs = [output_of(folder, attempt, rank) for rank in range(world)]
+    _await_ends(outcome, processes, pipes, outputs, hangs, limit)
     all_done.set()
     for process in processes:
         process.kill()
@@ -110,6 +103,32 @@ def run_attempt(
         outcome.message = outcome.errors.pop(victim, "")
         outcome.seconds.pop(victim, None)
     return outcome
+
+
+def _await_ends(
+    outcome: Outcome, processes: list[Any], pipes: list[Any], outputs: list[Path], hangs: set[int | None], limit: float
+) -> None:
+    """Wait up to ``limit`` seconds for the ends of all ranks but ``hangs``, and note them. Late ones print where they are."""
+    begin = time.monotonic()
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    for end in (begin + LATE * limit, begin + limit):
+        while set(waiting.values()) - hangs and (left := end - time.monotonic()) > 0:
+            for pipe in connection.wait(list(waiting), left):
+                rank = waiting.pop(pipe)
+                outcome.seconds[rank] = time.monotonic() - begin
+                try:
+                    status, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    processes[rank].join(END_SECONDS)
+                    status, value = "error", death(outputs[rank], rank, processes[rank].exitcode)
+                (outcome.results if status == "ok" else outcome.errors)[rank] = value
+            if outcome.errors and not outcome.failed:
+                outcome.stuck = sorted(set(waiting.values()) - hangs)
+                return
+        outcome.stuck = sorted(set(waiting.values()) - hangs)
+        if outcome.stuck:
+            ask_for_positions(processes[rank] for rank in outcome.stuck)
+            time.sleep(PRINT_SECONDS)
 
 
 def _let_fail(process: Any, folder: Path, attempt: int, victim: int, moment: Moment) -> bool:

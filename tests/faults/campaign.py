@@ -31,6 +31,7 @@ from tests.faults.checks import (
     no_new_shared_memory,
 )
 from tests.faults.failures import FAILURES, end_mps_servers, mps_clients
+from tests.faults.output import describe, shorten
 from tests.faults.training import SAVE_EVERY, STEPS, Settings
 
 WORLDS = (2, 3, 4)
@@ -53,6 +54,7 @@ class TrainingResult:
         default_factory=list
     )  # from the start of the processes to that of the training
     attempt_seconds: list[float] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)  # what the ranks of attempts with a problem have printed
     difference: str = ""  # the largest one between its weights and those of the undisturbed training
 
 
@@ -111,7 +113,10 @@ def reference(root: Path, world: int, device: str) -> None:
     folder = root / f"reference_{world}"
     outcome = run_attempt(world, folder, 0, Settings(timeout=60.0, device=device), limit=120.0)
     if outcome.errors or outcome.stuck:
-        raise RuntimeError(f"the undisturbed training on {world} ranks failed: {outcome.errors or outcome.stuck}")
+        output = "\n".join(describe(folder, 0, world, outcome.errors))
+        raise RuntimeError(
+            f"the undisturbed training on {world} ranks failed, ranks that hang: {outcome.stuck}\n{output}"
+        )
 
 
 def reference_weights(root: Path, world: int) -> dict[str, Tensor]:
@@ -154,11 +159,14 @@ def _disturbed_training(root: Path, plan: Plan) -> TrainingResult:
             assert moment is not None
             assert victim is not None
             result.kills.append({"attempt": attempt, "rank": victim, **asdict(moment), "seconds": outcome.seconds})
-            result.problems += check_survivors(outcome, victim, settings, moment.kind)
+            if problems := check_survivors(outcome, victim, settings, moment.kind):
+                result.problems += [f"attempt {attempt}, {moment.kind}: {problem}" for problem in problems]
+                result.output += describe(folder, attempt, world, outcome.errors)
             if numbers.random() < 0.4:
                 world = numbers.choice(plan.worlds)
         elif outcome.errors or outcome.stuck:
             result.problems.append(f"attempt {attempt}: {outcome.errors or f'ranks {outcome.stuck} hang'}")
+            result.output += describe(folder, attempt, world, outcome.errors)
             return result
         elif not left or outcome.results:
             break
@@ -265,6 +273,7 @@ def summary(done: Sequence[TrainingResult]) -> dict[str, Any]:
         "median_restart_seconds": statistics.median(restarts or [0.0]),
         "median_attempt_seconds": statistics.median(attempts or [0.0]),
         "problems": {result.seed: result.problems for result in done if result.problems},
+        "last_lines": {result.seed: shorten(result.output) for result in done if result.output},
         "differences": {result.seed: result.difference for result in done},
         "by_moment": dict(Counter(kill["kind"] for result in done for kill in result.kills)),
         "by_checkpoint": dict(Counter(result.settings["checkpoint"] for result in done for _ in result.kills)),
