@@ -303,17 +303,22 @@ def replace_errors(launcher: Any, replace: Callable[[Any, Exception], Exception]
 
     The Trainer runs everything through its launcher.
     """
-    launch = launcher.launch
+    launcher.launch = functools.partial(_launch_and_replace, launcher, replace)
 
-    def launch_and_replace(function: Callable[..., Any], *args: Any, trainer: Any = None, **options: Any) -> Any:
-        try:
-            return launch(function, *args, trainer=trainer, **options)
-        except Exception as error:
-            if (better := replace(trainer, error)) is not error:
-                raise better from error
-            raise
 
-    launcher.launch = launch_and_replace
+def _launch_and_replace(
+    launcher: Any,
+    replace: Callable[[Any, Exception], Exception],
+    function: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    try:
+        return type(launcher).launch(launcher, function, *args, **options)
+    except Exception as error:
+        if (better := replace(options.get("trainer"), error)) is not error:
+            raise better from error
+        raise
 
 
 def log_errors_of_exception_hooks(trainer: Any) -> None:

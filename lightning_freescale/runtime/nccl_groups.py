@@ -32,6 +32,7 @@ FAILURE_DEFAULTS = {
     # Otherwise a thread of torch sleeps for 8 minutes after an error, and the end of the process waits for it.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+TOGETHER_SECONDS = 1.0  # How long the first abort waits until the others can begin too.
 GUARD_SECONDS = 1.0  # between two looks at the groups
 END_SECONDS = 15.0  # How long the end of the interpreter may take after an abort.
 _aborted = threading.Event()  # Whether the communicators of this process were aborted. They cannot be used again.
@@ -94,12 +95,17 @@ def abort_all(backends: list[Any]) -> bool:
     if inside := threads_in_nccl():
         logger.error("the waits of the device cannot be ended now: inside a call of NCCL: %s", ", ".join(inside))
         return False
+    # A thread that comes out of a wait for one communicator must not use another one that is about to be aborted. So all
+    # aborts begin at the same time.
+    together = threading.Barrier(len(backends), timeout=TOGETHER_SECONDS)
     for backend in backends:
-        threading.Thread(target=_abort, args=(backend,), daemon=True, name="freescale-abort").start()
+        threading.Thread(target=_abort, args=(backend, together), daemon=True, name="freescale-abort").start()
     return True
 
 
-def _abort(backend: Any) -> None:
+def _abort(backend: Any, together: threading.Barrier) -> None:
+    with suppress(threading.BrokenBarrierError):
+        together.wait()
     with suppress(Exception):  # It took longer than the timeout of the group. The process then ends itself.
         backend.abort()
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_freescale.runtime import last_resort
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import logger
+from lightning_freescale.strategy.failure_watch import LATE_EXIT_FACTOR, LEAST_EXIT_SECONDS
 
 if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -78,6 +81,8 @@ class NamedFailures(_Base):
     control: Control | None
     _module: Any
     _failed = False  # Whether an exception has ended the run.
+    _last_error = ""
+    _wait: timedelta  # The strategy's timeout.
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -95,7 +100,7 @@ class NamedFailures(_Base):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._failed = True
+        self._failed, self._last_error = True, _first_line(exception)
         if self.control is None or self.control.world_size == 1:
             return
         reports = self.control.report_exception(exception)
@@ -103,3 +108,14 @@ class NamedFailures(_Base):
             step, place = self._module.trainer.global_step, f"rank {self.global_rank} of {self.world_size}"
             exception.add_note(f"{place}, step {step}: {note_on(reports, exception)}")
         self.control.leave_last()
+
+    def end_after_failure(self, parts: Iterable[Callable[[], Any]]) -> None:
+        """Call the last parts of the end. After a failure on CUDA they have a limit: they may wait for a kernel without end."""
+        limited = self._failed and self.root_device.type == "cuda" and self.world_size > 1
+        if limited:
+            seconds = max(LATE_EXIT_FACTOR * self._wait.total_seconds(), LEAST_EXIT_SECONDS)
+            stuck = f"The end of the training takes longer than {seconds:.0f} s. The process ends itself."
+            last_resort.arm(seconds, f"rank {self.global_rank}: {self._last_error}. {stuck}", [])
+        call_all(parts, after_failure=self._failed)
+        if limited:
+            last_resort.disarm()

@@ -360,7 +360,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         parts = (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io)
-        call_all([part.teardown for part in parts], after_failure=self._failed)
+        self.end_after_failure([part.teardown for part in parts])
 
     def _close(self) -> None:
         """End threads and leave process groups that this run has opened. The next run opens its own.

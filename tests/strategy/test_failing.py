@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.runtime import nccl_calls
 from lightning_freescale.runtime.errors import FreeScaleError
-from lightning_freescale.strategy import failure_watch
-from lightning_freescale.strategy.failing import is_device_error, note_on
+from lightning_freescale.strategy import failing, failure_watch
+from lightning_freescale.strategy.failing import NamedFailures, is_device_error, note_on
 from lightning_freescale.strategy.failure_watch import FailureWatch
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
@@ -100,6 +101,28 @@ def test_ranks_whose_device_fails_say_so(tmp_path: Any) -> None:
         assert error.count(TEXT) == 2
         assert f"rank {1 - rank} ended with AcceleratorError: {TEXT}" in error
         assert "If they share a device or an MPS server, that has failed" in error
+
+
+class FailedRank(NamedFailures):
+    """The end of a strategy on a GPU, after an error."""
+
+    _failed, _last_error, _wait = True, "FreeScaleError: rank 2 has died", timedelta(seconds=0.2)
+    root_device, world_size, global_rank = torch.device("cuda"), 2, 0  # type: ignore[assignment]
+
+
+def test_the_end_of_a_training_that_has_failed_has_a_limit(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failing, "LEAST_EXIT_SECONDS", 0.5)
+    codes = []
+    for seconds in (0, int(PATIENCE)):
+        if (child := os.fork()) == 0:
+            FailedRank().end_after_failure([lambda: _raise(error_of_cuda()), lambda: ctypes.PyDLL(None).sleep(seconds)])  # noqa: B023
+            time.sleep(1.0)  # The limit has ended with the end of the training.
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert codes == [0, 1]
+    assert "rank 0: FreeScaleError: rank 2 has died. The end of the training takes longer" in capfd.readouterr().err
 
 
 def test_errors_of_cuda_are_told_from_others() -> None:
