@@ -51,6 +51,19 @@ def shift_batch_progress(trainer: Any, batches: int) -> None:
         setattr(progress, count, getattr(progress, count) + batches)
 
 
+def count_running_epoch(trainer: Any) -> None:
+    """Count the epoch that runs as begun.
+
+    Lightning does not, if the run has resumed from a checkpoint of the last batch of an epoch. A resume from a later checkpoint
+    of this run would then begin the epoch anew, and train its first samples twice.
+    """
+    progress = trainer.fit_loop.epoch_progress
+    missing = progress.current.processed + 1 - progress.current.ready
+    for counts in (progress.current, progress.total) if missing > 0 else ():
+        counts.ready += missing
+        counts.started += missing
+
+
 class WindowPosition(NamedTuple):
     """The place of the current batch among the micro-batches of one optimizer step."""
 

@@ -71,6 +71,7 @@ class StepHooks(CheckpointHooks):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        compat.count_running_epoch(self._module.trainer)
         if self._has_tables and self._rates is not None:
             log_table_rates(self._module.trainer, self._rates)
 
