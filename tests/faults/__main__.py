@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.harness.report import head
 from tests.faults.attempt import START
-from tests.faults.campaign import TIMEOUTS, WORLDS, TrainingResult, campaign
+from tests.faults.campaign import MOMENTS, TIMEOUTS, WORLDS, TrainingResult, campaign
 from tests.faults.failures import FAILURES, NEEDS_CUDA
 
 
@@ -57,6 +57,9 @@ def main() -> int:
         default=[],
         help="also let a rank hang, let it use up its memory, or kill the MPS server through which the ranks use the GPU",
     )
+    parser.add_argument(
+        "--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="what ranks do when they are killed"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no rank is killed after this time")
     parser.add_argument("--timeout", type=float, help="timeout of the strategy in seconds")
     parser.add_argument("--start-method", choices=["fork", "spawn"], default="fork", help="how ranks are started")
@@ -76,6 +79,7 @@ def main() -> int:
         kills_each=options.kills_each,
         failures=options.failures,
         seconds=options.seconds,
+        moments=options.moments,
     )
     result = {"seed": options.seed, **found}
     print(json.dumps(result, indent=2))

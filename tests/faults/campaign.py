@@ -67,6 +67,7 @@ class Plan:
         failure: a failure of :data:`FAILURES` instead.
         alone: no other training runs at the same time, so what is left in memory after each attempt is its own.
         until: no rank is killed after this time of the monotonic clock.
+        moments: what the ranks do when they are killed, some of :data:`MOMENTS`.
     """
 
     seed: int
@@ -77,6 +78,7 @@ class Plan:
     timeout: float
     alone: bool
     until: float
+    moments: tuple[str, ...] = MOMENTS
 
 
 def random_settings(numbers: random.Random, device: str, timeout: float) -> Settings:
@@ -92,9 +94,11 @@ def random_settings(numbers: random.Random, device: str, timeout: float) -> Sett
     )
 
 
-def random_moment(numbers: random.Random, device: str, steps_left: int, kills_left: int) -> Moment:
+def random_moment(
+    numbers: random.Random, device: str, steps_left: int, kills_left: int, moments: Sequence[str] = MOMENTS
+) -> Moment:
     """A moment in the steps that are left. The first of several kills come early, so that all of them take place."""
-    kind = numbers.choice(MOMENTS) if steps_left else "start"
+    kind = numbers.choice(moments) if steps_left else "start"
     if kind == "start":
         return Moment(kind, 0, numbers.uniform(0.0, START_SECONDS[device]))
     last = math.ceil(steps_left / kills_left)
@@ -140,7 +144,7 @@ def _disturbed_training(root: Path, plan: Plan) -> TrainingResult:
         victim, moment = None, None
         if left:
             victim = numbers.randrange(world)
-            moment = random_moment(numbers, plan.device, steps_left(folder), left)
+            moment = random_moment(numbers, plan.device, steps_left(folder), left, plan.moments)
             if plan.failure is not None:
                 moment = Moment(plan.failure, numbers.randint(2, STEPS), 0.0)
         result.worlds.append(world)
@@ -189,6 +193,7 @@ def campaign(
     kills_each: int | None = None,
     failures: Sequence[str] = (),
     seconds: float = math.inf,
+    moments: Sequence[str] = MOMENTS,
 ) -> dict[str, Any]:
     """Run trainings until ``kills`` ranks have been killed. ``note`` gets the result of each training.
 
@@ -197,13 +202,14 @@ def campaign(
             last training instead of after each attempt.
         kills_each: kills of each training; by default a random number up to :data:`MAX_KILLS`.
         failures: names of :data:`FAILURES`. Each happens in a training of its own.
+        moments: what the ranks do when they are killed.
         seconds: no rank is killed after this time, so the campaign ends soon, maybe with fewer kills.
     """
     root = Path(tempfile.mkdtemp(prefix="faults"))
     timeout = timeout or TIMEOUTS[device]
     begin = time.monotonic()
     common = {"worlds": tuple(sorted(worlds)), "device": device, "timeout": timeout}
-    common |= {"alone": parallel == 1, "until": begin + seconds}
+    common |= {"alone": parallel == 1, "until": begin + seconds, "moments": tuple(moments)}
     left_behind: list[str] = []
     done: list[TrainingResult] = []
     with (

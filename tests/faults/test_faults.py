@@ -37,7 +37,7 @@ def test_two_kills_and_other_failures_on_a_gpu() -> None:
     """In a process of its own, which does not use CUDA: the ranks are forked from it."""
     options = "--device cuda --kills 2 --kills-each 2 --ranks 2 --parallel 3 --failures hang memory --seed 3"
     ended = subprocess.run([sys.executable, "-m", "tests.faults", *options.split()], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-5000:]
+    assert ended.returncode == 0, ended.stdout[-20_000:]
 
 
 # ---- the checks can fail -----------------------------------------------------------------------------------------------
