@@ -2,7 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "last_resort/last_resort.h"
+#include "last_resort.h"
 
 namespace freescale {
 

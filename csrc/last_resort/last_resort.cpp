@@ -1,4 +1,4 @@
-#include "last_resort/last_resort.h"
+#include "last_resort.h"
 
 #include <signal.h>
 #include <sys/socket.h>
@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <thread>
 
