@@ -25,7 +25,6 @@ from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
-from lightning_freescale.embedding.background import Background
 from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.index import inverse_permutation
 from lightning_freescale.embedding.local_tables import LocalTables
@@ -88,16 +87,11 @@ class GradientReturn:
         self._stream, self._timeline, self._wire = table_stream, timeline, wire
         self._world_size = groups.collision.size()
         self._pacer = HostPacer(tables.device)
-        self.background = Background(tables.device)  # the schedule puts its own one here
         self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
         self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
 
     # ---- step N -----------------------------------------------------------------------------------------------------
-    def begin_backward(self) -> None:
-        """Before the backward: note that it starts, on the current stream."""
-        self._pacer.backward_starts()
-
     def expect(self, batch: ComputingBatch) -> ReturningBatch:
         """Before the backward: decide which gradients leave first. Without a next batch all of them do."""
         requests = batch.routed.requests
@@ -110,6 +104,7 @@ class GradientReturn:
                     for group, sets in zip(requests, row_sets, strict=True)
                 ],
             )
+        self._pacer.backward_starts()
         self._expected = returning
         return returning
 
@@ -126,7 +121,6 @@ class GradientReturn:
             )
         batch.gradients[group] = gradient
         if all(other is not None for other in batch.gradients):
-            self.background.join()  # expect() runs there
             self._send_collisions(batch)
 
     def _send_collisions(self, batch: ComputingBatch) -> None:
@@ -151,7 +145,7 @@ class GradientReturn:
     def begin_forward(self) -> None:
         """In the forward of the next step, when its rows have been joined."""
         self._pacer.forward_starts()
-        self.background.run(self.send_late)
+        self.send_late()
 
     def send_late(self) -> None:
         """Send the gradients of the previous step's exclusive rows, unless they have been sent."""

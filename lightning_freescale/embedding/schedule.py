@@ -29,7 +29,6 @@ reached the host when it needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups
-from lightning_freescale.embedding.background import Background, make_background
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.prioritized_bags import make_exchange
 from lightning_freescale.embedding.stages import (
@@ -76,9 +74,8 @@ class ScheduledModule:
         active: whether steps are prioritized at present.
     """
 
-    def __init__(self, name: str, exchange: PrioritizedEmbedding, background: Background):
-        self.name, self.exchange, self._background = name, exchange, background
-        exchange.gradients.background = background
+    def __init__(self, name: str, exchange: PrioritizedEmbedding):
+        self.name, self.exchange = name, exchange
         self.kjt_index: int | None = None
         self.synchronous_reason: str | None = None
         self.active = True
@@ -87,7 +84,6 @@ class ScheduledModule:
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
-        self._finds_collisions = False  # whether find_collisions() is due
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
 
@@ -99,16 +95,14 @@ class ScheduledModule:
             self.calls.append(features)
             if self.kjt_index is not None and self.active:
                 reason = self._reason_against(features)
-                if reason is None:  # request() may still run in the background: it uses nothing that the forward uses
+                if reason is None:
                     self.exchange.redo_ahead()
                     assert isinstance(self.current, FetchingBatch)
                     self.current, output = self.exchange.join(self.current)
                     self.exchange.gradients.begin_forward()
                     return output
                 self.stay_synchronous(reason)
-            self._background.join()
             self.exchange.forget_ahead()
-        self._background.join()
         self.exchange.gradients.apply_late()
         self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # TorchRec's forward reads the tables on the current stream
@@ -148,10 +142,7 @@ class ScheduledModule:
         if after_next_kjt is None:
             self.after_next = None
         elif self.after_next is None or self.after_next.kjt is not after_next_kjt:
-            self._background.run(partial(self._request_after_next, after_next_kjt))
-
-    def _request_after_next(self, kjt: KeyedJaggedTensor) -> None:
-        self.after_next = self.exchange.request(kjt)
+            self.after_next = exchange.request(after_next_kjt)
 
     def before_backward(self) -> None:
         self.exchange.gradients.apply_late()
@@ -200,17 +191,9 @@ class ScheduledModule:
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
             self.exchange.send_rows(self.next, COLLISION)
             self.current, self.next, self.after_next = self.next, self.after_next, None
-            self._finds_collisions = self.next is not None
-
-    def find_collisions(self) -> None:
-        """After :meth:`after_backward`: find the collisions of the two batches to come. This reads no weight."""
-        finds, self._finds_collisions = self._finds_collisions, False
-        if finds:
-            assert isinstance(self.current, FetchingBatch)
-            assert self.next is not None
-            assert not isinstance(self.next, FetchingBatch)
-            self.next = self._route(self.next)
-            self.exchange.find_collisions(self.current.routed, self.next)
+            if self.next is not None:
+                self.next = self._route(self.next)
+                self.exchange.find_collisions(self.current.routed, self.next)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def drop(self) -> None:
@@ -235,14 +218,6 @@ class ExchangeSchedule:
     """Leads all prioritized modules through a step, in the same order on every rank.
 
     The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
-
-    Args:
-        modules: the sharded collections, by name.
-        groups: process groups for rows and gradients.
-        copies: the stream on which batches are copied to the device.
-        timeline: records the exchanges.
-        threaded: whether a thread of its own does the host's work before the backward, beside the backward, and other work that
-            nothing waits for at once. By default, where that is possible and gains time.
     """
 
     def __init__(
@@ -251,11 +226,10 @@ class ExchangeSchedule:
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
-        threaded: bool | None = None,
     ):
-        exchanges = {name: make_exchange(module, groups, copies, timeline) for name, module in modules.items()}
-        self.background = make_background(list(exchanges.values()), groups, threaded)
-        self.modules = [ScheduledModule(name, exchange, self.background) for name, exchange in exchanges.items()]
+        self.modules = [
+            ScheduledModule(name, make_exchange(module, groups, copies, timeline)) for name, module in modules.items()
+        ]
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
         self._batch: list[KeyedJaggedTensor] = []
@@ -285,7 +259,6 @@ class ExchangeSchedule:
 
         All settings give the same training.
         """
-        self.background.join()
         for module in self.modules:
             active = module.name in names
             if module.active and not active:
@@ -308,7 +281,6 @@ class ExchangeSchedule:
             next_batch: those of the next batch; empty if the data end before it.
             after_next: those of the batch after the next one; empty if the data end before it.
         """
-        self.background.join()
         self._end_step()
         self._batch = batch
         for module in self.modules:
@@ -322,34 +294,17 @@ class ExchangeSchedule:
                     module.begin_step(*kjts)
 
     def before_backward(self) -> None:
-        self.background.join()
-        for module in self.modules:
-            module.exchange.gradients.begin_backward()
-        self.background.run(self._before_backward)
-
-    def _before_backward(self) -> None:
         for module in self.modules:
             module.before_backward()
 
     def after_backward(self) -> None:
-        self.background.join()
         for module in self.modules:
             module.after_backward()
-        self.background.run(self._find_collisions)
-
-    def _find_collisions(self) -> None:
-        for module in self.modules:
-            module.find_collisions()
-
-    def _take_late_backward(self, module: ScheduledModule) -> None:
-        """Do what is due after a backward that was not announced."""
-        module.after_backward()
-        module.find_collisions()
 
     def _end_step(self) -> None:
         """Look at the calls of the previous step. The first step shows which features each module is called with."""
         for module in self.modules:
-            self._take_late_backward(module)
+            module.after_backward()  # does nothing, unless the backward was not announced
             if module.kjt_index is None and module.synchronous_reason is None and module.calls:
                 self._learn_features(module)
             if module.synchronous_reason is not None:
@@ -373,9 +328,8 @@ class ExchangeSchedule:
 
         Ids that were inserted for later batches are taken out. The next step inserts them again.
         """
-        self.background.join()
         for module in self.modules:
-            self._take_late_backward(module)
+            module.after_backward()  # does nothing, unless the backward was not announced
             module.exchange.gradients.apply_late()
             module.exchange.undo_ahead()
             module.exchange.table_stream.join()  # the caller reads the tables on the current stream
@@ -387,7 +341,6 @@ class ExchangeSchedule:
             module.drop()
             module.exchange.table_stream.join()
             module.exchange.module.__dict__.pop("forward", None)
-        self.background.close()
 
 
 def _at(batch: Sequence[KeyedJaggedTensor], index: int) -> KeyedJaggedTensor | None:

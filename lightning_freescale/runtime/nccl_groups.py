@@ -31,6 +31,8 @@ FAILURE_DEFAULTS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     # Otherwise a thread of torch sleeps for 8 minutes after an error, and the end of the process waits for it.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Otherwise the watchdog of torch ends the process with SIGABRT when it meets an error of CUDA before the training does.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 TOGETHER_SECONDS = 1.0  # How long the first abort waits until the others can begin too.
 GUARD_SECONDS = 1.0  # between two looks at the groups

@@ -71,11 +71,6 @@ def _select(stream_id: int, device_index: int, device_type: int) -> None:
     torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-def selected(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
-    """Makes ``stream`` the current one of its device in this thread; does nothing without a stream."""
-    return _AT_ONCE if stream is None else _Selected(stream)
-
-
 def mark_used_on(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Tensor | None]) -> None:
     """Tell the allocator that ``stream`` uses ``tensors`` too, so that it reuses their memory only after that work."""
     target = stream.stream if isinstance(stream, SideStream) else stream

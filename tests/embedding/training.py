@@ -256,6 +256,6 @@ def train(
     return torch.stack(losses).tolist() if losses else []
 
 
-def make_schedule(module: Sharded, backend: str | None = None, threaded: bool | None = None) -> ExchangeSchedule:
+def make_schedule(module: Sharded, backend: str | None = None) -> ExchangeSchedule:
     groups = ExchangeGroups(dist.new_group(backend=backend), dist.new_group(backend=backend))
-    return ExchangeSchedule({"embeddings": module}, groups, threaded=threaded)
+    return ExchangeSchedule({"embeddings": module}, groups)

@@ -50,7 +50,7 @@ def _compare(make: Callable[..., Sharded], case: Case, batches: Batches, backend
     how = _training_options(options) | {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
     plain, module = (make(kind, optimizer, dist.get_world_size(), "cuda", **options) for _ in range(2))
     expected = train(plain, batches, None, "cuda", **how)
-    schedule = make_schedule(module, backend, threaded=backend == "freescale")
+    schedule = make_schedule(module, backend)
     got = train(module, batches, schedule, "cuda", **how)
     torch.cuda.synchronize()
     a, b = tables(plain), tables(module)
@@ -78,7 +78,7 @@ def _error(
     kind, optimizer, options = case
     plain, module = (make(kind, optimizer, dist.get_world_size(), "cuda", **options) for _ in range(2))
     train(plain, batches, None, "cuda", **_training_options(options))
-    schedule = make_schedule(module, backend, threaded=backend == "freescale")
+    schedule = make_schedule(module, backend)
     sabotage(schedule)
     train(module, batches, schedule, "cuda", **_training_options(options))
     torch.cuda.synchronize()

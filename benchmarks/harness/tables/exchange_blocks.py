@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.harness.results import StoredResult, short_machine
 from benchmarks.harness.simulator_validation import host_was_ahead
 from benchmarks.harness.training.rounds import mean_and_spread
-from benchmarks.harness.variant_names import ALL, DENSE_ONLY
+from benchmarks.harness.variant_names import ALL, DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
 Row = dict[str, Any]
 
@@ -30,11 +31,23 @@ def bound_by_host(results: Mapping[str, StoredResult]) -> Iterator[Row]:
                 "dense compute ms": f"{dense:.1f}",
                 "variant": side,
                 "step ms, range of steps or of rounds": mean_and_spread(rounds if len(rounds) > 1 else steps),
+                "bubble removed": _removed_in_rounds(found, side),
                 "steps that waited for the host": f"{variant['host_late']:.0%}",
                 "MB sent": f"{variant['sent_bytes'] / 1e6:.1f}",
                 "exposed embedding ms": f"{variant['parts_ms']['exposed embedding']:.1f}",
                 "exposed dense ms": f"{variant['parts_ms']['exposed dense']:.1f}",
             }
+
+
+def _removed_in_rounds(found: StoredResult, side: str) -> str:
+    """The part of the bubble of each pipeline of TorchRec that is gone, as a mean over the rounds; empty if it is not known."""
+    of_side = found.get("rounds", {}).get(side, {})
+    parts = [
+        f"{statistics.mean(of_side[name]):.0%} of {pipeline}"
+        for pipeline in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)
+        if side not in (TORCHREC_BASE, TORCHREC_SPARSE_DIST) and (name := f"gone of {pipeline}") in of_side
+    ]
+    return ", ".join(parts)
 
 
 def matrix_products(results: Mapping[str, StoredResult]) -> Iterator[Row]:
