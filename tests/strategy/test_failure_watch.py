@@ -338,10 +338,10 @@ def test_the_users_variables_of_nccl_stay(monkeypatch: pytest.MonkeyPatch) -> No
         nccl_groups.leave_failures_to_us(5.0)
         return [os.environ.get(name) for name in names]
 
-    assert values(None, torchrun=False) == [None, None, None]  # This torch has not what the watch needs.
+    assert values(None, torchrun=False) == [None] * len(names)  # This torch has not what the watch needs.
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeBackend)
-    assert values(None, torchrun=False) == ["0", "100", "0"]
-    assert values("1", torchrun=True) == ["0", "100", "0"]  # torchrun has set it, not the user
+    assert values(None, torchrun=False) == ["0", "100", "0", "0"]
+    assert values("1", torchrun=True) == ["0", "100", "0", "0"]  # torchrun has set it, not the user
     assert started == [5.0, 5.0]
     assert values("1", torchrun=False)[0] == "1"
     assert values("3", torchrun=True)[0] == "3"
