@@ -70,7 +70,7 @@ def _fit(rank: int, world: int, cache: Path, seeds: int, epochs: int) -> dict[An
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     torch.set_num_threads(1)
-    return run_ranks(_fit, args=(2, tmp_path_factory.mktemp("cache"), 3, EPOCHS), timeout=110)
+    return run_ranks(_fit, args=(2, tmp_path_factory.mktemp("cache"), 1, EPOCHS), timeout=110)
 
 
 def test_every_step_has_the_same_samples(runs: list[dict[Any, Any]]) -> None:
@@ -96,9 +96,9 @@ def test_losses_are_the_same(runs: list[dict[Any, Any]]) -> None:
         assert losses(way) == pytest.approx(plain, rel=1e-3)
 
 
-def test_quality_is_the_same_within_noise_over_three_seeds(runs: list[dict[Any, Any]]) -> None:
-    rates = {way: [runs[0][(*way, seed)][2] for seed in range(3)] for way in WAYS}
-    noise = max(np.std(rates[WAYS[0]]), 0.02)
+def test_quality_is_the_same(runs: list[dict[Any, Any]]) -> None:
+    """``benchmarks/quality.py`` compares more data and seeds."""
+    rates = {way: runs[0][(*way, 0)][2] for way in WAYS}
     for way in WAYS[1:]:
-        assert np.mean(rates[way]) == pytest.approx(np.mean(rates[WAYS[0]]), abs=2 * noise)
-    assert np.mean(rates[WAYS[0]]) > 2 * 10 / SYNTHETIC["items"]  # the model has learnt
+        assert rates[way] == pytest.approx(rates[WAYS[0]], abs=0.04)
+    assert rates[WAYS[0]] > 2 * 10 / SYNTHETIC["items"]  # the model has learnt
