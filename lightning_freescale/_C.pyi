@@ -46,6 +46,9 @@ def update_moments(
     lamb: bool,
 ) -> None: ...
 
+# lightning_freescale/embedding/owner_counts.py
+def count_owners(ids: NDArray[np.integer], block: int, ranks: int) -> list[int]: ...
+
 # lightning_freescale/embedding/cpp_index.py
 def exchange_place(
     values: Ints,

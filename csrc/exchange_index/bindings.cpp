@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "exchange_index.h"
 
@@ -49,6 +50,15 @@ py::tuple place(const Ints& values, const Ints& offsets, const Ints& sample_boun
                           by_owner.data(), data_or_null(unbucketize), to[0], to[1], to[2], to[3], to[4], to[5]);
   }
   return py::make_tuple(lookup, wire, keys, owner_order, requester_order, batch_position);
+}
+
+// With the GIL: the work takes less time than another thread may keep it.
+template <typename Id>
+std::vector<Int> count_owners(const py::array_t<Id, py::array::c_style>& ids, Int block, Int ranks) {
+  expect(block > 0 && ranks > 0, "block and ranks must be positive");
+  std::vector<Int> counts(ranks);
+  exchange_index::count_owners(ids.data(), ids.size(), block, ranks, counts.data());
+  return counts;
 }
 
 void note(const Ints& keys, int stamp, Marks& stamps) {
@@ -113,6 +123,8 @@ py::tuple divide(const Marks& marks, Int first, Int received_from, const Ints& v
 
 void bind_exchange_index(py::module_& module) {
   module.def("exchange_place", &place);
+  module.def("count_owners", &count_owners<std::int64_t>, py::arg("ids").noconvert(), py::arg("block"), py::arg("ranks"));
+  module.def("count_owners", &count_owners<std::int32_t>, py::arg("ids").noconvert(), py::arg("block"), py::arg("ranks"));
   module.def("exchange_note", &note);
   module.def("exchange_look", &look);
   module.def("exchange_count", &count);

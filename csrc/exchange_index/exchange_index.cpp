@@ -53,6 +53,27 @@ void place(const Cluster& cluster, const Int* values, const Int* offsets, Int sa
     for (Int id = 0; id < request; ++id) batch_position[unbucketize[id]] = id;
 }
 
+template <typename Id>
+void count_owners(const Id* ids, Int count, Int block, Int ranks, Int* counts) {
+  // A comparison for each owner, which compilers vectorize, takes less time than a division. A tile of ids stays in the cache.
+  constexpr Int tile = 4096;
+  std::fill(counts, counts + ranks, Int{0});
+  counts[0] = count;
+  for (Int start = 0; start < count; start += tile) {
+    const Int end = std::min(count, start + tile);
+    for (Int owner = 1; owner < ranks; ++owner) {
+      const Int bound = owner * block;
+      Int beyond = 0;
+      for (Int i = start; i < end; ++i) beyond += static_cast<Int>(ids[i]) >= bound;
+      counts[owner] += beyond;
+    }
+  }
+  for (Int owner = 0; owner + 1 < ranks; ++owner) counts[owner] -= counts[owner + 1];
+}
+
+template void count_owners(const std::int64_t*, Int, Int, Int, Int*);
+template void count_owners(const std::int32_t*, Int, Int, Int, Int*);
+
 void note(const Int* keys, Int count, Mark stamp, Mark* stamps) {
   for (Int id = 0; id < count; ++id) stamps[keys[id]] = stamp;
 }

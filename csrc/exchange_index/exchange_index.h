@@ -28,6 +28,10 @@ void place(const Cluster& cluster, const Int* values, const Int* offsets, Int sa
            const Int* first_key, const Int* by_owner, const Int* unbucketize, Int* lookup, Int* wire, Int* keys,
            Int* owner_order, Int* requester_order, Int* batch_position);
 
+// How many of the ids lie in each block of `block` rows, for `ranks` blocks. The ids are below `block * ranks`.
+template <typename Id>
+void count_owners(const Id* ids, Int count, Int block, Int ranks, Int* counts);
+
 // Writes `stamp` to the rows of a batch.
 void note(const Int* keys, Int count, Mark stamp, Mark* stamps);
 

@@ -3,14 +3,15 @@
 The transfers are those of TorchRec, in the same order: the sizes, the lengths, the ids, and the weights if there are any. What
 differs is the work around them:
 
-- The sizes go to the device in one copy that the host does not wait for. TorchRec makes three copies and waits for each.
+- The sizes do not travel at all, if the headers of the batch have announced them (``announced_ids.py``). Otherwise they go to
+  the device in one copy that the host does not wait for. TorchRec makes three copies and waits for each.
 - The order in which arrived ids are sorted by feature depends on the batch sizes of the ranks alone, so it is kept.
 - The number of arrived ids of each feature stays on the device. TorchRec waits for it, and the exchange does not need it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,9 +40,14 @@ class RowWiseIds:
         self.rank, self.world_size = group.rank(), group.size()
         self._orders: dict[tuple[int, ...], Tensor] = {}
 
-    def send(self, divided: KeyedJaggedTensor) -> SizesOfIds:
-        """Start the exchange of ids that are ordered by owner, then by feature: ``W * T`` keys with one batch size."""
-        return SizesOfIds(self, divided)
+    def send(self, divided: KeyedJaggedTensor, announced: AnnouncedSizes | None = None) -> SizesOfIds:
+        """Start the exchange of ids that are ordered by owner, then by feature: ``W * T`` keys with one batch size.
+
+        Args:
+            divided: the ids.
+            announced: what arrives at this rank. Either all ranks know it or none does.
+        """
+        return SizesOfIds(self, divided, announced)
 
     def order(self, samples: list[int], device: torch.device) -> Tensor:
         """int32: where each part of what has arrived comes from, when it is ordered by feature and then by requester.
@@ -63,6 +69,18 @@ class RowWiseIds:
         return self._orders[key]
 
 
+class AnnouncedSizes(NamedTuple):
+    """What arrives at this rank.
+
+    Attributes:
+        ids: ``[W]`` number of ids from each requester.
+        samples: ``[W]`` batch size of each requester.
+    """
+
+    ids: list[int]
+    samples: list[int]
+
+
 class _DirectWait:
     """A wait without the range of the profiler that TorchRec opens in every wait, because the range takes the host some time."""
 
@@ -75,22 +93,29 @@ class NoWaitDirect(_DirectWait, NoWait):
 
 
 class SizesOfIds(_DirectWait, Awaitable[KJTAllToAllTensorsAwaitable]):
-    """The sizes of all transfers travel. ``wait()`` starts to send the ids."""
+    """The sizes of all transfers travel, unless they were announced. ``wait()`` starts to send the ids."""
 
-    def __init__(self, ids: RowWiseIds, divided: KeyedJaggedTensor):
+    def __init__(self, ids: RowWiseIds, divided: KeyedJaggedTensor, announced: AnnouncedSizes | None = None):
         super().__init__()
-        self._ids, self._divided = ids, divided
+        self._ids, self._divided, self._announced = ids, divided, announced
         features, samples = ids.num_features, divided.stride()
         lengths, owned = [samples * features] * ids.world_size, _sums(divided.length_per_key(), features)
         weights = divided.weights_or_none()
         self._tensors = [divided.lengths(), divided.values(), *([] if weights is None else [weights])]
         self._splits = [lengths, owned, *([] if weights is None else [owned])]
+        if announced is not None:
+            return
         by_rank = zip(*self._splits, [samples] * ids.world_size, strict=True)
         self._sent = int64_on_device([size for sizes in by_rank for size in sizes], divided.values().device)
         self._received = torch.empty_like(self._sent)
         self._work = direct_calls.start_all_to_all(self._received, self._sent, [], [], ids.group)
 
     def _wait_impl(self) -> ArrivingIds:
+        if self._announced is not None:
+            counts, samples = self._announced
+            lengths = [number * self._ids.num_features for number in samples]
+            splits = [lengths, *[counts] * (len(self._splits) - 1)]
+            return ArrivingIds(self._ids, self._divided, self._tensors, self._splits, splits, samples)
         self._work.wait()
         columns = len(self._splits) + 1
         received = self._received.tolist()

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_freescale.runtime.direct_triton import direct
+
 BLOCK_IDS = 512  # ids of one program
 
 # Sizes of batches: a kernel must not be compiled again because a number happens to be 1 or a multiple of 16.
@@ -25,7 +27,7 @@ _SIZES = (
 
 def _kernel(function):
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in _SIZES])
+    return direct(triton.jit(function, do_not_specialize=[name for name in names if name in _SIZES]))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ TorchRec's tensor gets the counts before ``id_exchange.py`` asks for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -21,8 +21,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.embedding.id_exchange import RowWiseIds
+from lightning_freescale import _C
+from lightning_freescale.embedding.id_exchange import AnnouncedSizes, RowWiseIds
 from lightning_freescale.embedding.stages import contents_version
+from lightning_freescale.runtime.errors import InputError
 
 COMPARED_RANKS = 8  # up to here a comparison for each rank takes less time than a division
 _ATTRIBUTE = "_freescale_owner_counts"
@@ -38,11 +40,14 @@ class OwnerCounts:
         by_feature: for each feature, the ids of each owner, ``[ranks]``.
         blocks: for each feature, the rows of its table on each rank.
         version: ``contents_version`` of the tensor on the device when it was made.
+        arriving: for each feature, the ids that each rank sends to this one, and its batch size, both ``[ranks]``. Features
+            are left out if any rank has not announced them. ``announced_ids.py`` writes it.
     """
 
     by_feature: dict[str, list[int]]
     blocks: dict[str, int]
     version: int
+    arriving: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
 
 
 def count(host: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> tuple[dict[str, list[int]], dict[str, int]]:
@@ -66,8 +71,7 @@ def _by_owner(ids: NDArray[np.integer[Any]], block: int, ranks: int) -> list[int
     """How many of ``ids`` lie in each of ``ranks`` blocks of rows."""
     if ranks > COMPARED_RANKS:
         return np.bincount(ids // block, minlength=ranks).tolist()
-    at_least = [len(ids), *(int(np.count_nonzero(ids >= owner * block)) for owner in range(1, ranks)), 0]
-    return [here - beyond for here, beyond in pairwise(at_least)]
+    return _C.count_owners(ids, block, ranks)
 
 
 def attach(host: KeyedJaggedTensor, moved: KeyedJaggedTensor, rows: Mapping[str, int], ranks: int) -> None:
@@ -76,9 +80,14 @@ def attach(host: KeyedJaggedTensor, moved: KeyedJaggedTensor, rows: Mapping[str,
         setattr(moved, _ATTRIBUTE, OwnerCounts(*count(host, rows, ranks), contents_version(moved)))
 
 
+def attached(kjt: KeyedJaggedTensor) -> OwnerCounts | None:
+    """The counts that :func:`attach` has kept; ``None`` without them."""
+    return getattr(kjt, _ATTRIBUTE, None)
+
+
 def counts_of(kjt: KeyedJaggedTensor) -> OwnerCounts | None:
     """The counts that :func:`attach` has kept; ``None`` without them, or if the ids were changed in place since."""
-    found: OwnerCounts | None = getattr(kjt, _ATTRIBUTE, None)
+    found = attached(kjt)
     return found if found is not None and found.version == contents_version(kjt) else None
 
 
@@ -94,13 +103,23 @@ class KnownCounts:
         self._counts: OwnerCounts | None = None
         self._possible = type(module) in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
         self._countable = not getattr(module, "_use_index_dedup", False)  # dedup changes the numbers of ids
-        self._installed = self._active = False
+        self._installed = self._active = self._ahead = False
 
-    def input_dist(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
-        """What ``module.input_dist(context, kjt)`` does, with the counts of ``kjt`` if they are known."""
+    def input_dist(self, context: Any, kjt: KeyedJaggedTensor, ahead: bool = False) -> Any:
+        """What ``module.input_dist(context, kjt)`` does, with the counts of ``kjt`` if they are known.
+
+        Args:
+            context: TorchRec's context of the batch.
+            kjt: the ids on the device.
+            ahead: whether the batch is still to be handed to the training, on all ranks. Then what the ranks have announced
+                about it still holds, and they do not exchange the sizes of the transfers once more.
+        """
         if self._possible and not self._installed and getattr(self._module, "_input_dists", None):
             self._install()
         self._counts = counts_of(kjt) if self._installed and self._countable else None
+        self._ahead = ahead
+        if ahead and self._counts is None:
+            _check_unchanged(kjt)
         self._active = True
         try:
             return self._module.input_dist(context, kjt)
@@ -139,7 +158,22 @@ class KnownCounts:
                     [known.by_feature[name][owner] for name in names] for owner in range(ids.world_size)
                 )
             )
+            if self._ahead and all(name in known.arriving for name in names):
+                counts, samples = zip(*(known.arriving[name] for name in names), strict=True)
+                return ids.send(
+                    divided, AnnouncedSizes([sum(column) for column in zip(*counts, strict=True)], samples[0])
+                )
         return ids.send(divided)
+
+
+def _check_unchanged(kjt: KeyedJaggedTensor) -> None:
+    """Refuse ids that have changed since the other ranks were told how many ids they get."""
+    found = attached(kjt)
+    if found is not None and found.arriving and found.version != contents_version(kjt):
+        raise InputError(
+            f"the ids of the features {', '.join(found.arriving)} were changed in place before their batch was in training, "
+            "after the other ranks were told how many of them they get. Change the ids in the data set or in collate_fn"
+        )
 
 
 def _in_equal_blocks(exchange: RwSparseFeaturesDist) -> bool:

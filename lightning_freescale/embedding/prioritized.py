@@ -139,13 +139,18 @@ class PrioritizedEmbedding:
             self.remaps.forget(None if routed is None else routed.ahead)
 
     # ---- ids --------------------------------------------------------------------------------------------------------
-    def request(self, kjt: KeyedJaggedTensor) -> RequestedBatch:
-        """Start to tell the owners how many ids of a batch they get. This reads no weight, so it may run batches ahead."""
+    def request(self, kjt: KeyedJaggedTensor, ahead: bool = False) -> RequestedBatch:
+        """Start to tell the owners how many ids of a batch they get. This reads no weight, so it may run batches ahead.
+
+        Args:
+            kjt: the ids of the batch on the device.
+            ahead: whether the batch is still to be trained, on all ranks.
+        """
         context = self.module.create_context()
         parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
         mark_used_on(self.ids_stream, parts)
         with self.ids_stream.work(self.copies):
-            return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt), contents_version(kjt))
+            return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt, ahead), contents_version(kjt))
 
     def send_ids(self, batch: RequestedBatch) -> Awaitable:
         """Wait for the numbers of ids, and start to send the ids themselves, unless they are on their way."""

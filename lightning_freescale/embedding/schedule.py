@@ -138,11 +138,11 @@ class ScheduledModule:
         if next_kjt is None:
             self.next = None
         elif self.next is None:
-            self.next = exchange.request(next_kjt)
+            self.next = exchange.request(next_kjt, ahead=True)
         if after_next_kjt is None:
             self.after_next = None
         elif self.after_next is None or self.after_next.kjt is not after_next_kjt:
-            self.after_next = exchange.request(after_next_kjt)
+            self.after_next = exchange.request(after_next_kjt, ahead=True)
 
     def before_backward(self) -> None:
         self.exchange.gradients.apply_late()

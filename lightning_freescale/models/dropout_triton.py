@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_freescale.models.dropout import threshold
 from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
+from lightning_freescale.runtime.direct_triton import direct
 
 TILE_ELEMENTS = 4096
 KEY_BLOCK = 1024  # ids of a sample that are read at a time
@@ -39,6 +40,7 @@ def _sum_of_ids(ids_ptr, start, end, BLOCK: tl.constexpr):
     return tl.sum(total.to(tl.int64, bitcast=True)).to(tl.uint64, bitcast=True)
 
 
+@direct
 @triton.jit(do_not_specialize=["history_ptr", "history_offsets_ptr", "negatives_ptr", "negative_offsets_ptr", "step"])
 def _row_keys(
     history_ptr, history_offsets_ptr, negatives_ptr, negative_offsets_ptr, out_ptr, step,
@@ -85,6 +87,7 @@ def is_kept(keys, cols, number, limit):
     return _mixed(keys.to(tl.uint32, bitcast=True) ^ channels).to(tl.int32, bitcast=True) >= limit
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _drop(
     x_ptr, keys_ptr, out_ptr, x_row, count, number, limit, scale,

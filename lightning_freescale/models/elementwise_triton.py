@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_freescale.models.tiles import cdiv
+from lightning_freescale.runtime.direct_triton import direct
 
 COLUMNS = 512  # of a tile
 TILE_ROWS = 4
@@ -24,6 +25,7 @@ def _place(ptr, rows, cols, stride):
     return ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -32,6 +34,7 @@ def _silu(x_ptr, out_ptr, x_row, out_row, count, width, ROWS: tl.constexpr, COLS
     tl.store(_place(out_ptr, rows, cols, out_row), (x * tl.sigmoid(x)).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _add(x_ptr, y_ptr, shift_ptr, out_ptr, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -43,6 +46,7 @@ def _add(x_ptr, y_ptr, shift_ptr, out_ptr, count, width, ROWS: tl.constexpr, COL
     tl.store(_place(out_ptr, rows, cols, width), total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _summed(
     x_ptr, grad_ptr, out_ptr, shares_ptr, x_row, grad_row, out_row, share_row, count, width,

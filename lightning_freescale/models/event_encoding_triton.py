@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_freescale.models.attention.buckets import TIME_LIMIT
 from lightning_freescale.models.attention.triton_kernels import log_bucket
 from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
+from lightning_freescale.runtime.direct_triton import direct
 
 ENCODED_ELEMENTS = 4096  # of a tile
 POSITION_ROWS, POSITION_PROGRAMS = 16, 512  # positions of a tile; programs, if there are enough histories
@@ -44,6 +45,7 @@ def _since_first(time, first):
     return tl.minimum(tl.maximum(time - first, -_LIMIT), _LIMIT - 1).to(tl.int32)
 
 
+@direct
 @triton.jit(
     do_not_specialize=[
         *("x_ptr", "offsets_ptr", "timestamps_ptr", "events_before_ptr", "time_before_ptr"),
@@ -90,6 +92,7 @@ def _encode(
     tl.store(out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@direct
 @triton.jit(do_not_specialize=["offsets_ptr", "samples", "share"])
 def _position_shares(
     grad_ptr, offsets_ptr, shares_ptr, grad_row, samples, share, positions,
@@ -115,6 +118,7 @@ def _position_shares(
     tl.store(out, total, mask=(place < positions)[:, None] & column)
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _gap_shares(
     grad_ptr, buckets_ptr, shares_ptr, grad_row, count, gaps,

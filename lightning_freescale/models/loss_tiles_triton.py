@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_freescale.models.loss import LOSS_TILE, SampledHistories
 from lightning_freescale.models.tiles_triton import block_of, find_tile, load_lengths
+from lightning_freescale.runtime.direct_triton import direct
 
 TILE_FIELDS = 5
 SEGMENT_FIELDS = 3
@@ -25,6 +26,7 @@ def _load_sets(sets_ptr, histories, samples, SETS: tl.constexpr):
     return sets
 
 
+@direct
 @triton.jit(do_not_specialize=["offsets_ptr", "samples"])
 def _tiles(
     offsets_ptr, sets_ptr, out_ptr, samples, SETS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
@@ -52,6 +54,7 @@ def _tiles(
     tl.store(field + 4, (used & (number == 0)).to(tl.int64))
 
 
+@direct
 @triton.jit(do_not_specialize=["offsets_ptr", "samples"])
 def _segments(
     offsets_ptr, sets_ptr, ranges_ptr, out_ptr, samples,

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_freescale.models.loss import LOSS_TILE, SampledHistories
 from lightning_freescale.models.loss_tiles_triton import position_tiles, set_segments
 from lightning_freescale.models.tiles import cdiv, power_of_2
+from lightning_freescale.runtime.direct_triton import direct
 
 MAX_NEGATIVES = 512  # of a set: the logits of a tile stay in registers
 SEGMENT = 16  # tiles over which a program sums the gradient of a set; a long history has many
@@ -34,6 +35,7 @@ def _fields(tiles_ptr, tile):
     return tl.load(field), tl.load(field + 1), tl.load(field + 2), tl.load(field + 3), tl.load(field + 4)
 
 
+@direct
 @triton.jit(do_not_specialize=["item_ids_ptr", "negative_ids_ptr", "target_q_ptr", "negative_q_ptr"])
 def _logits(
     outputs_ptr, items_ptr, negatives_ptr, item_ids_ptr, negative_ids_ptr, target_q_ptr, negative_q_ptr,
@@ -76,6 +78,7 @@ def _logits(
     tl.store(dlogits_ptr + (tile * TILE + within)[:, None] * K + k[None, :], dlogits, mask=k[None, :] < K)
 
 
+@direct
 @triton.jit
 def _outputs(
     outputs_ptr, items_ptr, negatives_ptr, tiles_ptr, dpositive_ptr, dlogits_ptr, doutputs_ptr, ditems_ptr,
@@ -105,6 +108,7 @@ def _outputs(
     tl.store(ditems_ptr + place, before[:, None] * output, mask=own)
 
 
+@direct
 @triton.jit
 def _negatives(
     outputs_ptr, dlogits_ptr, tiles_ptr, segments_ptr, sums_ptr, D, K,
@@ -130,6 +134,7 @@ def _negatives(
     tl.store(sums_ptr + place, total, mask=(k[:, None] < K) & (col[None, :] < D))
 
 
+@direct
 @triton.jit
 def _add_segments(sums_ptr, ranges_ptr, out_ptr, elements, SIZE: tl.constexpr):
     """The gradient of one set: the sum over its segments, in their order."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_freescale.models.dropout import threshold
 from lightning_freescale.models.dropout_triton import is_kept
 from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
+from lightning_freescale.runtime.direct_triton import direct
 
 ELEMENTS = 4096  # elements of a tile
 WARPS = 4
@@ -67,6 +68,7 @@ def _kept(keys_ptr, rows, cols, count, number, limit):
     return is_kept(keys[:, None], cols[None, :], number, limit)
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _forward(
     x_ptr, branch_ptr, shift_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, sum_ptr, out_ptr,
@@ -93,6 +95,7 @@ def _forward(
     _store(out_ptr, rows, D, cols, count, D, out)
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _backward(
     x_ptr, gate_ptr, weight_ptr, bias_ptr, keys_ptr, added_ptr, factor_ptr, dout_ptr, dx_ptr, rounded_ptr, dgate_ptr, shares_ptr,
@@ -150,6 +153,7 @@ def _backward(
         tl.store(share + 2 * D, third, mask=cols < D)
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _unit_forward(
     x_ptr, out_ptr, x_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
@@ -161,6 +165,7 @@ def _unit_forward(
     _store(out_ptr, rows, D, cols, count, D, x / length[:, None])
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def _unit_backward(
     x_ptr, dout_ptr, dx_ptr, x_row, dout_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr

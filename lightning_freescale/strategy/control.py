@@ -17,10 +17,12 @@ from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_freescale.runtime import errors
@@ -36,21 +38,15 @@ from lightning_freescale.runtime.process_groups import (
 )
 from lightning_freescale.runtime.streams import Readback
 from lightning_freescale.strategy.failure_watch import FailureWatch, publish_within_limit
+from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
 REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
 LAST_SECONDS = 1.0  # How long rank 0 stays after its failure. The other ranks look at the store more often than that.
 LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
+Ints = NDArray[np.int64]
 _run_numbers = itertools.count(1)  # What a run leaves in the store is never found by a later one.
-
-
-class Status(IntEnum):
-    """What became of the fetch of a batch on one rank."""
-
-    BATCH = 0  # The batch is sound.
-    END = 1  # There is no batch: the data have ended or the limit is reached.
-    ERROR = 2  # Fetching or checking the batch failed.
 
 
 class Request(IntEnum):
@@ -59,45 +55,6 @@ class Request(IntEnum):
     NONE = 0
     REQUEUE = 1  # SLURM's requeue signal: save a checkpoint and requeue the job.
     STOP = 2  # SIGTERM: stop the training.
-
-
-class Header(NamedTuple):
-    """What one rank tells the others about one batch."""
-
-    status: Status
-    weight: int = 0  # Number of samples or tokens that the mean loss of this rank is taken over.
-    stop: bool = False  # Whether this rank has received SIGTERM.
-    requeues: int = 0  # How many requeue signals this rank has received.
-    bad_step: int = -1  # The first step with a loss that was not finite; -1 if there is none.
-
-
-class PendingHeaders:
-    """The headers of all ranks for one batch. The AllGather is started here and awaited by :meth:`wait`."""
-
-    def __init__(self, control: Control, header: Header, sequence: int):
-        self._control, self._sequence = control, sequence
-        own = torch.tensor(header, dtype=torch.int64)
-        self._received = [torch.empty_like(own) for _ in range(control.world_size)]
-        self._own = own  # The tensor must live until the transfer is complete.
-        self._headers: list[Header] | None = None
-        self._work = dist.all_gather(self._received, own, group=control.header_group, async_op=True)
-        control.in_transit(self._work)
-
-    def wait(self) -> list[Header]:
-        """The headers in rank order."""
-        if self._headers is not None:
-            return self._headers
-        what = f"the header of batch {self._sequence}"
-        self._control.check_ranks(what)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._control.missing_ranks(what, error) from error
-        self._headers = [
-            Header(Status(status), weight, bool(stop), requeues, bad_step)
-            for status, weight, stop, requeues, bad_step in (row.tolist() for row in self._received)
-        ]
-        return self._headers
 
 
 class Control:
@@ -119,8 +76,11 @@ class Control:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._group: Any = None
         self._header_group: Any = None
-        self._in_transit: deque[Any] = deque()  # AllGathers of headers that may not be complete.
+        self._in_transit: deque[Any] = deque()  # Exchanges of headers that may not be complete.
         self._sent = 0
+        self.num_numbers = (
+            0  # Numbers besides the header that each rank tells each other one about a batch. Equal on all ranks.
+        )
         self.stop, self.requeues = False, 0  # What this rank has received. Signal handlers set them.
         self._requeues_done = 0
         self._losses: deque[tuple[int, Readback]] = deque()
@@ -185,12 +145,21 @@ class Control:
         self.stop, self.requeues, self._requeues_done = False, 0, 0
 
     # ---- headers ---------------------------------------------------------------------------------------------------
-    def send_header(self, status: Status, weight: int = 0) -> PendingHeaders:
-        """Tell the other ranks about the batch that was just fetched. Returns at once."""
+    def send_header(self, status: Status, weight: int = 0, numbers: Ints | None = None) -> PendingHeaders:
+        """Tell the other ranks about the batch that was just fetched. Returns at once.
+
+        Args:
+            status: what became of the fetch.
+            weight: number of samples or tokens of the batch.
+            numbers: ``[ranks, num_numbers]`` what to tell each rank besides; without it the numbers are -1.
+        """
         self._read_losses(keep=MAX_STEPS_AHEAD)
         self._sent += 1
         bad_step = self._bad_loss[0] if self._bad_loss else -1
-        return PendingHeaders(self, Header(status, weight, self.stop, self.requeues, bad_step), self._sent)
+        header = Header(status, weight, self.stop, self.requeues, bad_step)
+        if numbers is None:
+            numbers = np.full((self.world_size, self.num_numbers), -1)
+        return PendingHeaders(self, header, numbers, self._sent)
 
     # ---- losses ----------------------------------------------------------------------------------------------------
     def watch_loss(self, step: int, loss: Tensor) -> None:

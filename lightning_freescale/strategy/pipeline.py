@@ -25,7 +25,7 @@ from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.batch.checks import check_batch
 from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.bubbles.timeline import Timeline
-from lightning_freescale.embedding import owner_counts
+from lightning_freescale.embedding import announced_ids, owner_counts
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
@@ -72,7 +72,7 @@ class BatchPipeline:
         self._balancer, self._timeline, self._is_overridden = balancer, timeline, is_overridden
         self._loss_reduction, self._uneven, self._on_request = loss_reduction, uneven, on_request
         self._random_states = random_states
-        self.rows: Mapping[str, int] = {}  # Rows of the table of each feature. The strategy sets it.
+        self._rows: Mapping[str, int] = {}
         self.balances = True  # Whether samples may move between ranks. The strategy sets it.
         self.train_loaders: list[PrefetchLoader] = []
         self.current: list[PreparedBatch] = []  # The batches in training, one for each train loader.
@@ -86,6 +86,16 @@ class BatchPipeline:
         self._trainer, self._control, self._copies, self._device = trainer, control, copies, device
         self._known_hooks: dict[str, bool] = {}  # The answers of _has_hook, which every batch asks for.
         self._known_steps: dict[str, bool] = {}  # The answers of _step_fetches_batches.
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Rows of the table of each feature. The strategy sets them, equal on all ranks."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: Mapping[str, int]) -> None:
+        self._rows = rows
+        self._control.num_numbers = announced_ids.numbers_per_rank(rows)
 
     # ---- loaders ---------------------------------------------------------------------------------------------------
     def wrap(self, loader: Any) -> PrefetchLoader:
@@ -160,11 +170,17 @@ class BatchPipeline:
 
         with self._timeline.span("h2d", stream=self._copies.stream):
             moved, copied = copy_in_advance(move, self._copies)
-        if self.rows and self._device.type == "cuda":
+        numbers = None
+        if self.rows and self._copies_ids():
             given, copies = (list(find_parts(part, KeyedJaggedTensor)) for part in (batch, moved))
             for host, copy in zip(given, copies, strict=True):
                 owner_counts.attach(host, copy, self.rows, self._control.world_size)
-        return Prepared(moved, weight, moved=True, copied=copied, cost_sums=sums)
+            numbers = announced_ids.to_announce(copies, self.rows, self._control.world_size)
+        return Prepared(moved, weight, moved=True, copied=copied, cost_sums=sums, numbers=numbers)
+
+    def _copies_ids(self) -> bool:
+        """Whether user code cannot change the ids of a batch that is not yet in training, because they are a copy."""
+        return self._device.type == "cuda"
 
     def _hands_out_plain_batches(self) -> bool:
         """Whether user code sees the batch before the strategy does, so that it must not be wrapped."""
@@ -236,7 +252,18 @@ class BatchPipeline:
         """The jagged tensors of this batch and of the next two. A list is empty if that batch is not known."""
         with self._timeline.span("id_exchange"):  # Waits for the header of the slowest rank.
             ahead = [following(self._received, distance) for distance in (1, 2)]
+            self._note_announced()
         return [list(find_parts(part, KeyedJaggedTensor)) for part in (batch, *ahead)]
+
+    def _note_announced(self) -> None:
+        """Keep what the headers say about the ids of the next two batches with their jagged tensors."""
+        for part in prepared_batches(self._received):
+            for distance in (1, 2):
+                follower = part.follower(distance)
+                if follower is not None and follower.pending is not None and not follower.announced:
+                    kjts = find_parts(follower.batch, KeyedJaggedTensor)
+                    announced_ids.note(kjts, self.rows, follower.pending.numbers())
+                    follower.announced = True
 
     @property
     def index(self) -> int:

@@ -9,13 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
-from lightning_freescale.strategy.control import Control, Header, Request, Status
+from lightning_freescale.strategy.control import Control, Request
+from lightning_freescale.strategy.headers import Header, Status
 from lightning_freescale.strategy.prepared_batch import PreparedBatch
 
 # Batches fetched beyond the current one: two for the exchange to work on, and one whose header is in transit.
@@ -25,13 +28,14 @@ Uneven = Literal["error", "stop", "continue", "join"]
 
 
 class Prepared(NamedTuple):
-    """What the preparation of a batch yields. The fields are those of :class:`PreparedBatch`."""
+    """What the preparation of a batch yields. The other fields are those of :class:`PreparedBatch`."""
 
     batch: Any
     weight: int
     moved: bool = False
     copied: torch.cuda.Event | None = None
     cost_sums: Any = None
+    numbers: NDArray[np.int64] | None = None  # [ranks, N] for the header of the batch
 
 
 class PrefetchLoader:
@@ -206,7 +210,7 @@ class PrefetchLoader:
         return PreparedBatch(
             prepared.batch,
             index,
-            self.control.send_header(Status.BATCH, prepared.weight),
+            self.control.send_header(Status.BATCH, prepared.weight, prepared.numbers),
             copied=prepared.copied,
             moved=prepared.moved,
             cost_sums=prepared.cost_sums,

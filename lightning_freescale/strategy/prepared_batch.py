@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.batch.contents import find_tensors
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.control import Header, PendingHeaders, Status
+from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
 
 if TYPE_CHECKING:
     from lightning_freescale.strategy.prefetch import PrefetchLoader
@@ -43,6 +43,7 @@ class PreparedBatch:
         loader_state: the state of the user's loader after this batch, if the loader has one.
         error: why the loader yielded no batch, if it failed.
         next: the batch after this one from the same loader, once it has been fetched.
+        announced: whether the jagged tensors of the batch know how many ids each rank sends.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PreparedBatch:
         self.copied, self.moved, self.cost_sums = copied, moved, cost_sums
         self.loader, self.loader_state, self.error = loader, loader_state, error
         self.next: PreparedBatch | None = None
+        self.announced = False
 
     @property
     def headers(self) -> list[Header]:

@@ -14,11 +14,13 @@ from torch import Tensor
 from lightning_freescale.models.attention import hopper
 from lightning_freescale.models.attention.buckets import TIME_LIMIT
 from lightning_freescale.models.tiles_triton import block_of, find_tile, load_lengths, tiles_before
+from lightning_freescale.runtime.direct_triton import direct
 
 EVENTS = hopper.RECORD_EVENTS
 CHUNKS = 8  # programs that share the events of a history
 
 
+@direct
 @triton.jit(do_not_specialize=["offsets_ptr", "samples"])
 def _schedule(
     offsets_ptr, out_ptr, samples, SIZE: tl.constexpr, QUERY_SIZE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
@@ -55,6 +57,7 @@ def _schedule(
     tl.store(row + 3, tl.where(used, query_tile, 0))
 
 
+@direct
 @triton.jit(do_not_specialize=["offsets_ptr", "times_ptr", "samples"])
 def _events(
     offsets_ptr, times_ptr, records_ptr, scale_ptr, samples,
