@@ -120,6 +120,10 @@ class TrainingJob:
             dlrm.timestamps = timestamps
             return dlrm
         options = {"max_history": self.workload.longest, "meta_tables": True} | MODEL_OPTIONS | self.model
+        if self.device.type == "cuda":
+            # The default rate learns the few batches of the warm-up by heart in a large model. The next batches have large
+            # losses then, and differences of rounding grow from step to step.
+            options = {"lr": 1e-4} | options
         if self.workload.context:
             names = self.workload.context_names
             model: TimestampedHSTU = ContextHSTU(self.workload.rows, **options)
