@@ -7,6 +7,10 @@ is always a full one: full or incremental, in the training thread or asynchronou
 and trains further steps, which are timed as long as the save is being written. At the end a new Trainer resumes from a save. The
 time of a resume goes from the call of ``fit`` to the first step, so it includes the set-up.
 
+The stall is the time of a save with a wait for the device after it. The delay of an asynchronous save is what the training loses
+until the end of the next step: the time of a save and of that step together, without a wait for the device in between, minus the
+median of a step without a save. Later steps are those of ``step_beside_ms``. Rank 0 writes its progress to stderr.
+
 A second table says where the training thread spends the time of the shortest save from the third one on. The times include
 what the timing itself takes, a few microseconds for each call. ``--saves`` sets the number of saves.
 
@@ -40,6 +44,7 @@ from benchmarks.harness import rank_setup, report
 from benchmarks.harness.gpu_cluster import launcher, reserved_sms
 from benchmarks.harness.save_parts import DEVICE, SaveParts
 from lightning_freescale.embedding.mode_trial import FIRST_TRIAL_STEPS
+from lightning_freescale.runtime import last_resort
 from lightning_freescale.strategy.checkpoints.changes import changed_rows
 
 COPIES = "copy in host memory"
@@ -53,6 +58,9 @@ VARIANTS = {
 MEMORY = "FREESCALE_BENCHMARK_MEMORY"  # the folder in host memory
 HISTORY = 64  # events of a sample
 STEPS_BESIDE = 20  # steps beside the last save of an asynchronous variant
+DELAYED_SAVES = 5  # saves of an asynchronous variant whose delay is measured
+END_SECONDS = 60.0  # How long the end of a rank may take. It prints where its threads are if it takes longer.
+BEGIN = time.perf_counter()
 
 
 class TableModel(pl.LightningModule):
@@ -98,6 +106,8 @@ class Saves(pl.Callback):
         self.completes: list[float] = []
         self.step_seconds: list[float] = []
         self.beside: list[float] = []  # of steps while a save is being written
+        self.delayed: list[float] = []  # of a save and the step after it
+        self._delayed_since: float | None = None
         self.began = 0.0
         self._last = 0.0
 
@@ -107,12 +117,20 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._synchronize(trainer)
         now = time.perf_counter()
-        if trainer.strategy.saves_in_background:
+        if self._delayed_since is not None:
+            self.delayed.append(now - self._delayed_since)
+            self._delayed_since = None
+            trainer.strategy.finish_saves()
+        elif trainer.strategy.saves_in_background:
             self.beside.append(now - self._last)
         elif batch_idx > 1:
             self.step_seconds.append(now - self._last)
         number, left = divmod(trainer.global_step - self.warm_up, self.steps)
-        if left == 0 and number == self.saves + 1:
+        if left == 0 and number == self.saves + DELAYED_SAVES + 1:
+            self._save(trainer, number)
+        elif left == 0 and self.saves < number <= self.saves + DELAYED_SAVES:
+            trainer.strategy.barrier()
+            self._delayed_since = time.perf_counter()
             self._save(trainer, number)
         elif left == 0 and 0 < number <= self.saves:
             trainer.strategy.barrier()
@@ -157,12 +175,13 @@ def kept(memory: Path) -> Path:
 
 def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path | None = None) -> Saves:
     incremental, asynchronous = VARIANTS[variant]
-    further = 1 if resume else arguments.steps + STEPS_BESIDE if asynchronous else 0
+    later_saves = (DELAYED_SAVES + 1) * arguments.steps if asynchronous else 0
+    further = 1 if resume else later_saves + STEPS_BESIDE if asynchronous else 0
     memory, copies = None, None
     if variant == COPIES:
         memory = memory_of(int(os.environ["RANK"]))
         if resume:  # The last copy is newer than the save from which the other variants resume.
-            memory, further = kept(memory), arguments.steps + 1
+            memory, further = kept(memory), later_saves + 1
         memory.mkdir(exist_ok=True)
         copies = fs.HostCopies(every_n_steps=1 << 30, folder=str(memory), run="benchmark")  # The callback makes them.
     saves = Saves(folder, arguments, memory)
@@ -209,10 +228,12 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
     rows, parts, steps = [], [], []
     for number, variant in enumerate(arguments.variants):
         folder = root / str(number)
+        progress(f"{variant}: training with saves")
         saves = fit(arguments, folder, variant)
         steps += saves.step_seconds
         parts.append({"save": variant} | {f"{name} ms": ms for name, ms in saves.parts.of_the_shortest().items()})
         last = folder / f"{arguments.saves}.ckpt"
+        progress(f"{variant}: resume")
         torch.distributed.barrier()
         written = copy_bytes(arguments.ranks) if variant == COPIES else written_bytes(last, folder / "1.ckpt")
         resumed = fit(arguments, folder / "resumed", variant, last)
@@ -222,6 +243,7 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
                 "save": variant,
                 "stall_ms": 1e3 * statistics.median(saves.stalls),
                 "shortest_stall_ms": 1e3 * min(saves.stalls),
+                "delay_ms": delay_ms(saves),
                 "complete_ms": 1e3 * statistics.median(saves.completes),
                 "step_beside_ms": 1e3 * statistics.median(saves.beside) if saves.beside else None,
                 "written_mib": written / 2**20,
@@ -229,11 +251,34 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
                 "load_without_a_host_ms": lost_ms,
             }
         )
+        progress(f"{variant}: the files are removed")
         torch.distributed.barrier()
         if int(os.environ["RANK"]) == 0:
             shutil.rmtree(folder, ignore_errors=variant == COPIES)  # Copies lie elsewhere.
     step_ms = 1e3 * statistics.median(steps)
-    return [row | {"stall_percent_of_step": 100 * row["stall_ms"] / step_ms} for row in rows], parts, step_ms
+    interval_ms = arguments.steps * step_ms  # between two saves
+
+    def shares(row: dict[str, Any]) -> dict[str, float | None]:
+        delay = row["delay_ms"]
+        return {
+            "stall_percent_of_step": 100 * row["stall_ms"] / step_ms,
+            "delay_percent_of_step": None if delay is None else 100 * delay / step_ms,
+            "delay_percent_of_interval": None if delay is None else 100 * delay / interval_ms,
+        }
+
+    return [row | shares(row) for row in rows], parts, step_ms
+
+
+def delay_ms(saves: Saves) -> float | None:
+    """What the training loses by an asynchronous save until the end of the next step: a median."""
+    if not saves.delayed:
+        return None
+    return 1e3 * (statistics.median(saves.delayed) - statistics.median(saves.step_seconds))
+
+
+def progress(text: str) -> None:
+    if int(os.environ["RANK"]) == 0:
+        print(f"[{time.perf_counter() - BEGIN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def resume_without_a_host(arguments: argparse.Namespace, folder: Path) -> float:
@@ -321,6 +366,7 @@ def main() -> int:
     rank_setup.silence_libraries()
     device = rank_setup.use_device(arguments.device)
     rows, parts, step_ms = measure(arguments, Path(os.environ["FREESCALE_BENCHMARK_FOLDER"]))
+    progress("the changed rows of a shard are found")
     finding = cost_of_finding(arguments, device)
     if int(os.environ["RANK"]) == 0:
         machine = f"{torch.cuda.get_device_name()}, {reserved_sms.describe()}" if device.type == "cuda" else None
@@ -339,6 +385,11 @@ def main() -> int:
             f"A step takes {step_ms:.1f} ms. {parameters['changed_percent']:.1f}% of the rows have changed since the full save. "
             f"To compare a shard takes {finding['compare_ms']:.0f} ms, to mark the ids of a step {finding['mark_ms']:.3f} ms.",
         )
+    # Otherwise the ranks that end first close connections that rank 0 still uses, and its end may wait for them.
+    progress("the ranks leave their process group")
+    rank_setup.leave_group()
+    progress("the process ends")
+    last_resort.limit_the_end(END_SECONDS)
     return 0
 
 

@@ -8,6 +8,7 @@
 - ``streams``: CUDA streams beside the compute stream, and copies between host and device that do not block the host.
 - ``host_pacing``: makes the host wait inside a step if it runs too far ahead of the GPU.
 - ``cpu_threads``: one CPU thread for PyTorch in a process that trains on a GPU.
+- ``device_errors``: tells errors of CUDA and NCCL from others.
 - ``nccl_groups``: errors of NCCL's process groups, and their abort.
 - ``nccl_calls``: which threads are inside a call of NCCL.
 - ``last_resort``: the end of a process that is stuck, with an explanation, also if no Python code can run.

@@ -15,6 +15,9 @@ from contextlib import suppress
 from lightning_freescale._C import arm_last_resort, disarm_last_resort
 from lightning_freescale._C import name_crashes as _name_crashes
 
+POSITIONS_SHARE = 0.9  # After this part of the limit of the end, the process prints where its threads are.
+_last_words = ""  # What the process says if it crashes.
+
 
 def arm(seconds: float, message: str, connections: list[tuple[int, int]]) -> None:
     """End the process after ``seconds``, unless :func:`arm` or :func:`disarm` is called before. There is one limit in a process.
@@ -34,7 +37,17 @@ def disarm() -> None:
 
 def name_crashes(message: str) -> None:
     """If the process crashes from now on, it writes ``message`` to stderr and ends with exit code 1."""
+    global _last_words
+    _last_words = message
     _name_crashes(message)
+
+
+def limit_the_end(seconds: float) -> None:
+    """End the process if its normal end takes longer than ``seconds``. The message is that of :func:`name_crashes`."""
+    with suppress(Exception):  # stderr is closed.
+        faulthandler.dump_traceback_later(POSITIONS_SHARE * seconds, file=2)
+    known = f"{_last_words}\n" if _last_words else ""
+    arm(seconds, f"{known}The end of the process takes longer than {seconds:g} s. The process ends itself.", [])
 
 
 def end_process(explanation: str) -> None:

@@ -311,7 +311,7 @@ def _wrap_once(module: Any, wrap: Callable[[Loading], Loading]) -> None:
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------
-def replace_errors(launcher: Any, replace: Callable[[Any, Exception], Exception]) -> None:
+def replace_errors(launcher: Any, replace: Callable[[Any, BaseException], BaseException]) -> None:
     """Let ``replace(trainer, error)`` replace the error of a run, before the Trainer and its callbacks handle it.
 
     The Trainer runs everything through its launcher.
@@ -321,32 +321,46 @@ def replace_errors(launcher: Any, replace: Callable[[Any, Exception], Exception]
 
 def _launch_and_replace(
     launcher: Any,
-    replace: Callable[[Any, Exception], Exception],
+    replace: Callable[[Any, BaseException], BaseException],
     function: Callable[..., Any],
     *args: Any,
     **options: Any,
 ) -> Any:
     try:
         return type(launcher).launch(launcher, function, *args, **options)
-    except Exception as error:
+    except BaseException as error:
         if (better := replace(options.get("trainer"), error)) is not error:
             raise better from error
         raise
 
 
-def log_errors_of_exception_hooks(trainer: Any) -> None:
-    """Log errors that callbacks raise while they handle the next exception. They would hide it, and stop its handling."""
-    for callback in trainer.callbacks:
-        callback.on_exception = functools.partial(_call_and_log_error, callback)
+def log_errors_of_handling(trainer: Any, hides: Callable[[Exception], bool]) -> None:
+    """Log errors for which ``hides`` returns true, and which are raised while the next exception is handled.
+
+    They would hide the exception, and stop its handling. The Trainer calls the hooks of callbacks and the data module, ends the
+    loggers, and then tears down the strategy, the loop and its connectors. A loop moves logged values to the CPU there.
+    """
+    loop, epoch_loop = trainer._active_loop, trainer.fit_loop.epoch_loop
+    parts = [(callback, "on_exception") for callback in trainer.callbacks]
+    parts += [(trainer.datamodule, "on_exception"), *((part, "finalize") for part in trainer.loggers)]
+    parts += [
+        (owner._results, "cpu") for owner in {loop, epoch_loop, epoch_loop.val_loop} if hasattr(owner, "_results")
+    ]
+    parts += [(owner, "teardown") for owner in (loop, trainer._logger_connector, trainer._signal_connector)]
+    for owner, name in parts:
+        if owner is not None:
+            setattr(owner, name, functools.partial(_call_and_log_error, owner, name, hides))
 
 
-def _call_and_log_error(callback: Any, *args: Any, **options: Any) -> None:
-    del callback.on_exception  # The method of the class counts again.
+def _call_and_log_error(owner: Any, name: str, hides: Callable[[Exception], bool], *args: Any, **options: Any) -> None:
+    vars(owner).pop(name, None)  # The method of the class counts again.
     try:
-        callback.on_exception(*args, **options)
+        getattr(owner, name)(*args, **options)
     except Exception as error:
+        if not hides(error):
+            raise
         text = f"{type(error).__name__}: {error}".split("\n")[0]
-        logger.warning("%s could not handle the exception: %s", type(callback).__name__, text)
+        logger.warning("%s could not handle the exception: %s", type(owner).__name__, text)
 
 
 # ---- names for the contract test -----------------------------------------------------------------------------------
@@ -367,6 +381,9 @@ def private_names() -> Iterable[str]:
         "_data_connector._datahook_selector",
         "_logger_connector.should_update_logs",
         "_logger_connector._progress_bar_metrics",
+        "_logger_connector.teardown",
+        "_signal_connector.teardown",
+        "fit_loop.epoch_loop.val_loop._results",
         "_signal_connector._sigterm_notifier_fn",
         "_signal_connector._slurm_sigusr_handler_fn",
         "_signal_connector.received_sigterm",

@@ -8,7 +8,6 @@ the rank. So torch is told to leave failures to this package, which aborts the c
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_freescale.runtime import last_resort
 from lightning_freescale.runtime.last_resort import end_process
 from lightning_freescale.runtime.log import log_once, logger
 from lightning_freescale.runtime.nccl_calls import threads_in_nccl
@@ -120,8 +120,7 @@ def limit_the_end() -> None:
 
 def _limit_the_end() -> None:
     """End the process if its normal end takes too long. An abort that cannot complete blocks the end of the groups."""
-    with suppress(Exception):  # stderr is closed.
-        faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
+    last_resort.limit_the_end(END_SECONDS)
 
 
 def _start_guard(timeout: float) -> None:

@@ -37,7 +37,7 @@ from lightning_freescale.runtime.process_groups import (
     own_store,
 )
 from lightning_freescale.runtime.streams import Readback
-from lightning_freescale.strategy.failure_watch import FailureWatch, publish_within_limit
+from lightning_freescale.strategy.failure_watch import STORE_IS_LOST, FailureWatch, publish_within_limit
 from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
@@ -88,6 +88,7 @@ class Control:
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._run = 0  # The number of the run in this process. All ranks count the same.
         self._watch: FailureWatch | None = None
+        self._closed_watch: FailureWatch | None = None  # It explains errors that come after the end of a run.
         self._lacks_a_report = False  # Whether this rank has waited in vain for the report of another one.
         self.failure: str | None = None  # Why waits of the device were ended. The weights are invalid then, for good.
 
@@ -139,7 +140,7 @@ class Control:
             self._watch.close(abort=self.misses_a_rank)
             if self._watch.aborted and self.failure is None:
                 self.failure = self._watch.explanation or "a rank is missing"
-            self._watch = None
+            self._watch, self._closed_watch = None, self._watch
         self._in_transit.clear()
         self._group = self._header_group = None
         self.stop, self.requeues, self._requeues_done = False, 0, 0
@@ -262,9 +263,10 @@ class Control:
 
     def explanation(self, seconds: float) -> str | None:
         """Why a rank has failed. Waits up to ``seconds`` for the news, because this rank is about to end with an exception."""
-        if self.failure is None and self._watch is not None:
-            self._watch.leaving = True
-            return self._watch.wait_for_explanation(seconds)
+        watch = self._watch or self._closed_watch
+        if self.failure is None and watch is not None:
+            watch.leaving = True
+            return watch.wait_for_explanation(seconds)
         return self.failure
 
     def check_ranks(self, what: str) -> None:
@@ -317,7 +319,7 @@ class Control:
         except Exception:
             known = self._watch.explanation if self._watch is not None else None
             before = "" if known is None else f", after the report that {known}"
-            return f"rank 0, which hosts the rendezvous store, has ended or cannot be reached{before}"
+            return f"{STORE_IS_LOST}{before}"
 
         deadline = time.monotonic() + REPORT_SECONDS
 

@@ -18,6 +18,7 @@ import torch
 
 from lightning_freescale.runtime import last_resort
 from lightning_freescale.runtime.bounded import BOUNDED_CALL, within
+from lightning_freescale.runtime.device_errors import tells_of_device_error
 from lightning_freescale.runtime.log import logger
 from lightning_freescale.runtime.nccl_calls import threads_in_nccl
 from lightning_freescale.runtime.nccl_groups import abort_all, end_process, nccl_backends, nccl_error
@@ -39,6 +40,7 @@ LEAST_EXIT_SECONDS = 15.0
 # the part is that of a late exit.
 HOLD_FACTOR = 1.7
 
+STORE_IS_LOST = "rank 0, which hosts the rendezvous store, has ended or cannot be reached"
 _NCCL_TEXTS = {"TIMEOUT": "a transfer of NCCL took longer than the timeout", "COMM_ERROR": "NCCL has lost a connection"}
 _LOST = re.compile(rf"(^|; )rank \d+ ({HAS_DIED}|{UNREACHABLE})")
 
@@ -81,7 +83,7 @@ class FailureWatch:
         self._exit_seconds = max(EXIT_FACTOR * timeout, LEAST_EXIT_SECONDS)
         self._last: tuple[object, float] = (None, 0.0)  # The last state of the training thread, and since when.
         self._nccl_since: float | None = None
-        self._waits_for_abort, self._has_told = False, False
+        self._waits_for_abort, self._has_told, self._store_is_lost = False, False, False
         self._end, self._news = threading.Event(), threading.Event()
         self._peers = PeerConnections(rank, timeout)
         self._threads = [
@@ -101,11 +103,16 @@ class FailureWatch:
         return self.explanation is not None and f"rank {rank} {HAS_DIED}" in self.explanation
 
     def wait_for_explanation(self, seconds: float) -> str | None:
-        """The explanation. Waits up to ``seconds`` for it, if there is none yet."""
+        """The explanation. Waits up to ``seconds`` for it, if there is none yet, or only one that may be a consequence itself."""
         deadline = time.monotonic() + seconds
-        while self.explanation is None and time.monotonic() < deadline:
+        while not self._knows_the_cause and not self._end.is_set() and time.monotonic() < deadline:
             time.sleep(WATCH_SECONDS / 10)
-        return self.explanation
+        return STORE_IS_LOST if self.explanation is None and self._store_is_lost else self.explanation
+
+    @property
+    def _knows_the_cause(self) -> bool:
+        """Whether there is an explanation that is not an error of CUDA of some rank. Such an error may follow from a death."""
+        return self.explanation is not None and not _may_be_a_consequence(self.explanation)
 
     def publish(self, explanation: str) -> None:
         """Tell the other ranks why a rank has failed. The first explanation counts."""
@@ -136,12 +143,23 @@ class FailureWatch:
             while not self._end.is_set():
                 self._news.wait(WATCH_SECONDS)
                 self._news.clear()
-                if self.explanation is not None:
-                    self.explanation = store.compare_set(self._key, "", self.explanation).decode()
+                if (own := self.explanation) is not None:
+                    self.explanation = self._agreed(store, own)
                 elif store.check([self._key]):
                     self.explanation = store.get(self._key).decode()
-                if self.explanation is not None:
+                if self._knows_the_cause:
                     return
+            return
+        self._store_is_lost = not self._end.is_set()
+
+    def _agreed(self, store: Any, own: str) -> str:
+        """The explanation in the store. ``own`` is put there if there is none, or if it explains the one that is there."""
+        first = str(store.compare_set(self._key, "", own).decode())
+        if _may_be_a_consequence(own) or not _may_be_a_consequence(first):
+            return first
+        both = own if first in own else f"{own}; {first}"
+        store.set(self._key, both)
+        return both
 
     def _connect(self, store: Any) -> None:
         try:
@@ -160,6 +178,10 @@ class FailureWatch:
                 if self.explanation is not None and not self._has_told:
                     self._has_told = True
                     self._peers.tell(self.explanation)
+                    if self._on_cuda:
+                        last_resort.name_crashes(
+                            f"rank {self._rank}: {self.explanation}. The process crashes after that."
+                        )
                 if self._on_cuda and not self._end.is_set():
                     self._end_waits(time.monotonic())
         finally:
@@ -176,9 +198,9 @@ class FailureWatch:
         last_resort.arm(seconds, message, self._peers.descriptors())
 
     def _explain(self, explanation: str) -> None:
-        """Note and publish an explanation, unless there is one."""
-        if self.explanation is None and not self._end.is_set():
-            self.explanation = explanation
+        """Note and publish an explanation, unless the cause is known."""
+        if not self._knows_the_cause and not self._end.is_set():
+            self.explanation = explanation if self.explanation is None else f"{explanation}; {self.explanation}"
             self._news.set()
 
     def _end_waits(self, now: float) -> None:
@@ -218,6 +240,11 @@ class FailureWatch:
             self._nccl_since = now
         elif now - self._nccl_since > NAMING_SECONDS:
             self._explain(f"{_NCCL_TEXTS.get(error, f'NCCL reports {error}')} on rank {self._rank}")
+
+
+def _may_be_a_consequence(explanation: str) -> bool:
+    """Whether ``explanation`` is an error of CUDA of some rank, which may follow from the death of another one."""
+    return tells_of_device_error(explanation) and _LOST.search(explanation) is None
 
 
 def publish_within_limit(watch: FailureWatch, explanation: str) -> None:

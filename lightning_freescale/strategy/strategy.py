@@ -350,17 +350,19 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
     def teardown(self) -> None:
         call_all([self.close_saves, self._close], after_failure=self._failed)
         if self.lightning_module is None or not self._declares_tables():
-            super().teardown()
+            self.end_after_failure([super().teardown])
             return
         # This replaces Lightning's teardown, which would move the model to the CPU. Sharded tables stay on their device.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self._module
-        if self._layer_sync and self.model is not None:
-            self.model = self._layer_sync.revert(self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         parts = (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io)
-        self.end_after_failure([part.teardown for part in parts])
+        self.end_after_failure([self._revert_layers, *(part.teardown for part in parts)])
+
+    def _revert_layers(self) -> None:
+        if self._layer_sync and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
 
     def _close(self) -> None:
         """End threads and leave process groups that this run has opened. The next run opens its own.

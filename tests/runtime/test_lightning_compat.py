@@ -323,6 +323,34 @@ def test_signals_are_forwarded_to_the_processes_of_a_launcher() -> None:
     assert Launcher.sent == [signal.SIGTERM]
 
 
+class Unmovable(torch.Tensor):
+    """A value on a device that has failed."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_errors_while_an_exception_is_handled_do_not_hide_it(pl: Any, hides: bool) -> None:
+    """With ``hides=False``, the negative control: the error of the end is what the user sees."""
+
+    class Failing(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer._logger_connector._callback_metrics["late"] = torch.zeros(1).as_subclass(Unmovable)
+            compat.log_errors_of_handling(trainer, lambda error: hides and isinstance(error, ZeroDivisionError))
+            raise KeyError("the cause")
+
+        def on_exception(self, *_: Any) -> None:
+            if hides:
+                raise ZeroDivisionError
+
+    trainer = make_trainer(pl, Failing())
+    with pytest.raises(KeyError if hides else ZeroDivisionError):
+        trainer.fit(make_model(pl), Loader())
+    owners = (trainer.fit_loop, trainer._logger_connector, *trainer.callbacks)
+    assert not any({"teardown", "on_exception"} & vars(owner).keys() for owner in owners)
+
+
 def prepare_data_alone(rank: int, limited: bool) -> str:
     """Rank 1 never comes to the barrier. Return what becomes of rank 0."""
     torch.distributed.init_process_group("gloo")

@@ -15,18 +15,22 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from torchmetrics import MeanMetric
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.runtime import nccl_calls
-from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.device_errors import is_device_error, is_nccl_error
+from lightning_freescale.runtime.errors import CheckpointError, FreeScaleError
 from lightning_freescale.strategy import failing, failure_watch
-from lightning_freescale.strategy.failing import NamedFailures, is_device_error, note_on
+from lightning_freescale.strategy.failing import NamedFailures, note_on
 from lightning_freescale.strategy.failure_watch import FailureWatch
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
 PATIENCE = 20.0  # seconds
 TIMEOUT = 30.0  # seconds, of the strategy
+CAUSE_SECONDS = 3.0  # Shorter than in a training.
 TEXT = "CUDA error: operation not supported on global/shared address space"
 
 
@@ -54,15 +58,60 @@ class SaveOnException(L.pytorch.callbacks.ModelCheckpoint):
         return super()._monitor_candidates(trainer)
 
 
-def fit(folder: str, action: Callable[[], None]) -> BaseException:
-    """Train until ``action`` ends it. Returns the error. The end of the strategy raises an error of CUDA too."""
-    strategy = FreeScaleStrategy(timeout=TIMEOUT)
+class DeviceMetric(MeanMetric):
+    """A logged value on a device. After an error of CUDA, the Trainer's attempt to move it to the CPU raises the error again."""
+
+    device_has_failed = False
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        if self.device_has_failed:
+            raise error_of_cuda()
+        return super().to(*args, **options)
+
+
+class LoggingModel(toy.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = DeviceMetric()
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss.detach())
+        self.log("metric", self.metric, batch_size=len(batch.label))
+        return loss
+
+
+class FailingData(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return toy.loader()
+
+    def on_exception(self, exception: BaseException) -> None:
+        raise error_of_cuda()
+
+
+class FailingLogger(CSVLogger):
+    def finalize(self, status: str) -> None:
+        raise error_of_cuda()
+
+
+def fit(folder: str, action: Callable[[], None], world: int = 2) -> BaseException:
+    """Train until ``action`` ends it. Returns the error. Everything that follows raises an error of CUDA too."""
+    failing.CAUSE_SECONDS = CAUSE_SECONDS
+    strategy, model = FreeScaleStrategy(timeout=TIMEOUT), LoggingModel()
     strategy._balancer.close = lambda: _raise(error_of_cuda())  # type: ignore[method-assign]
-    callbacks = [FailInStep(action), SaveOnException(folder, save_on_exception=True)]
-    trainer = toy.trainer(strategy, 2, enable_checkpointing=True, callbacks=callbacks)
+
+    def fail() -> None:
+        DeviceMetric.device_has_failed = True
+        action()
+
+    callbacks = [FailInStep(fail), SaveOnException(folder, save_on_exception=True)]
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": callbacks, "logger": FailingLogger(folder)}
+    trainer = toy.trainer(strategy, world, log_every_n_steps=1, **options)
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError) as failure:
-        trainer.fit(toy.Model(), toy.loader())
+        trainer.fit(model, datamodule=FailingData())
     assert strategy.control._watch is None  # All parts of the strategy have ended.
+    assert signal.getsignal(signal.SIGTERM) == handler  # So have those of the Trainer.
     assert "on_exception" not in vars(callbacks[1])
     return failure.value
 
@@ -88,6 +137,37 @@ def test_an_error_of_cuda_names_the_rank_that_has_died(tmp_path: Any) -> None:
     with pytest.raises(RankFailed) as failure:
         run_ranks(_lose_a_rank, args=(str(tmp_path),), every_error=True)
     assert failure.value.errors == {1: "died with exit code -9"}
+
+
+TRANSFER = "NCCL error in: ProcessGroupNCCL.cpp:612, remote process exited or there was a network error"
+SAVE = f"an asynchronous save failed: rank 1: saving a.ckpt: AcceleratorError: {TEXT}"
+
+
+def _lose_the_rank_with_the_store(rank: int, folder: str) -> None:
+    errors = [None, error_of_cuda(), dist.DistBackendError(TRANSFER), CheckpointError(SAVE)]
+
+    def fail() -> None:
+        if rank == 0:
+            time.sleep(0.5)  # The others meet their errors before the death is known.
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise errors[rank]  # type: ignore[misc]
+
+    error = fit(folder, fail, world=4)
+    reason = "This follows a failure: rank 0 has died"
+    if rank == 3:  # An error of this package, here of a save in the background, keeps its type.
+        assert error is errors[rank]
+        assert error.__notes__ == [f"rank 3: {reason}"]
+        return
+    assert type(error) is FreeScaleError
+    assert str(error).startswith(f"rank {rank}: {type(errors[rank]).__name__}: ")
+    assert str(error).endswith(reason)
+    assert error.__cause__ is errors[rank]
+
+
+def test_errors_of_cuda_and_nccl_name_the_rank_that_has_taken_the_store_with_it(tmp_path: Any) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_lose_the_rank_with_the_store, world=4, args=(str(tmp_path),), every_error=True)
+    assert failure.value.errors == {0: "died with exit code -9"}
 
 
 def _lose_the_device(rank: int, folder: str) -> str:
@@ -131,6 +211,9 @@ def test_errors_of_cuda_are_told_from_others() -> None:
     assert is_device_error(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
     assert not is_device_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
     assert not is_device_error(RuntimeError("[gloo] Connection closed by peer"))
+    assert is_nccl_error(dist.DistBackendError(TRANSFER))
+    assert is_nccl_error(RuntimeError("ncclRemoteError: A call failed possibly due to a network error"))
+    assert not is_nccl_error(RuntimeError("[gloo] Connection closed by peer"))
     one = f"rank 0 ended with AcceleratorError: {TEXT}"
     assert note_on(f"{one}; {one}", error_of_cuda()) != f"{one}; {one}"
     for reports in (f"{one}; rank 2 has died", f"{one}; rank 2 ended with ValueError: no"):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.runtime import nccl_groups
+from lightning_freescale.runtime import last_resort, nccl_groups
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.process_groups import own_store
 from lightning_freescale.strategy import control as control_module
@@ -84,6 +84,34 @@ def test_every_rank_learns_which_one_has_died() -> None:
     with pytest.raises(RankFailed) as failure:
         run_ranks(_die_one_after_another, world=4, args=(order,), every_error=True)
     assert failure.value.errors == dict.fromkeys(order, "died with exit code -9")
+
+
+CONSEQUENCE = "rank 1 ended with AcceleratorError: CUDA error: an illegal memory access was encountered"
+
+
+def _report_a_consequence_first(rank: int) -> None:
+    dist.init_process_group("gloo")
+    watch = FailureWatch("consequence", rank, TIMEOUT)
+    connected(watch, "begin", rank, [0, 1, 2])
+    if rank == 1:
+        watch.publish(CONSEQUENCE)
+    assert become(lambda: watch.explanation == CONSEQUENCE)  # The negative control: no other cause is known yet.
+    assert watch.wait_for_explanation(0.1) == CONSEQUENCE
+    assert not watch.misses_a_rank
+    meet("known", rank, [0, 1, 2])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert watch.wait_for_explanation(PATIENCE) == f"rank 2 has died; {CONSEQUENCE}"
+    assert watch.misses_a_rank
+    meet("end", rank, [0, 1])
+    watch.close()
+    assert watch.wait_for_explanation(PATIENCE) == f"rank 2 has died; {CONSEQUENCE}"  # Errors after the end need it.
+
+
+def test_the_death_of_a_rank_explains_an_error_of_cuda_that_was_reported_before_it() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_report_a_consequence_first, world=3, every_error=True)
+    assert failure.value.errors == {2: "died with exit code -9"}
 
 
 def _end_in_order(rank: int, world: int) -> list[str | None]:
@@ -305,11 +333,16 @@ def test_the_end_of_the_interpreter_has_a_limit_after_an_abort(capfd: pytest.Cap
         atexit.register(
             time.sleep, PATIENCE
         )  # It is called after what the abort registers, as the end of the groups is.
+        last_resort.name_crashes("rank 1: rank 0 has died")
         nccl_groups.abort_all([FakeBackend()])
         atexit._run_exitfuncs()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert "Timeout (0:00:00.2" in capfd.readouterr().err
+    message = capfd.readouterr().err
+    assert "Timeout (0:00:00.18" in message  # It is followed by the positions of the threads.
+    assert message.endswith(
+        "rank 1: rank 0 has died\nThe end of the process takes longer than 0.2 s. The process ends itself.\n"
+    )
 
 
 def test_errors_that_nobody_handles_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
