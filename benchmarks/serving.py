@@ -7,7 +7,8 @@ answer. The variants are an HSTU over all 1,280 events; an HSTU with 4 personal 
 and values of the tokens from a store of 1,024 users in the memory of the device. Each is timed up to the output at the last
 event, and up to the best 10 of 100,000 items. All variants run in turn in each round with the same means: on a CPU float32 and
 one thread; on CUDA bfloat16 with the fused layer, as CUDA graphs, and at batch 1 also as single launches. ``ratio`` is the median
-of a round divided by that of the full history. Its spread is over the rounds.
+of a round divided by that of the full history. Its spread is over the rounds. On CUDA a second table has the kernels, copies and
+fills of a request, and the time in which they ran, from torch's profiler: the rest of a latency is the time between them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,14 +164,28 @@ class Served:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=cuda, cache_enabled=False):
             embedded = {HISTORY: Rows(self.table[given.items])}
             if self.store is None:
-                outputs = self.model.encode(embedded, given)
-            else:
-                outputs = self.model.continue_from(self.store.select(given.users), embedded, given)
-            return outputs[given.lengths.cumsum(0) - 1].float()
+                return self.model.encode_last(embedded, given).float()
+            return self.model.continue_from(self.store.choose(given.users), embedded, given, last=True).float()
 
     @torch.no_grad()
     def _compute_best(self) -> tuple[Tensor, ...]:
         return tuple(top_k(self.outputs, self.catalogue, len(self.catalogue), BEST))
+
+    def device_work(self) -> dict[str, tuple[float, float]]:
+        """Launches, with copies and fills, and the milliseconds in which they ran: of the outputs, and of the best items."""
+        return {"outputs": count_work(self._compute_outputs), "best 10": count_work(self._compute_best)}
+
+
+def count_work(compute: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
+    """Launches on the device and milliseconds of all of them, for one call of ``compute`` outside of a CUDA graph."""
+    compute()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        for _ in range(calls):
+            compute()
+        torch.cuda.synchronize()
+    found = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(found) / calls, sum(event.device_time for event in found) / 1e3 / calls
 
 
 def make_models(shape: ServingShape, device: torch.device) -> dict[str, HSTU]:
@@ -211,8 +227,8 @@ class Measured(NamedTuple):
 
 def measure(
     models: dict[str, HSTU], shape: ServingShape, device: torch.device, users: int, rounds: int, graph: bool
-) -> list[dict[str, Any]]:
-    """Two rows for each variant: the outputs alone, and with the best items."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Two rows for each variant: the outputs alone, and with the best items. With ``graph`` also two rows of its device work."""
     catalogue = unit_rows(models[FULL].embedding.embeddings["item"].weight.detach())
     store = make_store(models[CACHED], shape, device)
     calls: dict[str, tuple[Served, Request]] = {}
@@ -234,7 +250,11 @@ def measure(
         for name in calls:
             row = _statistics(times[name][part], times[FULL][part], users)
             rows.append(labels | {"what": what, "variant": name} | row)
-    return rows
+    work = []
+    for name, (served, _) in calls.items() if graph else ():
+        for what, (launches, busy) in served.device_work().items():
+            work.append({"batch": users, "variant": name, "what": what, "launches": launches, "busy ms": busy})
+    return rows, work
 
 
 def _statistics(times: list[list[float]], full: list[list[float]], users: int) -> dict[str, Any]:
@@ -266,12 +286,14 @@ def main() -> None:
     device = torch.device(arguments.device)
     shape = QUICK if arguments.quick else SHAPES[arguments.device]
     models = make_models(shape, device)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    work: list[dict[str, Any]] = []
     for users in arguments.batches or shape.repeats:
         for graph in (True, False) if device.type == "cuda" else (False,):
             if not graph and device.type == "cuda" and users > 1:
                 continue
-            rows += measure(models, shape, device, users, arguments.rounds, graph)
+            found = measure(models, shape, device, users, arguments.rounds, graph)
+            rows, work = rows + found[0], work + found[1]
             print(f"batch {users}: measured", file=sys.stderr, flush=True)
     machine = f"one of {os.cpu_count()} cores ({platform.machine()})"
     if device.type == "cuda":
@@ -279,7 +301,10 @@ def main() -> None:
     model = {"layers": shape.layers, "width": shape.width, "heads": shape.heads, "items": shape.items}
     title = f"{shape.layers} layers of {shape.width}, {PAST} + {RECENT} events, {shape.items:,} items"
     results = {"model": model, "events": {"history": PAST, "recent": RECENT, "tokens": TOKENS}, "serving": rows}
-    report.publish(arguments, report.head("serving", machine) | results, {title: rows})
+    tables = {title: rows}
+    if work:
+        results["device work"] = tables["Kernels, copies and fills of a request, and the time in which they ran"] = work
+    report.publish(arguments, report.head("serving", machine) | results, tables)
 
 
 if __name__ == "__main__":

@@ -95,14 +95,14 @@ class Recommender:
         """
         if states is None:
             batch = self._batch(samples)
-            outputs = self.model(batch)
+            outputs = self.model.encode_last(self.model.embedding(batch.features), batch)
         else:
             batch = self._batch(recent_events(samples, states.lengths.cpu().numpy()))
-            outputs = self.model.encode_recent(batch, states)
+            outputs = self.model.encode_recent(batch, states, last=True)
         seen = None
         if filter_seen:
             seen = JaggedRows(*(torch.from_numpy(part).to(self.device) for part in (samples.lengths, samples.items)))
-        return self.model.best_items(outputs[batch.lengths.cumsum(0) - 1], k, seen)
+        return self.model.best_items(outputs, k, seen)
 
     def recommend(
         self, samples: SampleArrays, k: int, *, filter_seen: bool = True, states: UserStates | None = None

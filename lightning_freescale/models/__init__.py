@@ -5,9 +5,12 @@ Modules:
 * :mod:`.hstu`: the model :class:`HSTU`, a LightningModule; :mod:`.hstu_layer`: one of its layers.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
 * :mod:`.item_catalogue`: the ids of the items.
-* :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k`: the best items of a divided catalogue.
+* :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k` and :mod:`.top_k_triton`: the best items of a divided
+  catalogue.
 * :mod:`.sequences`: the sequences over which the layers attend.
-* :mod:`.personal_tokens` and :mod:`.personalization`: long histories as a few learned tokens, and states for serving.
+* :mod:`.personal_tokens` and :mod:`.personalization`: long histories as a few learned tokens, and states for serving;
+  :mod:`.state_attention_triton`: recent events that continue from a state on CUDA.
+* :mod:`.last_event_triton`: the outputs at the last event of each history on CUDA.
 * :mod:`.event_encoding`: position and time as embeddings that are added to the input.
 * :mod:`.event_encoding_triton`: the same on CUDA.
 * :mod:`.initialization`: initial values of tables and linear maps.

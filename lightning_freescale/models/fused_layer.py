@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_freescale.models import elementwise_triton
 from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
+from lightning_freescale.models.last_event_triton import last_unit_rows
 from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
 from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import unit_stride
@@ -60,6 +61,10 @@ class Summands(NamedTuple):
     def total(self) -> Tensor:
         """The sum, of the type of ``x``."""
         return _Sum.apply(*self)
+
+    def last_unit_rows(self, ends: Tensor) -> Tensor:
+        """The rows ``ends [B] - 1`` of the sum, each scaled to length 1: ``[B, D]`` float32, without a gradient."""
+        return last_unit_rows(*self, ends)
 
 
 class _Sum(torch.autograd.Function):
@@ -107,7 +112,8 @@ class _FusedLayer(torch.autograd.Function):
         x = x if join is None else join.total
         projected = F.linear(normed, w1, b1)
         gate, rest = projected[:, :gates], projected[:, gates:]
-        active = elementwise_triton.silu(rest)
+        state = None if arranged is None else arranged.take_state()
+        active = elementwise_triton.silu(rest) if state is None else state.silu(rest)
         biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
         qkv = shape.qkv(active)
         if arranged is not None:

@@ -31,7 +31,7 @@ from lightning_freescale.models.micro_chunks import LayerInput, Samples, apply_i
 from lightning_freescale.models.moe import MoE
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
-from lightning_freescale.models.personalization import Personalization, Personalizing, UserStates
+from lightning_freescale.models.personalization import ChosenStates, Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention
 
@@ -152,21 +152,31 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     def encode(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """:meth:`forward` after the lookup: ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
+        return self._encode(embedded, batch, last=False)
+
+    def encode_last(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
+        """:meth:`encode` at the last event of each history alone, ``[B, D]``. No history may be empty."""
+        return self._encode(embedded, batch, last=True)
+
+    def _encode(self, embedded: Mapping[str, Any], batch: SeqBatch, last: bool) -> Tensor:
         keys = self.dropout_keys(batch)
-        chunks = count_chunks(self.feed_forwards, batch.timestamps.device)  # type: ignore[arg-type]
+        offsets, times = _offsets(batch), batch.timestamps
+        ends = offsets[1:] if last else None
+        chunks = count_chunks(self.feed_forwards, times.device)  # type: ignore[arg-type]
         if chunks > 1:
-            return self._encode_in_chunks(embedded, batch, keys, chunks)
+            outputs = self._encode_in_chunks(embedded, batch, keys, chunks)
+            return outputs if ends is None else outputs[ends - 1]
         if self.personalization is not None:
             x = self.layer_input(embedded, batch, keys=keys)
-            rows, arranged, keys = self.personalization.insert(
-                x, batch.lengths.long(), batch.timestamps, keys, self.has_bias
-            )
-            return self.apply_layers(rows, arranged, keys)[arranged.sequences.events]
-        offsets, times = _offsets(batch), batch.timestamps
+            rows, arranged, keys = self.personalization.insert(x, batch.lengths.long(), times, keys, self.has_bias)
+            events = arranged.sequences.events
+            if ends is not None:
+                return self.apply_layers(rows, arranged, keys, ends=events[ends - 1] + 1)
+            return self.apply_layers(rows, arranged, keys)[events]
         if self._adds_rows(batch):
             offsets, times, keys = add_rows(offsets, times, keys)
         x = self.layer_input(embedded, batch, keys=keys, total=len(times))
-        return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, len(batch.timestamps))
+        return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, len(batch.timestamps), ends)
 
     def _encode_in_chunks(
         self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None, count: int
@@ -188,35 +198,48 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         return batch.timestamps.is_cuda and not experts
 
     def layer_input(
-        self,
-        embedded: Mapping[str, Any],
-        batch: SeqBatch,
-        states: UserStates | None = None,
-        keys: Tensor | None = None,
-        total: int | None = None,
+        self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None = None, total: int | None = None
     ) -> Tensor:
-        """The input of the layers, ``[sum(L), D]``. With ``states`` the events follow histories that the batch does not have.
+        """The input of the layers, ``[sum(L), D]``.
 
         Without ``keys`` nothing is dropped. With ``total`` the result has so many rows; the added ones are 0.
         """
-        x, scale = embedded[HISTORY].values(), self.input_scale
-        for name in self.feature_names[2:]:
-            x = x + embedded[name].values()
-        if self.event_encoding is not None:
-            before = None if states is None else (states.lengths, states.last_times)
-            x, scale = self.event_encoding(x, _offsets(batch), batch.timestamps, before, scale), 1.0
+        x, scale = self.unscaled_input(embedded, batch)
         if keys is None:
             return pad_rows(x if scale == 1 else x * scale, total)
         return self.input_dropout(x, keys, scale, total)
 
+    def unscaled_input(
+        self, embedded: Mapping[str, Any], batch: SeqBatch, states: UserStates | ChosenStates | None = None
+    ) -> tuple[Tensor, float]:
+        """``[sum(L), D]``, and the factor that makes it the input of the layers.
+
+        With ``states`` the events follow histories that the batch does not have.
+        """
+        x = embedded[HISTORY].values()
+        for name in self.feature_names[2:]:
+            x = x + embedded[name].values()
+        if self.event_encoding is None:
+            return x, self.input_scale
+        before = None if states is None else (states.lengths, states.last_times)
+        return self.event_encoding(x, _offsets(batch), batch.timestamps, before, self.input_scale), 1.0
+
     def apply_layers(
-        self, x: Tensor, attention: Attention, keys: Tensor | None = None, rows: int | None = None
+        self,
+        x: Tensor,
+        attention: Attention,
+        keys: Tensor | None = None,
+        rows: int | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
-        """All layers, then the first ``rows`` rows, by default all, each scaled to length 1."""
+        """All layers, then the first ``rows`` rows, by default all, or the rows ``ends [B] - 1``, each scaled to length 1."""
+        add_up = ends is None or torch.is_grad_enabled()
         for layer, after in zip_longest(self.layers, self.feed_forwards):
-            x = layer(x, attention, keys, total=after is not None or layer is self.layers[-1])
+            x = layer(x, attention, keys, total=after is not None or (add_up and layer is self.layers[-1]))
             x = x if after is None else after(x, keys)
-        return unit_rows(x, rows)
+        if ends is None:
+            return unit_rows(x, rows)
+        return unit_rows(x[ends - 1]) if isinstance(x, Tensor) else x.last_unit_rows(ends)
 
     @property
     def has_bias(self) -> bool:

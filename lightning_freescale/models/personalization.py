@@ -26,6 +26,8 @@ from lightning_freescale.runtime.errors import ConfigurationError, InputError
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_freescale.models.state_attention_triton import JoinedStateAttention
+
     _Base = pl.LightningModule
 else:
     _Base = object
@@ -81,6 +83,32 @@ class UserStates(NamedTuple):
         """The states of some users, by their index ``[n]``."""
         keys, values = self.keys.index_select(1, users), self.values.index_select(1, users)
         return UserStates(keys, values, self.lengths[users], self.segment_times[users])
+
+    def choose(self, users: Tensor) -> ChosenStates:
+        """As :meth:`select`, but on CUDA the states are read where they are when recent events continue from them."""
+        return ChosenStates(self, users)
+
+
+class ChosenStates(NamedTuple):
+    """The states of some users out of a store, which are not copied before they are needed.
+
+    Attributes:
+        store: states of all users.
+        users: ``[B]`` int64, the chosen ones by their index.
+    """
+
+    store: UserStates
+    users: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """As in :class:`UserStates`."""
+        return self.store.lengths[self.users]
+
+    @property
+    def last_times(self) -> Tensor:
+        """As in :class:`UserStates`."""
+        return self.store.last_times[self.users]
 
 
 class Personalization(nn.Module):
@@ -141,13 +169,36 @@ def _at(timestamps: Tensor, position: Tensor) -> Tensor:
 
 def recent_attention(lengths: Tensor, timestamps: Tensor, states: UserStates, bias: bool) -> StateAttention:
     """The attention of recent events ``[sum(lengths)]`` of the users of ``states``."""
-    if len(lengths) != len(states.lengths):
-        raise InputError(f"states: of {len(states.lengths)} users, but the batch has {len(lengths)}")
     first = timestamps[lengths.cumsum(0) - lengths]
     segment_times = torch.where(states.lengths[:, None] > 0, states.segment_times, first[:, None])
     per_segment = states.keys.shape[2] // segment_times.shape[1]
     token_times = segment_times.repeat_interleave(per_segment, dim=1)
     return StateAttention(lengths, timestamps, token_times, states.layers, bias)
+
+
+def join_states(
+    x: Tensor, scale: float, lengths: Tensor, timestamps: Tensor, states: UserStates | ChosenStates, bias: bool
+) -> tuple[Tensor, StateAttention | JoinedStateAttention]:
+    """The rows of the layers for recent events that continue from states, and their attention.
+
+    Args:
+        x: ``[sum(lengths), D]``, a row for each recent event.
+        scale: factor of ``x``.
+        lengths: ``[B]`` integer, recent events of each user.
+        timestamps: ``[sum(lengths)]`` int64, seconds.
+        states: of the users, in the same order.
+        bias: whether the layers have position and time biases.
+    """
+    store, users = states if isinstance(states, ChosenStates) else (states, None)
+    known = len(store.lengths if users is None else users)
+    if len(lengths) != known:
+        raise InputError(f"states: of {known} users, but the batch has {len(lengths)}")
+    if x.is_cuda and known and not torch.is_grad_enabled():
+        from lightning_freescale.models import state_attention_triton  # Triton is installed on CUDA machines only
+
+        return state_attention_triton.join(x, scale, lengths, timestamps, store, users, bias)
+    attention = recent_attention(lengths.long(), timestamps, store if users is None else store.select(users), bias)
+    return attention.insert(x if scale == 1 else x * scale), attention
 
 
 class Personalizing(_Base):
@@ -161,12 +212,25 @@ class Personalizing(_Base):
         """Whether the attention has position and time biases."""
         raise NotImplementedError
 
-    def layer_input(self, embedded: Any, batch: SeqBatch, states: UserStates | None = None) -> Tensor:
+    def layer_input(self, embedded: Any, batch: SeqBatch) -> Tensor:
         """The input of the layers, ``[sum(L), D]``."""
         raise NotImplementedError
 
-    def apply_layers(self, x: Tensor, attention: Attention, keys: Tensor | None = None) -> Tensor:
-        """All layers, then rows of length 1."""
+    def unscaled_input(
+        self, embedded: Any, batch: SeqBatch, states: UserStates | ChosenStates | None = None
+    ) -> tuple[Tensor, float]:
+        """``[sum(L), D]``, and the factor that makes it the input of the layers."""
+        raise NotImplementedError
+
+    def apply_layers(
+        self,
+        x: Tensor,
+        attention: Attention,
+        keys: Tensor | None = None,
+        rows: int | None = None,
+        ends: Tensor | None = None,
+    ) -> Tensor:
+        """All layers, then all rows or the rows ``ends [B] - 1``, each of length 1."""
         raise NotImplementedError
 
     def compress(self, history: SeqBatch) -> UserStates:
@@ -189,17 +253,22 @@ class Personalizing(_Base):
         keys, values = (torch.stack(parts) for parts in zip(*attention.layers, strict=True))
         return UserStates(keys, values, lengths, times)
 
-    def encode_recent(self, recent: SeqBatch, states: UserStates) -> Tensor:
+    def encode_recent(self, recent: SeqBatch, states: UserStates | ChosenStates, *, last: bool = False) -> Tensor:
         """Output at every recent event, ``[sum(R), D]``, as if the batch held the whole histories.
 
-        The samples of ``recent`` and the users of ``states`` have the same order.
+        The samples of ``recent`` and the users of ``states`` have the same order. With ``last`` only the output at the last
+        event of each user is returned, ``[B, D]``.
         """
-        return self.continue_from(states, self.embedding(recent.features), recent)
+        return self.continue_from(states, self.embedding(recent.features), recent, last=last)
 
-    def continue_from(self, states: UserStates, embedded: Any, recent: SeqBatch) -> Tensor:
+    def continue_from(
+        self, states: UserStates | ChosenStates, embedded: Any, recent: SeqBatch, *, last: bool = False
+    ) -> Tensor:
         """:meth:`encode_recent` after the lookup. ``embedded`` maps each feature to a ``JaggedTensor`` of its embeddings."""
-        attention = recent_attention(recent.lengths.long(), recent.timestamps, states, self.has_bias)
-        rows = attention.insert(self.layer_input(embedded, recent, states))
+        x, scale = self.unscaled_input(embedded, recent, states)
+        rows, attention = join_states(x, scale, recent.lengths, recent.timestamps, states, self.has_bias)
+        if last:
+            return self.apply_layers(rows, attention, ends=attention.offsets[1:])
         return self.apply_layers(rows, attention)[attention.recent]
 
 

@@ -56,6 +56,10 @@ class Recommending(ItemCatalogue, _Base):
         """Output at every event, ``[sum(L), D]``, of length 1."""
         raise NotImplementedError
 
+    def encode_last(self, embedded: Any, batch: SeqBatch) -> Tensor:
+        """:meth:`encode` at the last event of each history alone, ``[B, D]``."""
+        return self.encode(embedded, batch)[batch.lengths.cumsum(0) - 1]
+
     def on_predict_start(self) -> None:
         """Look up this rank's part of the catalogue. If the tables are sharded this is a collective."""
         self.take_catalogue()
@@ -94,7 +98,7 @@ class Recommending(ItemCatalogue, _Base):
     def recommend(self, batch: SeqBatch) -> Ranked:
         """Row numbers and scores of the best items. A collective if there are several ranks."""
         self.check_catalogue(batch.by_key[HISTORY].values())
-        outputs = self.encode(self.embedding(batch.features), batch)[batch.lengths.cumsum(0) - 1]
+        outputs = self.encode_last(self.embedding(batch.features), batch)
         seen = (
             JaggedRows(batch.lengths.long(), self.known_item_numbers(batch.features[HISTORY].values()))
             if self.hparams["filter_seen"]

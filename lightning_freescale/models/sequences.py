@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,13 @@ class Attention:
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> Projections:
         """The rows of the attention, from those of the layer. To be called once for each layer, in order."""
         return q, k, v
+
+    def take_state(self) -> Any:
+        """Keys and values of tokens that the fused layer writes to their rows (:mod:`.state_attention_triton`), or ``None``.
+
+        To be called once for each layer, in order.
+        """
+        return None
 
     def collect(self, out: Tensor) -> Tensor:
         """The output of each row of the layer, from the rows of the attention."""
@@ -113,7 +120,8 @@ class StateAttention(Attention):
     """Attention of recent events over ``[tokens, recent]``, where the keys and values of the tokens come from a state.
 
     The rows of the layers are those of the attention: :meth:`insert` puts rows of zeros where the tokens are. A layer computes
-    them like all others, and the state replaces their keys and values. So no other row has to be copied in a layer.
+    them like all others, and the state replaces their keys and values. So no other row has to be copied in a layer. On CUDA
+    :mod:`.state_attention_triton` does the same with fewer launches, if nothing is differentiated.
 
     Args:
         lengths: ``[B]`` int64, recent events of each user.

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 SCORES_AT_A_TIME = 1 << 25  # scores that exist at a time: 128 MiB
+KERNEL_K = 64  # the kernel of CUDA takes the best items one after the other, so a larger k is left to PyTorch
 _LOW_HALF = (1 << 32) - 1
+_NOTHING = -0x7F800001 << 32  # the sort key of a place without an item: the score minus infinity and the row _LOW_HALF
 
 
 class Ranked(NamedTuple):
@@ -59,6 +61,10 @@ def _monotone(bits: Tensor) -> Tensor:
 
 def from_keys(keys: Tensor) -> Ranked:
     """Rows and scores of :func:`sort_keys`."""
+    if keys.is_cuda:
+        from lightning_freescale.models import top_k_triton  # Triton is installed on CUDA machines only
+
+        return Ranked(*top_k_triton.decode(keys))
     scores = _monotone(keys >> 32).to(torch.int32).view(torch.float32)
     rows = _LOW_HALF - (keys & _LOW_HALF)
     return Ranked(torch.where(scores == -torch.inf, -1, rows), scores)
@@ -74,8 +80,7 @@ def local_top_k(queries: Tensor, items: Tensor, first_row: int, k: int, left_out
         k: number of items to keep. Places without an item have the score minus infinity.
         left_out: for each query, rows that are not candidates.
     """
-    nothing = queries.new_full((len(queries), k), -torch.inf, dtype=torch.float32)
-    best = sort_keys(nothing, torch.full_like(nothing, _LOW_HALF, dtype=torch.int64))
+    best = None
     chunk = max(1, SCORES_AT_A_TIME // max(1, len(queries)))
     owner = rows = None
     if left_out is not None:
@@ -87,10 +92,25 @@ def local_top_k(queries: Tensor, items: Tensor, first_row: int, k: int, left_out
         if owner is not None and rows is not None:
             inside = (rows >= start) & (rows < start + len(part))
             scores[owner[inside], rows[inside] - start] = -torch.inf
-        numbers = torch.arange(first_row + start, first_row + start + len(part), device=queries.device)
-        keys = sort_keys(scores, numbers)
-        best = torch.cat([best, keys.topk(min(k, len(part)), dim=1).values], dim=1).topk(k, dim=1).values
-    return best
+        keys = best_keys(scores, first_row + start, k)
+        best = keys if best is None else torch.cat([best, keys], dim=1).topk(k, dim=1).values
+    return torch.full((len(queries), k), _NOTHING, device=queries.device) if best is None else best
+
+
+def best_keys(scores: Tensor, first_row: int, k: int) -> Tensor:
+    """Sort keys of the best ``k`` of ``scores [Q, N]`` float32, the best first: ``[Q, k]`` int64.
+
+    ``first_row`` is the row of the first column. Places without an item have the score minus infinity.
+    """
+    if scores.is_cuda and k <= KERNEL_K:
+        from lightning_freescale.models import top_k_triton  # Triton is installed on CUDA machines only
+
+        return top_k_triton.best_keys(scores, first_row, k)
+    rows = torch.arange(first_row, first_row + scores.shape[1], device=scores.device)
+    found = sort_keys(scores, rows).topk(min(k, len(rows)), dim=1).values
+    if found.shape[1] == k:
+        return found
+    return torch.cat([found, found.new_full((len(found), k - found.shape[1]), _NOTHING)], dim=1)
 
 
 def top_k(queries: Tensor, items: Tensor, num_items: int, k: int, left_out: JaggedRows | None = None) -> Ranked:

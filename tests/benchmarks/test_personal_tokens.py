@@ -12,6 +12,7 @@ from benchmarks import personal_tokens, serving
 from benchmarks.harness.long_history import trial
 from benchmarks.harness.long_history.data import EarlyTastes, LongHistories
 from benchmarks.harness.long_history.step_time import step_rows
+from benchmarks.harness.tables import personal_tokens_block
 from benchmarks.serving import CACHED, FULL, UNCACHED
 from lightning_freescale.models import HSTU, PersonalTokens
 
@@ -98,7 +99,8 @@ def test_serving_computes_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(serving, "RECENT", 4)
     shape = serving.ServingShape(1, 16, 2, 50, {2: 1})
     models = serving.make_models(shape, CPU)
-    rows = serving.measure(models, shape, CPU, 2, 2, graph=False)
+    rows, work = serving.measure(models, shape, CPU, 2, 2, graph=False)
+    assert not work  # only CUDA graphs have it
     assert [row["variant"] for row in rows] == [FULL, UNCACHED, CACHED] * 2
     assert all(row["p50 ms"] > 0 and row["calls"] == 2 for row in rows)
     assert rows[0]["ratio"] == 1
@@ -110,6 +112,21 @@ def test_serving_computes_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -
     batch = trial.make_batch(list(request.items.view(2, 12).numpy()), CPU)
     batch.timestamps = request.timestamps
     assert torch.allclose(served.outputs, model(batch)[[11, 23]], atol=1e-6)
+
+
+def test_the_page_has_the_device_work_of_a_result_that_has_it() -> None:
+    head = {
+        "benchmark": "serving",
+        "machine": "NVIDIA H200",
+        "command": "python -m benchmarks.serving",
+        "date": "2026-11-16",
+    }
+    shape = {"model": {"layers": 8, "width": 512, "items": 100}, "events": {"history": 8, "recent": 4}}
+    found = head | shape | {"serving": [{"batch": 1, "ratio": 0.5}]}
+    work = {"device work": [{"batch": 1, "variant": FULL, "what": "outputs", "launches": 63.0, "busy ms": 0.39}]}
+    with_work, without = (personal_tokens_block.serving({"r": result}) for result in (found | work, found))  # type: ignore[dict-item]
+    assert "| 1 | full history | outputs | 63 | 0.39 |" in with_work
+    assert "launches" not in without
 
 
 def test_the_time_of_training_steps() -> None:

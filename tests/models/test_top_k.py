@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.models import top_k as top
+from tests.models.interpreter import run_interpreted
 from tests.ranks import run_ranks
 
 
@@ -56,6 +57,52 @@ def test_keys_keep_every_score_and_nan_comes_last() -> None:
     back = top.from_keys(keys)
     assert torch.equal(back.scores[:7], scores[:7])
     assert back.scores[7:].tolist() == [-torch.inf] * 2
+
+
+def odd_scores(queries: int, items: int) -> torch.Tensor:
+    """Many equal scores, and some that are NaN, -0 or infinite."""
+    scores = integers((queries, items), items)
+    odd = torch.tensor([torch.nan, -0.0, torch.inf, -torch.inf, 1e-40, -1e-40])
+    places = torch.randint(items, (queries, len(odd)), generator=torch.Generator().manual_seed(1))
+    return scores.scatter_(1, places, odd.expand(queries, -1).clone())
+
+
+SHAPES = ((3, 1, 1), (2, 7, 10), (3, 40, 5), (1, 700, 3), (2, 300, 1))  # queries, items, k
+SCRIPT = """
+import torch
+from lightning_freescale.models import top_k, top_k_triton
+from tests.models.test_top_k import SHAPES, odd_scores
+
+top_k_triton.TILE = 64  # several tiles, and several rounds
+for queries, items, k in SHAPES:
+    scores = odd_scores(queries, items)
+    want = top_k.best_keys(scores, 5, k)
+    got = top_k_triton.best_keys(scores, 5, k)
+    assert torch.equal(got, want), (items, k)
+    for ours, theirs in zip(top_k_triton.decode(got), top_k.from_keys(want), strict=True):
+        assert torch.equal(ours, theirs), (items, k)
+    assert not torch.equal(top_k_triton.best_keys(scores, 6, k), want)  # negative control: other rows
+top_k_triton.TILE = 1024
+assert torch.equal(top_k_triton.best_keys(scores, 5, k), want)
+assert top_k_triton.best_keys(scores[:0], 5, k).shape == (0, k)
+"""
+
+
+def test_interpreted_kernels_equal_the_operations() -> None:
+    run_interpreted(SCRIPT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (32, 100_000, 10), (1, 100_000, 64), (2, 5000, 65)])
+def test_compiled_kernels_equal_the_operations(shape: tuple[int, int, int]) -> None:
+    """A ``k`` of 65 is left to PyTorch."""
+    queries, items, k = shape
+    scores = odd_scores(queries, items)
+    want, got = top.best_keys(scores, 5, k), top.best_keys(scores.cuda(), 5, k)
+    assert torch.equal(got.cpu(), want)
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(top.from_keys(got), top.from_keys(want), strict=True))
+    scores[0, 0] = 1e9  # negative control: another best item
+    assert not torch.equal(top.best_keys(scores.cuda(), 5, k).cpu(), want)
 
 
 NUM_ITEMS, K = 23, 5

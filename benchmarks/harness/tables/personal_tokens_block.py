@@ -54,8 +54,14 @@ def serving(results: Results) -> str:
             f"{model['layers']} layers of {model['width']}, {events['history']:,} + {events['recent']} events, "
             f"{model['items']:,} items, {short_machine(found)}:",
             markdown.table(found["serving"]),
-            _source(name, found),
         ]
+        if "device work" in found:
+            parts += [
+                "Kernels, copies and fills of a request, and the time in which they ran. The rest of a latency is the time "
+                "between them, and the copies from and to the host:",
+                markdown.table(found["device work"]),
+            ]
+        parts.append(_source(name, found))
     return "\n\n".join(parts)
 
 
