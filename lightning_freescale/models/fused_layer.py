@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_freescale.models import elementwise_triton
-from lightning_freescale.models.attention import cuda
+from lightning_freescale.models.attention import cuda, hopper
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
 from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
 from lightning_freescale.models.sequences import Attention
@@ -130,7 +130,7 @@ class _FusedLayer(torch.autograd.Function):
         (gates, *_), dtotal, dbranch = shape.split, unit_stride(grads[0]), grads[1]
         # One sum over the programs at the end gives all gradients that are sums over the rows.
         columns = [3 * gates, projected.shape[1] - gates, 3 * x.shape[1]]
-        shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS), sum(columns), device=x.device)
+        shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS, hopper.SILU_BLOCKS), sum(columns), device=x.device)
         gate_shares, rest_shares, norm_shares = shares.split(columns, 1)
 
         dprojected = torch.empty_like(projected)
@@ -152,15 +152,19 @@ class _FusedLayer(torch.autograd.Function):
             )
             .unflatten(1, (shape.heads, -1))
         )
-        dqkv = shape.qkv(drest)
+        dqkv, silu = shape.qkv(drest), None
+        if arranged is None and ctx.plan.runs_hopper(*qkv, biases):
+            v_shares, q_shares, k_shares = rest_shares.split(shape.split[1:], 1)
+            silu = hopper.Silu(shape.qkv(projected[:, gates:]), (q_shares, k_shares, v_shares))
         if arranged is None:
-            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv)
+            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv, silu)
         else:
             dcopies = torch.empty_like(qkv[0]), torch.empty_like(qkv[1]), torch.empty_like(qkv[2])
             dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, arranged.collect_backward(dattended), dcopies)
             for part, copied in zip(dqkv, dcopies, strict=True):
                 part.copy_(arranged.arrange_backward(copied))
-        elementwise_triton.silu_backward_(projected[:, gates:], drest, rest_shares)
+        if silu is None:
+            elementwise_triton.silu_backward_(projected[:, gates:], drest, rest_shares)
         norm, dbefore = Norm(norm_weight, norm_bias, shape.norm_eps), None
         if ctx.joined and shape.dtype != x.dtype:
             dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
