@@ -9,6 +9,7 @@ are written side by side: nothing is concatenated. All arrays between the produc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,9 +100,10 @@ class _FusedLayer(torch.autograd.Function):
         plan: cuda.CudaPlan,
         drop: Drop | None,
         arranged: Any,
+        rounded: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         dtype, gates = shape.dtype, shape.split[0]
-        w1, b1, w2 = (x.to(dtype) for x in (w1, b1, w2))
+        w1, b1, w2 = (x.to(dtype) if y is None else y for x, y in zip((w1, b1, w2), rounded, strict=True))
         join = None if branch is None or shift is None else Join(branch, shift, torch.empty_like(x))
         normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype, join)
         x = x if join is None else join.total
@@ -175,7 +177,17 @@ class _FusedLayer(torch.autograd.Function):
         dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
         dparameters = *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2
-        return dx, *before, *dparameters, None, None, None, None
+        return dx, *before, *dparameters, None, None, None, None, None
+
+
+@torch.no_grad()
+def round_weights(layers: Iterable[Any], plan: cuda.CudaPlan, dtype: torch.dtype) -> None:
+    """Convert the weights of all linear maps of ``layers`` to ``dtype`` in one launch, for :func:`fused_layer` of this batch."""
+    weights = [x for layer in layers for x in (layer.f1.weight, layer.f1.bias, layer.f2.weight) if x.dtype != dtype]
+    if weights:
+        rounded = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in weights]
+        torch._foreach_copy_(rounded, weights)
+        plan.rounded.update({(id(x), dtype): y for x, y in zip(weights, rounded, strict=True)})
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
@@ -222,5 +234,6 @@ def fused_layer(
         *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
         *(attention_norm.weight, attention_norm.bias, f2.weight),
     )
-    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged)
+    rounded = [plan.rounded.get((id(weight), dtype)) for weight in (f1.weight, f1.bias, f2.weight)]
+    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged, rounded)
     return Summands(total, branch, f2.bias)

@@ -213,6 +213,10 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         self, x: Tensor, attention: Attention, keys: Tensor | None = None, rows: int | None = None
     ) -> Tensor:
         """All layers, then the first ``rows`` rows, by default all, each scaled to length 1."""
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            from lightning_freescale.models.fused_layer import round_weights  # Triton is on CUDA machines only
+
+            round_weights(self.layers, attention.plan, torch.get_autocast_dtype("cuda"))
         for layer, after in zip_longest(self.layers, self.feed_forwards):
             x = layer(x, attention, keys, total=after is not None or layer is self.layers[-1])
             x = x if after is None else after(x, keys)

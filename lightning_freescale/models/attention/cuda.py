@@ -38,6 +38,9 @@ class CudaPlan:
 
     def __init__(self, offsets: Tensor, timestamps: Tensor, bias: bool) -> None:
         self.offsets, self.timestamps, self.bias = offsets, timestamps, bias
+        self.rounded: dict[
+            tuple[int, torch.dtype], Tensor
+        ] = {}  # weights as another type, by ``id``; see fused_layer.py
         self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property
