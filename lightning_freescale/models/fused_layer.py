@@ -9,6 +9,7 @@ are written side by side: nothing is concatenated. All arrays between the produc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_freescale.models import elementwise_triton
-from lightning_freescale.models.attention import cuda
+from lightning_freescale.models.attention import cuda, hopper
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
 from lightning_freescale.models.last_event_triton import last_unit_rows
 from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
@@ -104,9 +105,10 @@ class _FusedLayer(torch.autograd.Function):
         plan: cuda.CudaPlan,
         drop: Drop | None,
         arranged: Any,
+        rounded: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         dtype, gates = shape.dtype, shape.split[0]
-        w1, b1, w2 = (x.to(dtype) for x in (w1, b1, w2))
+        w1, b1, w2 = (x.to(dtype) if y is None else y for x, y in zip((w1, b1, w2), rounded, strict=True))
         join = None if branch is None or shift is None else Join(branch, shift, torch.empty_like(x))
         normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype, join)
         x = x if join is None else join.total
@@ -136,7 +138,7 @@ class _FusedLayer(torch.autograd.Function):
         (gates, *_), dtotal, dbranch = shape.split, unit_stride(grads[0]), grads[1]
         # One sum over the programs at the end gives all gradients that are sums over the rows.
         columns = [3 * gates, projected.shape[1] - gates, 3 * x.shape[1]]
-        shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS), sum(columns), device=x.device)
+        shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS, hopper.SILU_BLOCKS), sum(columns), device=x.device)
         gate_shares, rest_shares, norm_shares = shares.split(columns, 1)
 
         dprojected = torch.empty_like(projected)
@@ -158,15 +160,19 @@ class _FusedLayer(torch.autograd.Function):
             )
             .unflatten(1, (shape.heads, -1))
         )
-        dqkv = shape.qkv(drest)
+        dqkv, silu = shape.qkv(drest), None
+        if arranged is None and ctx.plan.runs_hopper(*qkv, biases):
+            v_shares, q_shares, k_shares = rest_shares.split(shape.split[1:], 1)
+            silu = hopper.Silu(shape.qkv(projected[:, gates:]), (q_shares, k_shares, v_shares))
         if arranged is None:
-            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv)
+            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv, silu)
         else:
             dcopies = torch.empty_like(qkv[0]), torch.empty_like(qkv[1]), torch.empty_like(qkv[2])
             dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, arranged.collect_backward(dattended), dcopies)
             for part, copied in zip(dqkv, dcopies, strict=True):
                 part.copy_(arranged.arrange_backward(copied))
-        elementwise_triton.silu_backward_(projected[:, gates:], drest, rest_shares)
+        if silu is None:
+            elementwise_triton.silu_backward_(projected[:, gates:], drest, rest_shares)
         norm, dbefore = Norm(norm_weight, norm_bias, shape.norm_eps), None
         if ctx.joined and shape.dtype != x.dtype:
             dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
@@ -177,7 +183,17 @@ class _FusedLayer(torch.autograd.Function):
         dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
         dparameters = *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2
-        return dx, *before, *dparameters, None, None, None, None
+        return dx, *before, *dparameters, None, None, None, None, None
+
+
+@torch.no_grad()
+def round_weights(layers: Iterable[Any], plan: cuda.CudaPlan, dtype: torch.dtype) -> None:
+    """Convert the weights of all linear maps of ``layers`` to ``dtype`` in one launch, for :func:`fused_layer` of this batch."""
+    weights = [x for layer in layers for x in (layer.f1.weight, layer.f1.bias, layer.f2.weight) if x.dtype != dtype]
+    if weights:
+        rounded = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in weights]
+        torch._foreach_copy_(rounded, weights)
+        plan.rounded.update({(id(x), dtype): y for x, y in zip(weights, rounded, strict=True)})
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
@@ -224,5 +240,6 @@ def fused_layer(
         *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
         *(attention_norm.weight, attention_norm.bias, f2.weight),
     )
-    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged)
+    rounded = [plan.rounded.get((id(weight), dtype)) for weight in (f1.weight, f1.bias, f2.weight)]
+    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged, rounded)
     return Summands(total, branch, f2.bias)

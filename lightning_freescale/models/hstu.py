@@ -234,6 +234,10 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     ) -> Tensor:
         """All layers, then the first ``rows`` rows, by default all, or the rows ``ends [B] - 1``, each scaled to length 1."""
         add_up = ends is None or torch.is_grad_enabled()
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            from lightning_freescale.models.fused_layer import round_weights  # Triton is on CUDA machines only
+
+            round_weights(self.layers, attention.plan, torch.get_autocast_dtype("cuda"))
         for layer, after in zip_longest(self.layers, self.feed_forwards):
             x = layer(x, attention, keys, total=after is not None or (add_up and layer is self.layers[-1]))
             x = x if after is None else after(x, keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,15 +84,35 @@ def sampled_softmax(
     else:
         assert counts is not None
         num_sets, sets = len(negatives) // set_size, counts.long() // set_size
-    negatives, negative_ids = negatives.view(num_sets, -1, negatives.shape[-1]), negative_ids.view(num_sets, -1)
+    negative_ids = negative_ids.view(num_sets, -1)
     # The last event of each history has a wrong target here. It predicts nothing.
     correction = None if log_q is None else (log_q[item_ids.roll(-1)], log_q[negative_ids])
     histories, scale = SampledHistories(offsets.contiguous(), sets), 1.0 / temperature
-    return _SampledSoftmax.apply(outputs, items, negatives, item_ids, negative_ids, correction, histories, scale)
+    rest = item_ids, negative_ids, correction, histories, scale
+    return _SampledSoftmax.apply(*_learned((outputs, items, negatives)), *rest)
+
+
+def _learned(rows: Sequence[Tensor]) -> Iterator[Tensor | list[Tensor | None]]:
+    """The first four arguments of :class:`_SampledSoftmax`, from outputs, items and negatives."""
+    origins = [_origin(x) for x in rows]
+    yield from (x if origin is None else origin for x, origin in zip(rows, origins, strict=True))
+    yield [None if origin is None else x.detach() for x, origin in zip(rows, origins, strict=True)]
+
+
+def _origin(x: Tensor) -> Tensor | None:
+    """What ``x`` was made of, if it has been scaled to length 1 on CUDA: then backward takes one pass over its rows, not two."""
+    if not x.is_cuda:
+        return None
+    from lightning_freescale.models import norm_triton  # Triton is installed on CUDA machines only
+
+    return norm_triton.origin_of(x)
 
 
 class _SampledSoftmax(torch.autograd.Function):
-    """The loss and its gradients, both computed in forward. Arguments as prepared by :func:`sampled_softmax`."""
+    """The loss and its gradients, both computed in forward. Arguments as prepared by :func:`sampled_softmax`.
+
+    ``units`` are the rows of outputs, items and negatives that were scaled to length 1; the argument before is then their origin.
+    """
 
     @staticmethod
     def forward(
@@ -99,12 +120,16 @@ class _SampledSoftmax(torch.autograd.Function):
         outputs: Tensor,
         items: Tensor,
         negatives: Tensor,
+        units: list[Tensor | None],
         item_ids: Tensor,
         negative_ids: Tensor,
         correction: tuple[Tensor, Tensor] | None,
         histories: SampledHistories,
         scale: float,
     ) -> Tensor:
+        learned = outputs, items, negatives
+        outputs, items, negatives = (x if unit is None else unit for x, unit in zip(learned, units, strict=True))
+        negatives = negatives.view(len(negative_ids), -1, negatives.shape[-1])
         inputs = outputs, items, negatives, item_ids, negative_ids, correction, histories, scale
         compute = _loss_and_gradients
         if outputs.is_cuda:
@@ -113,13 +138,25 @@ class _SampledSoftmax(torch.autograd.Function):
             if loss_triton.supports(outputs, negatives):
                 compute = loss_triton.loss_and_gradients
         loss, *gradients = compute(*inputs)
-        ctx.save_for_backward(*gradients)
+        origins = (None if unit is None else x for x, unit in zip(learned, units, strict=True))
+        ctx.save_for_backward(*(x.flatten(0, -2) for x in gradients), *origins)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad * part for part in ctx.saved_tensors), None, None, None, None, None
+        parts, origins = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        found = (_scaled(grad, part, origin) for part, origin in zip(parts, origins, strict=True))
+        return *found, None, None, None, None, None, None
+
+
+def _scaled(grad: Tensor, part: Tensor, origin: Tensor | None) -> Tensor:
+    """``grad * part``, or the gradient of the rows that were scaled to length 1."""
+    if origin is None:
+        return grad * part
+    from lightning_freescale.models import norm_triton  # Triton is installed on CUDA machines only
+
+    return norm_triton.unit_rows_backward(origin, part, factor=grad)
 
 
 def _loss_and_gradients(

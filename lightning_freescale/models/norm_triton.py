@@ -25,6 +25,7 @@ from lightning_freescale.runtime.direct_triton import direct
 
 ELEMENTS = 4096  # elements of a tile
 WARPS = 4
+UNIT_EPS = 1e-12  # the least divisor of a row that is scaled to length 1
 # In backward a program is one warp: sums over a row then need no barrier, and all loads of a tile are under way together.
 BACKWARD_ELEMENTS = 1024
 BACKWARD_WARPS = 1
@@ -168,11 +169,14 @@ def _unit_forward(
 @direct
 @triton.jit(do_not_specialize=["count"])
 def _unit_backward(
-    x_ptr, dout_ptr, dx_ptr, x_row, dout_row, count, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    x_ptr, dout_ptr, factor_ptr, dx_ptr, x_row, dout_row, count, eps,
+    SCALE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of rows."""
+    """Gradient of one tile of rows; times the number at ``factor_ptr`` if ``SCALE``."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     x, dout = _load(x_ptr, rows, x_row, cols, count, D), _load(dout_ptr, rows, dout_row, cols, count, D)
+    if SCALE:
+        dout *= tl.load(factor_ptr)
     length = tl.sqrt(tl.sum(x * x, 1))
     # Forward divided a row that is not longer than eps by the constant eps: its length has no gradient.
     along = tl.where(length > eps, tl.sum(x * dout, 1) / (length * length), 0.0)
@@ -184,27 +188,40 @@ class _UnitRows(torch.autograd.Function):
     """:func:`unit_rows` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.eps = eps
         out = torch.empty(rows, x.shape[1], device=x.device)
         if rows:
             tile = _tile(x, ELEMENTS, WARPS)
-            _unit_forward[(cdiv(rows, tile["ROWS"]),)](x, out, x.stride(0), rows, eps, **tile)
+            _unit_forward[(cdiv(rows, tile["ROWS"]),)](x, out, x.stride(0), rows, UNIT_EPS, **tile)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dout, dx = unit_stride(grads[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows = dout.shape[0]
-        if rows < x.shape[0]:
-            dx[rows:].zero_()
-        if rows:
-            tile = _tile(x, ELEMENTS, WARPS)
-            grid = (cdiv(rows, tile["ROWS"]),)
-            _unit_backward[grid](x, dout, dx, x.stride(0), dout.stride(0), rows, ctx.eps, **tile)
-        return dx, None, None
+        return unit_rows_backward(x, grads[0]), None
+
+
+def unit_rows_backward(x: Tensor, dout: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The gradient of the argument ``x [N, D]`` of :func:`unit_rows`.
+
+    Args:
+        x: its elements in a row lie side by side.
+        dout: gradient of the result, which may have fewer rows than ``x``.
+        factor: a float32 number on the device that ``dout`` is multiplied by.
+    """
+    dout, dx = unit_stride(dout), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = dout.shape[0]
+    if rows < x.shape[0]:
+        dx[rows:].zero_()
+    if rows:
+        tile = _tile(x, ELEMENTS, WARPS)
+        some_factor = dx if factor is None else factor  # the kernel needs some pointer
+        strides = x.stride(0), dout.stride(0)
+        _unit_backward[(cdiv(rows, tile["ROWS"]),)](
+            x, dout, some_factor, dx, *strides, rows, UNIT_EPS, SCALE=factor is not None, **tile
+        )
+    return dx
 
 
 class Drop(NamedTuple):
@@ -353,6 +370,21 @@ def layer_norm(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps
     return _LayerNorm.apply(unit_stride(x), None if gate is None else unit_stride(gate), weight, bias, eps, dtype)
 
 
-def unit_rows(x: Tensor, rows: int | None = None, eps: float = 1e-12) -> Tensor:
-    """The first ``rows`` rows of ``x [N, D]``, each divided by its length or by ``eps``, whichever is larger; float32."""
-    return _UnitRows.apply(unit_stride(x), eps, x.shape[0] if rows is None else rows)
+def unit_rows(x: Tensor, rows: int | None = None) -> Tensor:
+    """The first ``rows`` rows of ``x [N, D]``, each divided by its length or by ``UNIT_EPS``, whichever is larger; float32.
+
+    The result remembers ``x``: see :func:`origin_of`.
+    """
+    x = unit_stride(x)
+    out = _UnitRows.apply(x, x.shape[0] if rows is None else rows)
+    out.unit_rows_of = x
+    return out
+
+
+def origin_of(x: Tensor) -> Tensor | None:
+    """What :func:`unit_rows` made ``x`` of; nothing if it did not, or if ``x`` was changed or its own gradient is asked for.
+
+    A function of ``x`` can then compute the gradient of the origin itself and save a pass over the rows.
+    """
+    changed = x._version or x._backward_hooks or x.retains_grad
+    return None if changed else getattr(x, "unit_rows_of", None)

@@ -5,6 +5,7 @@ Errors are ``|got - expected| / |expected|``. The reference is the layers on a C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,13 +53,20 @@ def make_batch(lengths: list[int], dim: int = 16) -> dict[str, Tensor]:
     }
 
 
-def run_layers(layers: nn.ModuleList, batch: dict[str, Tensor], fused: bool = False) -> dict[str, Tensor]:
-    """The output, and the gradients of the input and of all parameters. ``fused`` calls the function of CUDA on any device."""
+def run_layers(
+    layers: nn.ModuleList, batch: dict[str, Tensor], fused: bool = False, prepare: Callable[..., None] | None = None
+) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of all parameters. ``fused`` calls the function of CUDA on any device.
+
+    ``prepare`` is called with the layers and the plan before.
+    """
     x: Any = batch["x"].detach().requires_grad_()
     leaves = {"x": x} | dict(layers.named_parameters())
     bias = layers[0].position_bias is not None
     attention = Attention(batch["offsets"], batch["timestamps"], bias)
     plan = cuda.CudaPlan(batch["offsets"], batch["timestamps"], bias)
+    if prepare is not None:
+        prepare(layers, plan)
     for layer in layers:
         last = layer is layers[-1]
         x = layer._fused(x, plan, batch["keys"]) if fused else layer(x, attention, batch["keys"], total=last)
@@ -98,12 +106,18 @@ from lightning_freescale.models import elementwise_triton, norm_triton
 from tests.models.test_fused_layer import errors, make_batch, make_layers, run_layers
 
 elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS, norm_triton.PROGRAMS = 32, 3, 2
+from lightning_freescale.models.fused_layer import round_weights
 batch = make_batch([5, 0, 12, 1])
 for bias, dropout in ((True, 0.3), (False, 0.0)):
     layers = make_layers(bias, dropout=dropout)
     want = run_layers(layers, batch)
     found = errors(run_layers(layers, batch, fused=True), want)
     assert max(found.values()) < 2e-5, found
+round_half = lambda layers, plan: round_weights(layers, plan, torch.float16)
+assert errors(run_layers(layers, batch, fused=True, prepare=round_half), want)["out"] < 2e-5  # another type: not used
+def double(layers, plan):  # what is kept for the batch is used: a weight that is twice as large
+    plan.rounded[id(layers[1].f2.weight), torch.float32] = 2 * layers[1].f2.weight.detach()
+assert errors(run_layers(layers, batch, fused=True, prepare=double), want)["out"] > 1e-2
 for name in ("0.f2.bias", "1.norm.weight"):  # negative control
     changed = make_layers(False, dropout=0.0)
     dict(changed.named_parameters())[name].data += 0.01
@@ -195,6 +209,23 @@ def test_same_bits_alone_and_in_any_batch() -> None:
         assert torch.equal(together[name][:300], single[name]), name
     again = run_on_cuda(layers, batch, torch.bfloat16)
     assert all(torch.equal(together[name], again[name]) for name in together)
+
+
+@pytest.mark.gpu
+def test_weights_that_are_rounded_together_give_the_same_bits() -> None:
+    from lightning_freescale.models.fused_layer import round_weights
+
+    layers, batch = make_layers(True, 128, 2, 64).cuda(), on_cuda(make_batch([300, 65], 128))
+    counts = []
+
+    def prepare(layers: nn.ModuleList, plan: cuda.CudaPlan) -> None:
+        round_weights(layers, plan, torch.bfloat16)
+        counts.append(len(plan.rounded))
+
+    with torch.autocast("cuda", torch.bfloat16):
+        got, want = (run_layers(layers, batch, True, way) for way in (prepare, None))
+    assert counts == [6]
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.gpu

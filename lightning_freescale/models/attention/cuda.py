@@ -38,6 +38,9 @@ class CudaPlan:
 
     def __init__(self, offsets: Tensor, timestamps: Tensor, bias: bool) -> None:
         self.offsets, self.timestamps, self.bias = offsets, timestamps, bias
+        self.rounded: dict[
+            tuple[int, torch.dtype], Tensor
+        ] = {}  # weights as another type, by ``id``; see fused_layer.py
         self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property
@@ -108,6 +111,7 @@ def backward(
     plan: CudaPlan,
     dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
+    silu: hopper.Silu | None = None,
 ) -> Biases | tuple[None, None]:
     """The backward pass of :func:`forward`.
 
@@ -115,14 +119,17 @@ def backward(
         dout: ``[sum(L), H, Dv]``, gradient of the output, contiguous, multiplied by :func:`gradient_factor`.
         grads: arrays of the shapes of ``q, k, v`` that receive their gradients. The heads of a row lie side by side; the rows
             may lie apart, by a multiple of 8 elements.
+        silu: if queries, keys and values are outputs of a SiLU, ``grads`` can be the gradients of its inputs. The Hopper kernels
+            alone do that (:meth:`CudaPlan.runs_hopper`).
 
     Returns:
         The gradients of both biases, float32, if there are biases.
     """
     found: Biases | None
     if plan.runs_hopper(q, k, v, biases):
-        found = hopper.backward(q, k, v, biases, alpha, plan.hopper, dout, grads)
+        found = hopper.backward(q, k, v, biases, alpha, plan.hopper, dout, grads, silu)
     else:
+        assert silu is None, "silu: the Triton kernels compute the gradients of queries, keys and values only"
         from lightning_freescale.models.attention import triton_attention
 
         found = triton_attention.backward(q, k, v, biases, alpha, plan.triton, dout, grads)

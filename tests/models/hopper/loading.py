@@ -90,6 +90,18 @@ def run(inputs: Inputs, alpha: float | None = None) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
 
 
+def run_through_silu(before: Inputs, active: Inputs) -> list[Tensor]:
+    """The gradients of ``before``, of which ``active`` is the SiLU, and their sums over the events, by the kernels."""
+    plan = hopper.plan(active.offsets, len(active.q))
+    scaled = (active.dout.float() * plan.scale()[:, None, None]).to(active.q.dtype).contiguous()
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in active[:3])
+    columns = [x.shape[1] * x.shape[2] for x in active[:3]]
+    shares = torch.zeros(hopper.SILU_BLOCKS, sum(columns), device=active.q.device)
+    silu = hopper.Silu(before[:3], shares.split(columns, 1))
+    hopper.backward(*active[:3], None, active.q.shape[-1] ** -0.5, plan, scaled, grads, silu)
+    return [*grads, *shares.sum(0).split(columns)]
+
+
 def expected(inputs: Inputs, alpha: float | None = None) -> list[Tensor]:
     """Output and gradients in float64, one history at a time."""
     alpha = inputs.q.shape[-1] ** -0.5 if alpha is None else alpha

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.hopper.loading import FOLDER
+from tests.models.hopper.emulator import compile_emulation
 
 EMULATION = Path(__file__).parent / "emulation"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("emulation")
-    for source in (
-        FOLDER / "bias.cuh",
-        *EMULATION.iterdir(),
-    ):  # a header is first looked for beside the file that includes it
-        shutil.copy(source, folder)
-    flags = ["-O1", "-std=c++20", "-pthread", "-Wno-unknown-pragmas"]
-    command = [COMPILER, *flags, str(folder / "main.cpp"), "-o", str(folder / "main")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    if "unrecognized" in done.stderr or "invalid value" in done.stderr or "'barrier' file not found" in done.stderr:
-        pytest.skip("the C++ compiler has no C++20")
-    assert done.returncode == 0, done.stderr
-    return folder / "main"
+    return compile_emulation(tmp_path_factory.mktemp("emulation"), EMULATION, "bias.cuh")
 
 
 def run(program: Path, trials: int, shift: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.hopper.loading import Inputs, errors, expected, hopper, make, run, select
+from tests.models.hopper.loading import Inputs, errors, expected, hopper, make, run, run_through_silu, select
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,3 +108,19 @@ def test_same_bits_alone_and_in_a_batch(width: int) -> None:
         start = sum(inputs.lengths[:sample])
         alone = run(select(inputs, sample))
         assert all(torch.equal(a[start : start + length], b) for a, b in zip(together, alone, strict=True))
+
+
+@TYPES
+@pytest.mark.parametrize(("qk", "v"), [(32, 32), (64, 128), (128, 128), (256, 64)])
+def test_gradients_through_the_silu_of_queries_keys_and_values(qk: int, v: int, dtype: torch.dtype) -> None:
+    before = make([*MIXED, 3000], 4, qk, v, dtype)
+    active = before._replace(**{name: torch.nn.functional.silu(getattr(before, name)) for name in "qkv"})
+    got, again = run_through_silu(before, active), run_through_silu(before, active)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    slopes = [(lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())))(x.double()) for x in before[:3]]
+    want = [grad * slope for grad, slope in zip(expected(active)[1:], slopes, strict=True)]
+    assert max(errors(got[:3], want)) < 2 * TOLERANCE[dtype]  # one rounding more
+    sums = [x.sum(0).flatten() for x in want]
+    assert max(errors(got[3:], sums)) < 4 * TOLERANCE[dtype]  # terms that cancel
+    changed = before._replace(k=before.k + 0.25)  # negative control
+    assert errors(run_through_silu(changed, active)[1:2], want[1:2])[0] > 5 * TOLERANCE[dtype]

@@ -5,7 +5,19 @@
 """
 
 from .config import BIAS_SLOTS, RECORD_EVENTS
-from .function import attention, available, backward, forward, supports
+from .function import SILU_BLOCKS, Silu, attention, available, backward, forward, supports
 from .plan import Plan, plan
 
-__all__ = ["BIAS_SLOTS", "RECORD_EVENTS", "Plan", "attention", "available", "backward", "forward", "plan", "supports"]
+__all__ = [
+    "BIAS_SLOTS",
+    "RECORD_EVENTS",
+    "SILU_BLOCKS",
+    "Plan",
+    "Silu",
+    "attention",
+    "available",
+    "backward",
+    "forward",
+    "plan",
+    "supports",
+]

@@ -46,7 +46,10 @@ extern "C" __global__ void __launch_bounds__(backward::THREADS, 1)
   const int number = uniform(*ticket), head = number % heads;
   Work work = schedule[number / heads];
   work = {uniform(work.start), uniform(work.length), uniform(work.row), uniform(work.tile)};
-  if (work.length == 0) return;
+  if (work.length == 0) {
+    if (BIAS && threadIdx.x < 2 * bias::SLOTS) bias.shares[(i64)number * (2 * bias::SLOTS) + threadIdx.x] = 0.0f;
+    return;
+  }
   if (threadIdx.x % 128 == 0) ticket[1] = work.length;  // LENGTH; each warpgroup writes it for itself
   const int* records = bias.records + (i64)work.tile * bias::RECORD;
   const Source source = {&q, &dout, records, bias_base, head, work.start};

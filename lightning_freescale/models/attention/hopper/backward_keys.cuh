@@ -191,7 +191,8 @@ struct Consumer {
     if constexpr (BIAS)
       if (!buckets.constant()) bias_gradient.finish(strip, grads, buckets, record(i));
   }
-  // Write the block's share: the sum over the warps. With wide heads both warpgroups have the same sums.
+  // Write the block's share: half of the sum over the warps, because slopes are doubled. With wide heads both warpgroups
+  // have the same sums.
   DEVICE void finish_bias(float* share) {
     bias_gradient.flush();
     named_sync(3, 256);
@@ -201,7 +202,7 @@ struct Consumer {
 #pragma unroll
     for (int warp = 0; warp < (SPLIT ? 4 : 8); warp++)
       sum += bias::Gradient::total(bias_base + SUMS + warp * SUM_BYTES, slot);
-    share[slot] = sum;
+    share[slot] = 0.5f * sum;
   }
 
   DEVICE void wait_buffer(int i) { barrier_wait(base + GRAD_EMPTY + 8 * (i % BUFFERS), i / BUFFERS & 1 ^ 1); }

@@ -25,6 +25,7 @@ SOURCES = (
     "backward_keys.cuh",
     "backward_queries.cuh",
     "rows.cuh",
+    "silu.cuh",
 )
 ARCHITECTURE = "sm_90a"
 

@@ -90,6 +90,30 @@ class BiasArguments(ctypes.Structure):
     )
 
 
+class SiluPart(ctypes.Structure):
+    """``struct Part`` of ``silu.cuh``."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("before", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("grad_stride", ctypes.c_int64),
+        ("before_stride", ctypes.c_int64),
+        ("share_stride", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> SiluPart:
+        """The gradient, the input of the SiLU, and the shares of a sum over the rows."""
+        return cls(*(x.data_ptr() for x in tensors), *(x.stride(0) for x in tensors))
+
+
+class SiluArguments(ctypes.Structure):
+    """``struct Parts`` of ``silu.cuh``."""
+
+    _fields_ = (("q", SiluPart), ("k", SiluPart), ("v", SiluPart))
+
+
 class Kernels:
     """The kernels of one :class:`Config` on one device."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import BIAS_SLOTS, WIDTHS
-from .driver import BiasArguments, Kernels, kernels, tensor_map, use_device
+from .driver import BiasArguments, Kernels, SiluArguments, SiluPart, kernels, tensor_map, use_device
 from .plan import Plan
 from .plan import plan as make_plan
 
@@ -19,6 +19,24 @@ Biases = tuple[Tensor, Tensor]  # of the position and of the time
 Grads = tuple[
     Tensor, Tensor, Tensor
 ]  # of q, k, v; heads lie side by side, rows may lie apart, by a multiple of 8 elements
+
+SILU_BLOCKS = (
+    1056  # for each of q, k, v; it does not follow the number of SMs, so sums have the same order on every GPU
+)
+
+
+class Silu(NamedTuple):
+    """The SiLU whose outputs are queries, keys and values.
+
+    Args:
+        before: its inputs, of the shapes and the type of ``q, k, v``. Heads lie side by side; rows may lie apart, by a multiple
+            of 8 elements.
+        shares: ``[SILU_BLOCKS, H * D]`` float32 for each of them, zeros. The sum over the rows of each is afterwards the sum over
+            the events of the gradient of its input.
+    """
+
+    before: tuple[Tensor, Tensor, Tensor]
+    shares: tuple[Tensor, Tensor, Tensor]
 
 
 def available(device: torch.device | str | int | None = None) -> bool:
@@ -96,19 +114,22 @@ def _scaled(use: Kernels, dout: Tensor, plan: Plan) -> Tensor:
     return scaled
 
 
-def _backward(inputs: _Inputs, scaled: Tensor, grads: Grads) -> Biases | None:
-    """Write the gradients of q, k, v to ``grads``. Returns those of both tables, float32, if there are biases."""
+def _backward(inputs: _Inputs, scaled: Tensor, grads: Grads, silu: Silu | None = None) -> Biases | None:
+    """Write the gradients of q, k, v, or of the inputs of ``silu``, to ``grads``.
+
+    Returns those of both tables, float32, if there are biases.
+    """
     use = inputs.kernels()
     q, _, _, biases, _, plan = inputs
     c, heads, device = use.config, q.shape[1], q.device
-    dq, dk, dv = grads
-    strides = [ctypes.c_int64(x.stride(0)) for x in grads]
+    _, dk, dv = grads
+    strides = [ctypes.c_int64(x.stride(0)) for x in (dk, dv)]
     tiles = plan.tiles(c.backward_rows)
     sums = torch.empty(tiles * heads * c.backward_rows * q.shape[-1], device=device)
     counters = torch.zeros(1 + tiles * heads * (c.backward_rows // 16), dtype=torch.int32, device=device)
     schedule = plan.schedule(c.backward_keys, c.backward_rows, True)
     blocks = schedule.shape[0] * heads
-    shares = None if biases is None else torch.zeros(blocks, 2 * BIAS_SLOTS, device=device)
+    shares = None if biases is None else torch.empty(blocks, 2 * BIAS_SLOTS, device=device)
     arguments = [
         *inputs.maps(),
         tensor_map(scaled),
@@ -116,17 +137,33 @@ def _backward(inputs: _Inputs, scaled: Tensor, grads: Grads) -> Biases | None:
         sums,
         dk,
         dv,
-        *strides[1:],
+        *strides,
         counters,
         schedule,
     ]
     use.launch("hstu_backward", blocks, 384, [*arguments, *inputs.rest()], c.backward_shared)
-    schedule = plan.schedule(c.backward_rows, c.backward_rows, False)
-    use.launch("hstu_finish", schedule.shape[0] * heads, 256, [sums, dq, strides[0], schedule, *inputs.rest()])
+    _finish(inputs, sums, grads, silu)
     if biases is None or shares is None:
         return None
-    total = shares.sum(0) / 2
+    total = shares.sum(0)
     return total[: biases[0].shape[0]], total[BIAS_SLOTS : BIAS_SLOTS + biases[1].shape[0]]
+
+
+def _finish(inputs: _Inputs, sums: Tensor, grads: Grads, silu: Silu | None) -> None:
+    """Write dq, and continue through ``silu`` if there is one."""
+    use = inputs.kernels()
+    heads, rows = inputs.q.shape[1], use.config.backward_rows
+    schedule = inputs.plan.schedule(rows, rows, False)
+    tiles = schedule.shape[0]
+    if silu is None:
+        dq = grads[0]
+        arguments = [sums, dq, ctypes.c_int64(dq.stride(0)), schedule, *inputs.rest()]
+        use.launch("hstu_finish", tiles * heads, 256, arguments)
+        return
+    parts = SiluArguments(*(SiluPart.of(*part) for part in zip(grads, *silu, strict=True)))
+    programs = min(max(1, SILU_BLOCKS // heads), tiles)
+    arguments = [sums, parts, schedule, ctypes.c_int(tiles), *inputs.rest()]
+    use.launch("hstu_finish_silu", 3 * heads * programs, 256, arguments)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> Tensor:
@@ -136,15 +173,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan, scaled: Tensor, grads: Grads
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Biases | None,
+    alpha: float,
+    plan: Plan,
+    scaled: Tensor,
+    grads: Grads,
+    silu: Silu | None = None,
 ) -> Biases | None:
     """The backward pass of :func:`forward`: writes the gradients of q, k, v to ``grads`` and returns those of the biases.
+
+    With ``silu`` the gradients are those of its inputs.
 
     ``scaled [sum(L), H, Dv]`` is the gradient of the output, each row multiplied by ``plan.scale()``; contiguous.
     """
     with _on(q.device):
         use_device(q.device.index)
-        return _backward(_inputs(q, k, v, biases, alpha, plan), scaled, grads)
+        return _backward(_inputs(q, k, v, biases, alpha, plan), scaled, grads, silu)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> _Inputs:

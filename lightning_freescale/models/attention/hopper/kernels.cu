@@ -3,3 +3,4 @@
 #include "backward.cuh"
 #include "forward.cuh"
 #include "rows.cuh"
+#include "silu.cuh"
