@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
@@ -183,6 +184,12 @@ def kernels_by_collection(module: nn.Module) -> Iterator[tuple[str, SplitTableBa
     for name, child in module.named_modules():
         if isinstance(child, ShardedModule):
             yield from ((name, kernel) for kernel in kernels_of(child))
+
+
+def updates_in_backward_only(kernels: Iterable[tuple[str, SplitTableBatchedEmbeddingBagsCodegen]]) -> bool:
+    """Whether a look-up changes no table. It does if a cache writes rows back to a table in host memory."""
+    places = (EmbeddingLocation.DEVICE, EmbeddingLocation.HOST)
+    return all(spec[2] in places for _, kernel in kernels for spec in kernel.embedding_specs)
 
 
 def steps(module: nn.Module) -> dict[str, int]:

@@ -129,6 +129,7 @@ class StepHooks(CheckpointHooks):
         if self._has_tables:
             assert self.control is not None
             self.control.watch_loss(self._module.trainer.global_step, closure_loss)
+            self.before_tables_change()
         if self.schedule is not None:
             self.schedule.before_backward()
         self._balancer.compute_timer.begin_backward(closure_loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,6 +86,36 @@ def test_an_asynchronous_save_equals_a_synchronous_one(tmp_path: Path, kind: str
         if step < 12:  # The negative control: without a copy, training changes what is written.
             with pytest.raises(AssertionError):
                 assert_same(uncopied, sync)
+
+
+def slow_copies(rank: int, folder: str, protected: bool) -> list[bool]:
+    """Train with saves whose tables are copied late. Return whether each copy was made in a thread."""
+    copy, threads = device_copy.LateCopies._copy, []
+
+    def copy_late(self: Any) -> None:
+        time.sleep(0.2)  # The training comes to the next backward pass meanwhile.
+        threads.append(threading.current_thread() is not threading.main_thread())
+        copy(self)
+
+    device_copy.SMALL_BYTES, device_copy.LateCopies._copy = 0, copy_late  # type: ignore[method-assign]
+    if not protected:
+        device_copy.LateCopies.protect = lambda self: None  # type: ignore[method-assign]
+        device_copy.LateCopies.check = lambda self: None  # type: ignore[method-assign]
+    train(rank, folder, "sharded", asynchronous=True)
+    return threads
+
+
+def test_tables_that_are_copied_beside_the_training_equal_those_of_a_synchronous_save(tmp_path: Path) -> None:
+    run_ranks(train_only, args=(str(tmp_path / "sync"), "sharded", False))
+    assert run_ranks(slow_copies, args=(str(tmp_path / "beside"), True)) == [[True] * 3] * 2
+    run_ranks(slow_copies, args=(str(tmp_path / "unprotected"), False))
+    for step in (4, 8, 12):
+        name = f"epoch=0-step={step}.ckpt"
+        sync, beside, other = (contents(tmp_path / run / name) for run in ("sync", "beside", "unprotected"))
+        assert_same(beside, sync)
+        if step < 12:  # The negative control: no step follows the last save.
+            with pytest.raises(AssertionError):
+                assert_same(other, sync)
 
 
 def train_only(rank: int, folder: str, kind: str, asynchronous: bool) -> None:

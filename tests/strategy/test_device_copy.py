@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.strategy.checkpoints import device_copy
 from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy, device_bytes, to_host
 
@@ -47,6 +48,27 @@ def test_a_copy_on_a_cpu_does_not_change() -> None:
     assert device_bytes(original) == 0
     with pytest.raises(AssertionError, match="table"):  # The negative control: the original has changed.
         assert_equal(original, state("cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_change_by_other_code_during_the_copy_is_an_error(device: str) -> None:
+    """Without such a change, the negative control, the copy that runs beside is exact."""
+    for changes in (True, False):
+        table = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)).to(device)
+        late = device_copy.LateCopies([table])
+        target = late.target_or(lambda tensor: tensor, torch.device(device))(table)
+        late.start(torch.device(device) if device == "cuda" else None)
+        if changes:
+            table.add_(1.0)
+        late.protect()
+        table.zero_()  # as the training does
+        late.wait_for_thread()
+        if changes:
+            with pytest.raises(CheckpointError, match="a table was changed between"):
+                late.check()
+        else:
+            late.check()
+            assert torch.equal(target.cpu(), torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)))
 
 
 def many(device: str) -> list[torch.Tensor]:

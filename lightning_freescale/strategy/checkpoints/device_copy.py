@@ -3,12 +3,16 @@
 A copy of large tables to host memory takes seconds, and one on the device takes milliseconds. The background thread moves the
 copy to host memory while the training changes the originals.
 
+The tables change in the backward pass only. So their copy may also run beside the next forward pass: on a GPU on a stream of its
+own, and on a CPU in a thread. The next backward pass waits for it.
+
 A model has hundreds of small weights and optimizer states. Their copies are made together, because a call for each one takes
 longer than the copy itself.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +20,17 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.checkpoints.tensors import Slot, copied_shards, host_copy, is_sharded, snapshot
+from lightning_freescale.runtime.streams import SideStream, mark_used_on
+from lightning_freescale.strategy.checkpoints.tensors import (
+    CopiedShards,
+    Slot,
+    copied_shards,
+    host_copy,
+    is_sharded,
+    snapshot,
+)
 
 CHUNK_BYTES = 32 << 20  # of page-locked memory; two such buffers are in use while a copy moves to host memory
 SPARE_SHARE = 0.05  # of the device's memory stays free beside the copy
@@ -41,27 +53,44 @@ class DeferredCopy:
     Args:
         value: mappings and sequences of tensors and other objects.
         device: the device of the rank. If it is a GPU without the memory for a copy, the copy is made in host memory at once.
+        beside: copy large shards of sharded tensors beside the training. Call :meth:`protect` before they change.
     """
 
-    def __init__(self, value: Any, device: torch.device):
+    def __init__(self, value: Any, device: torch.device, beside: bool = False):
         self._device = device
         self._ready: torch.cuda.Event | None = None  # The copy on the device is complete.
         tensors: list[Tensor] = []
+        late: set[int] = set()  # numbers of the tensors that are copied beside the training
 
         def slot_of(tensor: Tensor) -> Slot:
             tensors.append(tensor)
             return Slot(len(tensors) - 1)
 
-        self._value = snapshot(value, slot_of, copied_shards)
-        copies = _copies_on_device(tensors, device) if device.type == "cuda" else None
-        if copies is not None:
-            self._ready = torch.cuda.current_stream(device).record_event()
-        self._copies: TensorCopies | None = copies or TensorCopies(tensors, host_copy, ["cpu"])
+        def slots_of_shards(value: Any, copy_of: Callable[[Any], Any]) -> CopiedShards:
+            first = len(tensors)
+            copied = copied_shards(value, copy_of)
+            shards = range(first, len(tensors)) if beside else ()
+            late.update(number for number in shards if _is_large(tensors[number]))
+            return copied
+
+        self._value = snapshot(value, slot_of, slots_of_shards)
+        self._late = LateCopies([tensors[number] for number in sorted(late)])
+        copies = _copies_on_device(tensors, device, self._late) if device.type == "cuda" else None
+        on_device = copies is not None
+        self._copies: TensorCopies | None = copies or TensorCopies(tensors, self._late.target_or(host_copy), ["cpu"])
+        self._late.start(device if on_device else None, at_once=device.type == "cuda" and not on_device)
+        if on_device:
+            self._ready = self._late.done or torch.cuda.current_stream(device).record_event()
+
+    def protect(self) -> None:
+        """The tables are about to change: let the change wait for their copy. On a GPU the host does not wait."""
+        self._late.protect()
 
     def on_host(self) -> Any:
         """The copy in host memory. Call this once, in any thread. The copy on the device is given up."""
         copies, self._copies = self._copies, None
         assert copies is not None
+        self._late.wait_for_thread()
         if self._ready is None:
             tensors = copies.separate(lambda tensor: tensor)
         else:
@@ -71,7 +100,96 @@ class DeferredCopy:
                 with side.work(event=self._ready):
                     tensors = copies.separate(lambda tensor: to_host(tensor, buffers) if tensor.is_cuda else tensor)
         value, self._value = self._value, None
+        self._late.check()
         return snapshot(value, lambda slot: tensors[slot.number])
+
+
+class LateCopies:
+    """Copies of tensors that are made while the training goes on, until :meth:`protect`.
+
+    Nothing but a backward pass may change the tensors meanwhile. Changes in place by other code are noticed by the versions of
+    the tensors, and :meth:`check` raises an error then.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors, self._numbers = tensors, {id(tensor) for tensor in tensors}
+        self._targets: dict[int, Tensor] = {}
+        self._versions = [tensor._version for tensor in tensors]
+        self._compared, self._changed = not tensors, False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._device: torch.device | None = None
+        self.done: torch.cuda.Event | None = None
+
+    def target_or(self, copy_of: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Any:
+        """A function that gives memory for the copy of one of the tensors, and ``copy_of`` another tensor."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in self._numbers:
+                return copy_of(tensor)
+            place = torch.device("cpu") if device is None else device
+            self._targets[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+            return self._targets[id(tensor)]
+
+        return copied
+
+    def start(self, device: torch.device | None, at_once: bool = False) -> None:
+        """Copy on a stream of ``device``, or in host memory in a thread or ``at_once``."""
+        if not self._tensors:
+            return
+        if device is not None:
+            self._device, side = device, SideStream(device)
+            with side.work(compute=True):
+                self._copy()
+                self.done = torch.cuda.current_stream(device).record_event()
+            mark_used_on(side, [*self._tensors, *self._targets.values()])
+        elif at_once:
+            self._copy()
+        else:
+            self._thread = threading.Thread(target=self._copy_and_note, daemon=True, name="freescale-table-copy")
+            self._thread.start()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for tensor in self._tensors:
+            self._targets[id(tensor)].copy_(tensor, non_blocking=tensor.is_cuda and self._device is not None)
+
+    def _copy_and_note(self) -> None:
+        try:
+            self._copy()
+        except BaseException as error:
+            self._error = error
+
+    def wait_for_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def protect(self) -> None:
+        """Let a change of the tensors that follows on the current stream wait for the copies."""
+        self._compare()
+        if self._thread is not None:
+            self._thread.join()
+        if self.done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.done)
+
+    def check(self) -> None:
+        """Raise an error if other code has changed the tensors. The copies are complete."""
+        self._compare()
+        self._tensors, self._targets = [], {}
+        if self._changed:
+            raise CheckpointError(
+                "a table was changed between an asynchronous save and the next backward pass, by other code than the training. "
+                "Change tables before a save, or save without AsyncCheckpointIO and HostCopies"
+            )
+
+    def _compare(self) -> None:
+        with self._lock:  # After the first comparison the training may change the tensors.
+            if not self._compared:
+                self._changed = [tensor._version for tensor in self._tensors] != self._versions
+                self._compared = True
 
 
 class TensorCopies:
@@ -105,6 +223,10 @@ class TensorCopies:
             # ``torch.save`` would write a part of a tensor with the whole of it.
             found |= {index: part.clone().view(self._shapes[index]) for index, part in zip(indices, parts, strict=True)}
         return [found[index] for index in range(len(self._shapes))]
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return _is_plain(tensor) and tensor.nbytes > SMALL_BYTES
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -142,14 +264,14 @@ def to_host(tensor: Tensor, buffers: list[Tensor]) -> Tensor:
     return host
 
 
-def _copies_on_device(tensors: Sequence[Tensor], device: torch.device) -> TensorCopies | None:
+def _copies_on_device(tensors: Sequence[Tensor], device: torch.device, late: LateCopies) -> TensorCopies | None:
     """Copies of ``tensors`` where they are; ``None`` if the device does not have the memory for them."""
     needed = device_bytes(tensors)
     free, total = torch.cuda.mem_get_info(device)
     spare = int(SPARE_SHARE * total)
     if needed + spare <= free:
         try:
-            return TensorCopies(tensors, _same_device_copy, ["cpu", "cuda"])
+            return TensorCopies(tensors, late.target_or(_same_device_copy, device), ["cpu", "cuda"])
         except torch.OutOfMemoryError:  # Another process took the memory after the question.
             pass
     log_once(

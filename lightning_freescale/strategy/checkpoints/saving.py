@@ -252,7 +252,9 @@ class CheckpointSaving(CheckpointState):
         """
         assert self.control is not None
         meta = checkpoint if self.control.rank == 0 else {ENTRY: {}}
-        copy = DeferredCopy((sharded, meta), self.root_device)
+        beside = self._module.automatic_optimization and self._facts.change_in_backward_only
+        copy = DeferredCopy((sharded, meta), self.root_device, beside)
+        self._open_copies.append(copy)
         states, losses = self._own_state(checkpoint), self.control.losses_so_far()
 
         def checked() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -307,6 +309,11 @@ class CheckpointSaving(CheckpointState):
             self._background.after_save(remove)  # A checkpoint is removed after the one that replaces it is complete.
         else:
             remove()
+
+    def before_tables_change(self) -> None:
+        """The tables change from now on. Copies of them that are not complete come first."""
+        while self._open_copies:
+            self._open_copies.pop().protect()
 
     def close_saves(self) -> None:
         """Wait for an asynchronous save without other ranks. A failure is logged."""

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.embedding import table_optimizer
+from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.lightning_compat import FITTING
 from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
+from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous
 from lightning_freescale.strategy.checkpoints.incremental import Incremental, IncrementalSaves
 from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
@@ -28,10 +30,15 @@ class ModelFacts(NamedTuple):
     model: ShardedModel | None
     table_names: list[str]
     kernels: list[tuple[str, Any]]  # Of the tables on this rank, each with the name of its collection.
+    change_in_backward_only: bool  # Whether nothing but a backward pass changes the tables during a training.
 
     @classmethod
     def of(cls, module: Any, model: ShardedModel | None) -> ModelFacts:
-        return cls(model, sorted(table_names(module)), list(table_optimizer.kernels_by_collection(module)))
+        kernels = list(table_optimizer.kernels_by_collection(module))
+        # A zero-collision table gives rows to new ids in the forward pass.
+        new_ids = any(isinstance(part, ShardedZeroCollisionCollection) for part in module.modules())
+        only = not new_ids and table_optimizer.updates_in_backward_only(kernels)
+        return cls(model, sorted(table_names(module)), kernels, only)
 
 
 class CheckpointState(_Base):
@@ -46,6 +53,7 @@ class CheckpointState(_Base):
     _format: str | None = None  # The format chosen for the model: "file" or "sharded".
     _saves: BackgroundSaves | None = None
     _known_facts: ModelFacts | None = None
+    _open_copies: list[DeferredCopy]  # Copies of the tables that may not be complete. The tables must not change.
     _copying = False  # Whether the present save is a copy in host memory, which has the form of a folder.
 
     @property
