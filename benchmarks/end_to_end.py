@@ -20,7 +20,7 @@ uses TorchRec's link. So does "all over TCP", where the SM-free transport treats
 The ranks share one GPU, and SMs are reserved for each rank (``harness/gpu_cluster/reserved_sms.py``). With ``--share``
 MPS only limits the number of SMs per rank. Kernels of several ranks then share SMs, and the same batch takes longer in
 one step than in another, for every variant. The result contains the size of this effect: how much the compute time of
-the same batch varies between variants.
+the same batch varies between variants. ``--clock`` fixes the clock of the GPU, for shapes that reach its limit of power.
 
 The script starts one GPU as a cluster of nodes. If a variant fails, the others run without it. Under another launcher
 each process of the script is one of that launcher's ranks, and ``--output`` keeps what was measured before a failure.
@@ -44,6 +44,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 
 from benchmarks.harness import report
 from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.gpu_cluster.fixed_clock import fixed_clock
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 from benchmarks.harness.training import bubble, bubble_report, rounds, shapes
 from benchmarks.harness.training.shapes import SHAPES, shape_options, without_shapes
@@ -67,6 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share", type=int, help="limit each rank to this percentage of the GPU's SMs instead of reserving SMs for it"
     )
+    parser.add_argument("--clock", type=int, metavar="MHZ", help="fix the clock of the GPU's SMs, for example at 1500")
     parser.add_argument("--negatives", type=int, help="sampled negatives per sample; default 32, on cpu 8")
     parser.add_argument("--context", type=int, default=0, help="pooled context features of a sample; default 0")
     parser.add_argument("--clicks", type=int, default=0, help="train a DLRM with this many bags; default 0: an HSTU")
@@ -148,7 +150,7 @@ def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, An
     """
     gpu, share = arguments.device == "cuda", arguments.share
     reserve = gpu and share is None
-    with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
+    with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder, fixed_clock(arguments.clock if gpu else None):
         # Next to the output file, if there is one: if this process is killed, the figures so far remain.
         part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"
         part.unlink(missing_ok=True)

@@ -54,6 +54,16 @@ def short_machine(found: StoredResult) -> str:
     return f"one {gpu[1]}" + (f", SMs {sms}" if sms else "")
 
 
+def shape_of(found: StoredResult) -> str | None:
+    """The shape of an end-to-end result of ``--shapes``; ``None`` for a result of other options.
+
+    >>> shape_of({"command": "python -m benchmarks.end_to_end --shapes wide --rounds 3"}), shape_of({"command": "python x"})
+    ('wide', None)
+    """
+    words = shlex.split(found["command"])
+    return words[words.index("--shapes") + 1] if "--shapes" in words else None
+
+
 def trained_on(found: StoredResult) -> str:
     """What an end-to-end result was trained on, for a table cell: the longest history, or the bags of a DLRM."""
     workload = found["workload"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.gpu_cluster import launcher, mps, rank_process
+from benchmarks.harness.gpu_cluster.fixed_clock import fixed_clock
 from benchmarks.harness.gpu_cluster.launcher import run
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 
@@ -190,3 +191,21 @@ def test_a_module_is_launched_on_every_rank(capfd: pytest.CaptureFixture[str]) -
     assert "python -m benchmarks.balance" in capfd.readouterr().out
     assert launcher.launch("benchmarks.nothing", [], 2, gpu=False, timeout=30) != 0
     assert "No module named benchmarks.nothing" in capfd.readouterr().err
+
+
+def test_a_fixed_clock_is_set_and_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script takes the place of nvidia-smi. It notes its arguments and refuses a clock of 1 MHz."""
+    with fixed_clock(None):
+        pass
+    tool, log = tmp_path / "nvidia-smi", tmp_path / "log"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$1" in *=1,1) echo no permission; exit 4;; esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(KeyError), fixed_clock(1500):
+        raise KeyError
+    assert log.read_text().split() == ["--lock-gpu-clocks=1500,1500", "--reset-gpu-clocks"]
+    with pytest.raises(RuntimeError, match="--clock 1: nvidia-smi says: no permission"), fixed_clock(1):
+        pass
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(RuntimeError, match="nvidia-smi is not installed"), fixed_clock(1500):
+        pass

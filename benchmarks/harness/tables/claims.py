@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL
-from benchmarks.harness.results import StoredResult, command, short_machine, trained_on
+from benchmarks.harness.results import StoredResult, command, shape_of, short_machine, trained_on
 from benchmarks.harness.variant_names import ALL, PRIORITIZED, TORCHREC_BASE
 
 GOAL_RATE = 0.12  # collision rate at which exposed times are quoted
@@ -52,6 +52,8 @@ def end_to_end(found: StoredResult) -> Claim | None:
     before, after = variants[TORCHREC_BASE], variants[ALL]
 
     data = trained_on(found) if "clicks" in found["workload"] else f"histories up to {trained_on(found)} events"
+    if shape := shape_of(found):
+        data = f"shape `{shape}`, {data}"
 
     def cell(variant: Mapping[str, Any]) -> str:
         return f"{variant['bubble_ms']:.1f} of {variant['step_ms']['mean']:.1f} ms"

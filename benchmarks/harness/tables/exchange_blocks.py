@@ -1,4 +1,4 @@
-"""Tables of ``docs/results.md`` about the limits of the exchange: the host, the index work, and many ranks."""
+"""Tables of ``docs/results.md`` about the limits of the exchange: other shapes, the host, the index work, and many ranks."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.harness.results import StoredResult, short_machine
-from benchmarks.harness.simulator_validation import host_was_ahead
+from benchmarks.harness.results import StoredResult, shape_of, short_machine
 from benchmarks.harness.training.rounds import mean_and_spread
-from benchmarks.harness.variant_names import ALL, DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
+from benchmarks.harness.variant_names import DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
 Row = dict[str, Any]
 
 SIDES = "TorchRec SparseDist", "FreeScale"  # variants of the simulator
 
 
-def bound_by_host(results: Mapping[str, StoredResult]) -> Iterator[Row]:
-    """End-to-end results in which the device waited for the host."""
+def shapes(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """End-to-end results of ``--shapes``. Parts of the bubble are those of the first round."""
     for name, found in results.items():
-        if found["benchmark"] != "end_to_end" or ALL not in found["sides"] or host_was_ahead(found):
+        if found["benchmark"] != "end_to_end" or (shape := shape_of(found)) is None:
             continue
         for side, variant in found["sides"].items():
             if side == DENSE_ONLY:
                 continue
             steps, rounds = variant["step_ms"]["steps"], found.get("rounds", {}).get(side, {}).get("step_ms", [])
             dense = found.get("dense_ms") or found["sides"][DENSE_ONLY]["step_ms"]["mean"]
+            parts = variant["parts_ms"]
             yield {
-                "result": f"`{name}`",
+                "shape": shape if name.endswith(f"_{shape}") else f"{shape} (`{name}`)",
                 "dense compute ms": f"{dense:.1f}",
                 "variant": side,
-                "step ms, range of steps or of rounds": mean_and_spread(rounds if len(rounds) > 1 else steps),
+                "step ms (range of the rounds)": mean_and_spread(rounds if len(rounds) > 1 else steps),
                 "bubble removed": _removed_in_rounds(found, side),
                 "steps that waited for the host": f"{variant['host_late']:.0%}",
                 "MB sent": f"{variant['sent_bytes'] / 1e6:.1f}",
-                "exposed embedding ms": f"{variant['parts_ms']['exposed embedding']:.1f}",
-                "exposed dense ms": f"{variant['parts_ms']['exposed dense']:.1f}",
+                "exposed embedding ms": f"{parts['exposed embedding']:.1f}",
+                "exposed dense ms": f"{parts['exposed dense']:.1f}",
+                "slower compute ms": f"{parts['slower compute']:.1f}" if "slower compute" in parts else "",
             }
 
 

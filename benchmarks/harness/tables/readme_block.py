@@ -25,7 +25,7 @@ def block(results: Mapping[str, StoredResult]) -> str:
 def rows(results: Mapping[str, StoredResult]) -> Iterator[dict[str, Any]]:
     """The rows whose results exist."""
     for name, make in (
-        ("end_to_end_h200", _bubble),
+        ("end_to_end_h200_long", _bubble),
         ("straggler_h200", _idle),
         ("exposed_h200", _exposed),
         ("sm_free_h200", _slow_down),

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
 from benchmarks.harness.labels import value_label
-from benchmarks.harness.results import StoredResult, command, short_machine, trained_on
+from benchmarks.harness.results import StoredResult, command, shape_of, short_machine, trained_on
 from benchmarks.harness.tables import large_tables_block, markdown
 from benchmarks.harness.tables.claims import (
     Claim,
@@ -16,7 +16,7 @@ from benchmarks.harness.tables.claims import (
     exposed_results,
     sm_free_rows,
 )
-from benchmarks.harness.tables.exchange_blocks import bound_by_host, forecast, host_work, index_work, matrix_products
+from benchmarks.harness.tables.exchange_blocks import forecast, host_work, index_work, matrix_products, shapes
 from benchmarks.harness.training.bubble import PARTS
 from benchmarks.harness.variant_names import (
     ALL,
@@ -51,7 +51,7 @@ def blocks(results: Results) -> dict[str, str]:
         "end to end": _with_commands(results, "end_to_end", end_to_end(results)),
         "same link": markdown.table(list(same_link(results))),
         "remaining bubble": markdown.table(list(remaining_bubble(results))),
-        "bound by the host": markdown.table(list(bound_by_host(results))),
+        "shapes": markdown.table(list(shapes(results))),
         "matrix products": _with_commands(results, "matrix_products", matrix_products(results)),
         "index work": _with_commands(results, "exchange_index", index_work(results)),
         "host work": _with_commands(results, "exchange_host_work", host_work(results)),
@@ -200,8 +200,9 @@ def shared_experts(results: Results) -> str:
 
 # ---- end to end --------------------------------------------------------------------------------------------------------------
 def _whole(results: Results) -> Iterator[StoredResult]:
-    """End-to-end results that contain the baseline and all techniques, and whose bubbles are not doubtful."""
-    whole = (found for found in _of(results, "end_to_end") if {TORCHREC_BASE, ALL} <= set(found["sides"]))
+    """End-to-end results that contain the baseline and all techniques, and whose bubbles are not doubtful. Not other shapes."""
+    chosen = (found for found in _of(results, "end_to_end") if shape_of(found) is None)
+    whole = (found for found in chosen if {TORCHREC_BASE, ALL} <= set(found["sides"]))
     return (found for found in whole if "bubble_ms" in found["sides"][ALL])
 
 
