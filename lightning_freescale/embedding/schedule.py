@@ -4,7 +4,8 @@ Step N of one module. Time goes down. The right column travels in the background
 
     hook              this rank                                               in the background
     ----------------  ------------------------------------------------------  ---------------------------------------
-    begin_step        tell the owners how many ids of N+2 they get            numbers of ids N+2      -> before_backward
+    begin_step        tell the owners how many ids of N+2 they get,           numbers of ids N+2      -> before_backward
+                      unless a header has announced it
     forward           join the exclusive and the collision rows of N
                       send the gradients of the exclusive rows of N-1         exclusive gradients N-1 -> before_backward
     before_backward   apply the gradients of the exclusive rows of N-1
