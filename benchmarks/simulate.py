@@ -8,8 +8,10 @@ measured (``harness/simulator_validation.py``).
 
 The scaling study takes the cost of a sample from the straggler measurement on the H200. There a rank had a quarter of
 the GPU, so the simulated ranks are four times as fast. A rank's compute varies around its cost as it did there; the
-variation shrinks with the square root of the number of samples. The other parameters are options. The collision rate is
-the same for any number of ranks.
+variation shrinks with the square root of the number of samples. Work on the tables takes what it takes in the end-to-end
+steps on the H200 (``harness/simulator_costs.py``), and its part that depends on the rows is four times as fast, too. The
+study is made with the compute of that measurement, and again with the compute of today's kernels. The other parameters are
+options. The collision rate is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from numpy.typing import NDArray
 if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import plots, report, simulator_validation
+from benchmarks.harness import plots, report, simulator_costs, simulator_validation
 from benchmarks.harness.results import load_results
 from lightning_freescale.balance import CostModel
 from lightning_freescale.simulate import VARIANTS, Cluster, ModelProfile, SimulationResult, simulate
@@ -66,20 +69,32 @@ def speed_up_of_compute() -> float:
     return max(times[OLD_DENSE_STEP] / min(times.values()) for times in ms.values())
 
 
+def studied_model(arguments: argparse.Namespace, faster: float) -> ModelProfile:
+    """The model of the scaling study: its compute, its rows, and its work on the tables."""
+    found, costs = load_results()["straggler_h200"], simulator_costs.costs()
+    cost, noise = simulator_validation.measured_cost(found)
+    dim, layers = (int(found["setting"][name]) for name in ("embedding_dim", "layers"))
+    return ModelProfile(
+        CostModel(*(value / RANKS_PER_GPU / faster for value in cost.state_dict().values())),
+        4.0 * dim,
+        arguments.collisions / 100,
+        dense_bytes=simulator_costs.dense_bytes({"num_layers": layers, "embedding_dim": dim}),
+        noise=arguments.noise / 100 if arguments.noise is not None else noise * noise_scale(found, arguments),
+        table_seconds=costs.table_seconds,
+        row_seconds=costs.table_seconds_per_byte * 4.0 * dim / RANKS_PER_GPU,
+        index_seconds=costs.index_seconds,
+        collision_seconds=costs.collision_seconds,
+        overhead=costs.overhead,
+    )
+
+
 def study(arguments: argparse.Namespace, faster: float = 1.0) -> tuple[dict[str, Any], list[Row]]:
     """The scaling study: its setting, and one row per number of ranks and variant.
 
     Args:
         faster: the compute takes this many times less time than it took when it was measured.
     """
-    found = load_results()["straggler_h200"]
-    cost, noise = simulator_validation.measured_cost(found)
-    cost = CostModel(*(value / RANKS_PER_GPU / faster for value in cost.state_dict().values()))
-    noise = arguments.noise / 100 if arguments.noise is not None else noise * noise_scale(found, arguments)
-    dim, layers = (int(found["setting"][name]) for name in ("embedding_dim", "layers"))
-    model = ModelProfile(
-        cost, 4.0 * dim, arguments.collisions / 100, dense_bytes=4.0 * layers * 5 * dim**2, noise=noise
-    )
+    model = studied_model(arguments, faster)
     rows: list[Row] = []
     for ranks in arguments.ranks:
         cluster = Cluster(
@@ -109,10 +124,14 @@ def study(arguments: argparse.Namespace, faster: float = 1.0) -> tuple[dict[str,
         "latency us": arguments.latency_us,
         "slowdown beside NCCL": arguments.nccl_slowdown,
         "compute faster by": faster,
-        "cost, seconds": cost.state_dict(),
-        "noise of a rank's compute": noise,
+        "cost, seconds": model.cost.state_dict(),
+        "noise of a rank's compute": model.noise,
         "row bytes": model.row_bytes,
         "dense bytes": model.dense_bytes,
+        "work on the tables, seconds": {
+            name: getattr(model, name)
+            for name in ("table_seconds", "row_seconds", "index_seconds", "collision_seconds", "overhead")
+        },
         "steps": arguments.steps,
     }
     return setting, rows
@@ -191,7 +210,14 @@ def main() -> None:
         arguments,
         report.head("simulate")
         | compared
-        | {"setting": setting, "scaling": rows, "fast_setting": fast_setting, "fast_scaling": fast_rows},
+        | {
+            "calibrated_on": list(simulator_costs.CALIBRATED_ON),
+            "costs": asdict(simulator_costs.costs()),
+            "setting": setting,
+            "scaling": rows,
+            "fast_setting": fast_setting,
+            "fast_scaling": fast_rows,
+        },
         {
             "Error of the simulator against measured steps": compared["errors"],
             "Steps by variant and collision rate": compared["exposed"],

@@ -8,6 +8,7 @@
 - ``rank_setup``: what every rank does first; ``lightning_trainer``: a Trainer that only trains.
 - ``plots``: the style of the figures.
 - ``simulator_validation``: simulated steps next to measured ones.
+- ``simulator_costs``: costs of the H200 as a cluster that the simulator needs besides compute.
 - ``gpu_cluster/``: one GPU as a cluster of one-GPU nodes.
 - ``emulation/``: an emulated device and network for machines without a GPU.
 - ``exchange/``: the comparison of embedding exchanges behind ``benchmarks.exposed``.

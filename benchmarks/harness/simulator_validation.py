@@ -1,18 +1,21 @@
-"""Simulated steps next to measured ones. No parameter is fitted to the compared times.
+"""Simulated steps next to measured ones.
 
-Compute, link and workload are those of the measurements. The bandwidth of the H200 as a cluster is what NCCL or the
-SM-free transport reached in the same run without compute beside it. How much a transport slows the compute was measured
-separately (``benchmarks.sm_free``).
+Compute and workload are those of the measurements. For the end-to-end steps, the bandwidth and the other costs of the H200
+as a cluster come from ``simulator_costs``, where some costs are calibrated on two of the results. For the other benchmarks no
+parameter is fitted to the compared times: the bandwidth is what a transport reached in the same run without compute beside
+it, and how much it slows the compute was measured separately (``benchmarks.sm_free``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import simulator_costs
 from benchmarks.harness import variant_names as names
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL, TCP
 from benchmarks.harness.results import StoredResult, load_results
@@ -20,6 +23,9 @@ from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data.synthetic import Synthetic
 from lightning_freescale.simulate import SPARSE_DIST, TORCHREC, Cluster, ModelProfile, TrainingVariant, simulate
+
+if TYPE_CHECKING:
+    from benchmarks.harness.workload import LongTailWorkload
 
 Row = dict[str, Any]
 
@@ -204,7 +210,9 @@ def measured_batches(setting: Mapping[str, str]) -> list[NDArray[np.int64]]:
 def end_to_end(found: StoredResult, seeds: int) -> list[Row]:
     """The steps of ``benchmarks.end_to_end`` on the H200 as a cluster, for every variant.
 
-    Costs are fitted to the dense compute alone. It contains no lookups and updates of the tables, and neither does the simulator.
+    A measured step is the median of the rounds, because a single step of a round can take ten times as long as the others.
+    Costs of a sample are fitted to the dense compute alone. TorchRec's pipelines compute the same batches a little faster or
+    slower, because the GPU changes its clock while it waits. Their simulated compute is scaled to the one that was measured.
     """
     from benchmarks.harness.workload import LongTailWorkload  # imported late: it imports TorchRec
 
@@ -215,39 +223,60 @@ def end_to_end(found: StoredResult, seeds: int) -> list[Row]:
         step: [workload.lengths(rank, step).numpy() for rank in range(ranks)]
         for step in range(counted.start - BEFORE, counted.stop + AFTER)
     }
-    alone, shape = found["sides"][names.DENSE_ONLY], found["model"]
-    seconds = np.array(alone["compute_rank_ms"]).T / 1e3  # [steps, ranks]
-    sums = np.array([CostModel().sums(own) for step in counted for own in lengths[step]])
-    cost = CostModel.from_hstu(**shape).fit(sums, seconds.ravel())
-    # The negatives of a sample are rows, too. They are spread over the events.
-    ids = 1 + workload.negatives * workload.samples * ranks * len(counted) / sums[:, 0].sum()
-    model = ModelProfile(
-        cost,
-        row_bytes=4.0 * shape["embedding_dim"] * ids,
-        collisions=found["collisions"],
-        dense_bytes=4.0 * 5 * shape["num_layers"] * shape["embedding_dim"] ** 2,
-        optimizer=(float(np.mean(alone["rank_ms"])) - alone["compute_ms"]) / 1e3,
-        noise=cost.error(sums, seconds.ravel()) / MEDIAN_OF_NORMAL,
-        id_bytes=8.0 * ids,
-    )
+    model = _profile(found, workload, [own for step in counted for own in lengths[step]])
     batches = [np.concatenate(own) for own in lengths.values()]
     rows = []
     for name, (variant, transport) in END_TO_END.items():
         if name not in found["sides"]:
             continue
-        cluster = one_gpu(found, transport, "hstu")
-        runs = [simulate(variant, cluster, model, batches, seed) for seed in range(seeds)]
-        measured = found["sides"][name]
+        prioritized, profile = variant.schedule == "prioritized", model
+        cluster = simulator_costs.cluster(ranks, transport, prioritized)
+        if prioritized:
+            profile = replace(profile, buckets=simulator_costs.buckets(model.dense_bytes))
+        else:
+            alone = simulator_costs.median_of_rounds(found, names.DENSE_ONLY, "compute_ms")
+            faster = alone / simulator_costs.median_of_rounds(found, name, "compute_ms")
+            profile = replace(profile, cost=CostModel(*(value / faster for value in model.cost.state_dict().values())))
+        runs = [simulate(variant, cluster, profile, batches, seed) for seed in range(seeds)]
         row = {"ranks": ranks, "longest": workload.longest, "side": name}
-        row |= _step(measured["step_ms"]["mean"], 1e3 * float(np.mean([run.step for run in runs])))
+        measured = simulator_costs.median_of_rounds(found, name, "step_ms")
+        row |= _step(measured, 1e3 * float(np.mean([run.step for run in runs])))
         for what, part, simulated in (
             ("idle", "straggler", "straggler"),
             ("exposed", "exposed embedding", "exposed_embedding"),
         ):
-            row[f"{what} ms"] = measured["parts_ms"][part]
+            row[f"{what} ms"] = found["sides"][name]["parts_ms"][part]
             row[f"simulated {what} ms"] = 1e3 * float(np.mean([run.parts[simulated] for run in runs]))
         rows.append(row)
     return rows
+
+
+def _profile(found: StoredResult, workload: LongTailWorkload, lengths: Sequence[NDArray[np.int64]]) -> ModelProfile:
+    """The model of an end-to-end result, from ``lengths`` of each counted step and rank."""
+    alone, shape = found["sides"][names.DENSE_ONLY], found["model"]
+    seconds = np.array(alone["compute_rank_ms"]).T.ravel() / 1e3  # [steps * ranks]
+    sums = np.array([CostModel().sums(own) for own in lengths])
+    cost = CostModel.from_hstu(**shape).fit(sums, seconds)
+    # The negatives of a sample are rows, too. They are spread over the events.
+    ids = 1 + workload.negatives * workload.samples * len(lengths) / sums[:, 0].sum()
+    row_bytes, ranks = 4.0 * shape["embedding_dim"], found["parameters"]["ranks"]
+    modules = 2 if workload.context else 1  # pooled features have an EmbeddingBagCollection of their own
+    costs = simulator_costs.costs()
+    return ModelProfile(
+        cost,
+        row_bytes=row_bytes * ids,
+        collisions=found["collisions"],
+        dense_bytes=simulator_costs.dense_bytes(shape),
+        optimizer=(float(np.mean(alone["rank_ms"])) - alone["compute_ms"]) / 1e3,
+        noise=cost.error(sums, seconds) / MEDIAN_OF_NORMAL,
+        id_bytes=8.0 * ids,
+        fixed_bytes=(ranks - 1) * workload.samples * workload.context * row_bytes,  # each rank pools for all others
+        table_seconds=modules * costs.table_seconds,
+        row_seconds=costs.table_seconds_per_byte * row_bytes * ids,
+        index_seconds=costs.index_seconds,
+        collision_seconds=modules * costs.collision_seconds,
+        overhead=costs.overhead,
+    )
 
 
 def _step(measured: float, simulated: float) -> Row:

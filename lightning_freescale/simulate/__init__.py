@@ -11,8 +11,8 @@
     TorchRec   2980 ms per step, bubble 39.5%
     FreeScale  1811 ms per step, bubble 0.4%
 
-The simulation leaves out lookups and updates of the tables, index kernels, the input, the training loop, and other traffic on a
-link.
+The simulation leaves out the input, the host, and other traffic on a link. Look-ups and updates of the tables and index kernels
+take no time unless the ``ModelProfile`` says how long they take.
 
 Files, in the order in which a simulation uses them:
     scenario    the cluster, the model, and the variant of training to simulate

@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 STRAGGLER, EMBEDDING, DENSE, CONTENTION = "straggler", "exposed_embedding", "exposed_dense", "contention"
 # The first three are parts of the bubble in ``bubbles/attribution.py`` too. Contention is the time by which transfers slow down
-# compute. The monitor cannot tell it from compute.
+# compute, and of look-ups and updates beside it. The monitor cannot tell it from compute.
 BUBBLE_PARTS = (STRAGGLER, EMBEDDING, DENSE, CONTENTION)
 
 
@@ -52,6 +52,7 @@ class SimulatedTransfer:
         self.done = np.full(len(self.left), np.inf)  # when the transfer is done; inf while that is not known
         self.urgent, self.slowdown = urgent, slowdown
         self._joined, self._latency, self._after = joined, latency, after
+        self.links: SimulatedLinks | None = None  # the links that carry it
 
     def joined(self) -> float:
         """Time at which the last rank joins; inf while that is not known."""
@@ -146,6 +147,7 @@ class SimulatedRanks:
         self.now, self.useful = np.zeros(ranks), np.zeros(ranks)
         self.parts = {name: np.zeros(ranks) for name in BUBBLE_PARTS}
         self._latency, self.links = latency, SimulatedLinks(ranks)
+        self._reduce_links = SimulatedLinks(ranks)  # for AllReduces that have a path of their own
 
     def compute(self, seconds: Array) -> None:
         """Compute for ``seconds [ranks]``, and longer during transfers that slow it down."""
@@ -171,16 +173,29 @@ class SimulatedRanks:
         joined: Array | None = None,
         after: SimulatedTransfer | None = None,
         latency: float | None = None,
+        delay: float = 0.0,
+        own_path: bool = False,
     ) -> SimulatedTransfer:
-        """Start a transfer in the background, see :class:`SimulatedTransfer`. By default the ranks join it now."""
+        """Start a transfer in the background, see :class:`SimulatedTransfer`. By default the ranks join it now.
+
+        Args:
+            delay: further seconds of latency.
+            own_path: whether it shares no link with other transfers, but with others of this kind. It slows down no compute.
+        """
         latency = self._latency if latency is None else latency
-        transfer = SimulatedTransfer(seconds, self.now if joined is None else joined, latency, urgent, slowdown, after)
-        self.links.pending.append(transfer)
+        joined = self.now if joined is None else joined
+        transfer = SimulatedTransfer(seconds, joined, latency + delay, urgent, slowdown, after)
+        transfer.links = self._reduce_links if own_path else self.links
+        transfer.links.pending.append(transfer)
         return transfer
+
+    def spend(self, seconds: Array, part: str) -> None:
+        """Make the engines do other work than compute for ``seconds [ranks]``, which counts as ``part`` of the bubble."""
+        self.now, self.parts[part] = self.now + seconds, self.parts[part] + seconds
 
     def wait(self, transfer: SimulatedTransfer, part: str) -> None:
         """Make the engines wait for a transfer. The wait for the last rank is ``straggler``, the remaining wait is ``part``."""
-        self.links.finish(transfer)
+        (transfer.links or self.links).finish(transfer)
         waited = np.maximum(transfer.done - self.now, 0.0)
         straggling = np.clip(transfer.joined() - self.now, 0.0, waited)
         self.parts[STRAGGLER] = self.parts[STRAGGLER] + straggling

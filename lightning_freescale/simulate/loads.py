@@ -19,7 +19,7 @@ class RankLoads:
     """The work of the ranks, in arrays ``[steps, ranks]``.
 
     The link of a rank is full-duplex, so it takes as long as the larger of two numbers: the rows that the rank requests from
-    other ranks, and the rows that other ranks request from it.
+    other ranks, and the rows that other ranks request from it. If the links share a medium, it is the mean of all ranks.
 
     Attributes:
         compute: seconds of forward and backward, without slowdown by transfers.
@@ -27,6 +27,7 @@ class RankLoads:
         collision: that number for the rows that collide.
         exclusive: that number for the exclusive rows.
         samples: mean size of the global batches.
+        longest: ``[steps]`` the longest history of the step, in events.
     """
 
     compute: Array
@@ -34,6 +35,7 @@ class RankLoads:
     collision: Array
     exclusive: Array
     samples: float
+    longest: Array | None = None
 
 
 def make_loads(
@@ -57,17 +59,24 @@ def make_loads(
         compute[step] = loads(model.cost(lengths), partition, world) + model.cost.constant
         requested[step] = loads(lengths, partition, world)
     colliding = np.round(model.collisions * requested).astype(np.int64)
-    collision, exclusive = _off_rank(colliding, rng), _off_rank(requested - colliding, rng)
-    rows, collision, exclusive = (
-        piece.max(axis=0).astype(np.float64) for piece in (collision + exclusive, collision, exclusive)
-    )
+    pieces = _off_rank(colliding, rng), _off_rank(requested - colliding, rng)
+    rows, collision, exclusive = (_on_link(piece, cluster.shared) for piece in (pieces[0] + pieces[1], *pieces))
     compute *= np.maximum(1 + model.noise * rng.standard_normal(compute.shape), 0.0)
-    return RankLoads(compute, rows, collision, exclusive, float(np.mean([len(lengths) for lengths in batches])))
+    samples = float(np.mean([len(lengths) for lengths in batches]))
+    longest = np.array([lengths.max() for lengths in batches], dtype=np.float64)
+    return RankLoads(compute, rows, collision, exclusive, samples, longest)
 
 
 def assign_in_order(samples: int, ranks: int) -> NDArray[np.int64]:
     """``[samples]`` rank of each sample without balancing: equal, consecutive shares."""
     return np.arange(samples) * ranks // samples
+
+
+def _on_link(rows: NDArray[np.int64], shared: bool) -> Array:
+    """``[steps, ranks]`` rows that determine the time of a link, from the result of ``_off_rank``."""
+    if shared:
+        return np.broadcast_to(rows[0].mean(axis=1, keepdims=True), rows.shape[1:])
+    return rows.max(axis=0).astype(np.float64)
 
 
 def _off_rank(requested: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:

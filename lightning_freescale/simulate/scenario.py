@@ -22,6 +22,11 @@ class Cluster:
         nccl_slowdown: time of compute during an exchange that uses SMs, over its time without the exchange.
         host_waits: whether the host waits for the collision gradients before it launches the dense optimizer, as on CPU, where
             there are no streams. If not, their exchange overlaps with the optimizer.
+        shared: whether all links share one medium, such as the memory of one host. An exchange then takes as long as the mean
+            of the bytes of the ranks at ``bandwidth``. If not, each link takes as long as its own bytes.
+        reduce_bandwidth: bytes per second of a link in an AllReduce, if it differs from ``bandwidth``. The AllReduce then also
+            has a path of its own in FreeScale. In TorchRec it shares a communicator, and so the order, with the exchanges.
+        reduce_latency: seconds of an AllReduce of no bytes, if ``latency`` does not give them.
     """
 
     ranks: int
@@ -29,24 +34,33 @@ class Cluster:
     latency: float = 0.0
     nccl_slowdown: float = 1.0
     host_waits: bool = False
+    shared: bool = False
+    reduce_bandwidth: float | None = None
+    reduce_latency: float | None = None
 
     def __post_init__(self) -> None:
         _check("ranks", self.ranks, self.ranks >= 1, "at least 1")
         _check("bandwidth", self.bandwidth, self.bandwidth > 0, "positive")
         _check("latency", self.latency, 0 <= self.latency < np.inf, "finite and not negative")
         _check("nccl_slowdown", self.nccl_slowdown, 1 <= self.nccl_slowdown < np.inf, "finite and at least 1")
-
-    def transfer_seconds(self, size: float) -> float:
-        """Seconds that a link takes for ``size`` bytes."""
-        return size / self.bandwidth
+        for name in ("reduce_bandwidth", "reduce_latency"):
+            value = getattr(self, name)
+            if value is not None:
+                _check(name, value, value > 0, "positive")
 
     def allreduce(self, size: float) -> tuple[float, float]:
         """Seconds on each link, and seconds of latency, of an AllReduce of ``size`` bytes: ring or tree, the faster one."""
         if self.ranks == 1:
             return 0.0, 0.0
-        ring = 2 * (self.ranks - 1) / self.ranks * self.transfer_seconds(size), 2 * (self.ranks - 1) * self.latency
-        tree = 2 * self.transfer_seconds(size), 2 * np.ceil(np.log2(self.ranks)) * self.latency
-        return min(ring, tree, key=sum)
+        once = size / (self.reduce_bandwidth or self.bandwidth)
+        ring = 2 * (self.ranks - 1) / self.ranks * once, 2 * (self.ranks - 1) * self.latency
+        tree = 2 * once, 2 * np.ceil(np.log2(self.ranks)) * self.latency
+        seconds, latency = min(ring, tree, key=sum)
+        return seconds, latency if self.reduce_latency is None else self.reduce_latency
+
+
+_AMOUNTS = "row_bytes", "dense_bytes", "noise", "id_bytes", "fixed_bytes"
+_SECONDS = "optimizer", "table_seconds", "row_seconds", "index_seconds", "collision_seconds", "overhead"
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,16 @@ class ModelProfile:
         forward: share of ``cost`` that is forward.
         noise: standard deviation of a rank's compute time, relative to the time that ``cost`` gives.
         id_bytes: bytes of an id that is sent to the owner of its row.
+        fixed_bytes: bytes that a rank sends besides rows, before forward and again after backward: pooled features.
+        table_seconds: seconds of look-ups, updates and index work of a step that do not depend on its rows. TorchRec does this
+            work before forward and after backward, FreeScale beside them.
+        row_seconds: further seconds of this work for each row that a rank exchanges.
+        index_seconds: seconds of index work on ids, for each event of the longest history. TorchRec's kernel takes the events
+            of a history one after another. ``TrainPipelineBase`` does it before forward, the other schedules beside compute.
+        collision_seconds: seconds in which the owners update the rows that collide and look them up again, after their gradients
+            have arrived and before the rows are sent. Only FreeScale waits for it.
+        overhead: seconds of a step in which the engine does nothing, for none of the other reasons.
+        buckets: number of AllReduces of the dense gradients; None is DDP's default, one for each 25 MiB.
     """
 
     cost: CostModel
@@ -72,9 +96,18 @@ class ModelProfile:
     forward: float = 1 / 3
     noise: float = 0.0
     id_bytes: float = 8.0
+    fixed_bytes: float = 0.0
+    table_seconds: float = 0.0
+    row_seconds: float = 0.0
+    index_seconds: float = 0.0
+    collision_seconds: float = 0.0
+    overhead: float = 0.0
+    buckets: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("row_bytes", "dense_bytes", "optimizer", "noise", "id_bytes"):
+        if self.buckets is not None:
+            _check("buckets", self.buckets, self.buckets >= 1, "at least 1")
+        for name in (*_AMOUNTS, *_SECONDS):
             value = getattr(self, name)
             _check(name, value, 0 <= value < np.inf, "finite and not negative")
         for name in ("collisions", "forward"):

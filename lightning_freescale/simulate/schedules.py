@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_freescale.simulate.events import DENSE, EMBEDDING, Array, SimulatedRanks, SimulatedTransfer
+from lightning_freescale.simulate.events import (
+    CONTENTION,
+    DENSE,
+    EMBEDDING,
+    Array,
+    SimulatedRanks,
+    SimulatedTransfer,
+)
 from lightning_freescale.simulate.loads import RankLoads
 from lightning_freescale.simulate.scenario import Cluster, ModelProfile, TrainingVariant
 
@@ -26,42 +33,73 @@ class StepOperations:
         self.ranks, self.cluster, self.model, self.loads = ranks, cluster, model, loads
         self.steps = len(loads.compute)
         self._slowdown = 1.0 if variant.sm_free else cluster.nccl_slowdown
+        self._beside = variant.schedule == "prioritized"  # whether the work on the tables runs beside compute
 
     def send_ids(self, step: int) -> SimulatedTransfer:
         return self._send(self.loads.rows[step] * self.model.id_bytes, urgent=True)
 
     def send_rows(self, step: int) -> SimulatedTransfer:
         """All rows of a batch from their owners to their requesters, or all gradients in the other direction."""
-        return self._send(self.loads.rows[step] * self.model.row_bytes, urgent=True)
+        size = self.loads.rows[step] * self.model.row_bytes + self._fixed_bytes()
+        return self._send(size, urgent=True)
 
-    def send_collision(self, step: int, joined: Array | None = None) -> SimulatedTransfer:
-        """The rows that collide, or their gradients."""
-        return self._send(self.loads.collision[step] * self.model.row_bytes, urgent=True, joined=joined)
+    def send_collision(self, step: int, after_gradients: SimulatedTransfer | None = None) -> SimulatedTransfer:
+        """The gradients of the rows that collide. With ``after_gradients``, which are done: the rows, once they are updated."""
+        size = self.loads.collision[step] * self.model.row_bytes + self._fixed_bytes()
+        if after_gradients is None:
+            return self._send(size, urgent=True)
+        joined = np.maximum(after_gradients.done, self.ranks.now)
+        return self._send(size, urgent=True, joined=joined, delay=self.model.collision_seconds)
 
     def send_exclusive(self, step: int, after: SimulatedTransfer | None = None) -> SimulatedTransfer:
         """The exclusive rows, or their gradients."""
         return self._send(self.loads.exclusive[step] * self.model.row_bytes, urgent=False, after=after)
 
+    def _fixed_bytes(self) -> float:
+        return self.model.fixed_bytes if self.cluster.ranks > 1 else 0.0
+
     def _send(
-        self, size: Array, urgent: bool, joined: Array | None = None, after: SimulatedTransfer | None = None
+        self,
+        size: Array,
+        urgent: bool,
+        joined: Array | None = None,
+        after: SimulatedTransfer | None = None,
+        delay: float = 0.0,
     ) -> SimulatedTransfer:
-        seconds = size / self.cluster.bandwidth
-        return self.ranks.send(seconds, urgent=urgent, slowdown=self._slowdown, joined=joined, after=after)
+        seconds, slowdown = size / self.cluster.bandwidth, self._slowdown
+        return self.ranks.send(seconds, urgent=urgent, slowdown=slowdown, joined=joined, after=after, delay=delay)
+
+    def index_ids(self, step: int) -> None:
+        """Index work on the ids of a batch, with nothing beside it."""
+        if self.loads.longest is not None:
+            self.ranks.spend(self._all(self.model.index_seconds * self.loads.longest[step]), EMBEDDING)
+
+    def table_work(self, step: int, share: float, beside: bool) -> None:
+        """A share of the look-ups and updates of a step, if this variant does it beside compute, or if it does not."""
+        if beside == self._beside:
+            seconds = self.model.table_seconds + self.model.row_seconds * self.loads.rows[step]
+            self.ranks.spend(share * seconds, CONTENTION if beside else EMBEDDING)
 
     def forward(self, step: int) -> None:
         self.ranks.compute(self.model.forward * self.loads.compute[step])
+        self.table_work(step, self.model.forward, beside=True)
 
     def backward(self, step: int) -> list[SimulatedTransfer]:
         """Compute the backward, and start an AllReduce after each bucket. Returns the AllReduces."""
         size = self.model.dense_bytes
-        buckets = min(MAX_BUCKETS, max(1, round(size / BUCKET_BYTES)))
+        buckets = min(MAX_BUCKETS, self.model.buckets or max(1, round(size / BUCKET_BYTES)))
         seconds, latency = self.cluster.allreduce(size / buckets)
         reduces = []
+        own_path = self._beside and self.cluster.reduce_bandwidth is not None
         for _ in range(buckets):
+            self.table_work(step, (1 - self.model.forward) / buckets, beside=True)
             self.ranks.compute((1 - self.model.forward) / buckets * self.loads.compute[step])
             if size and self.cluster.ranks > 1:
                 slowdown = self.cluster.nccl_slowdown
-                reduces.append(self.ranks.send(self._all(seconds), urgent=True, slowdown=slowdown, latency=latency))
+                reduce = self.ranks.send(
+                    self._all(seconds), urgent=True, slowdown=slowdown, latency=latency, own_path=own_path
+                )
+                reduces.append(reduce)
         return reduces
 
     def optimize(self, reduces: list[SimulatedTransfer]) -> None:
@@ -69,6 +107,7 @@ class StepOperations:
         for reduce in reduces:
             self.ranks.wait(reduce, DENSE)
         self.ranks.compute(self._all(self.model.optimizer))
+        self.ranks.spend(self._all(self.model.overhead), EMBEDDING)
 
     def _all(self, seconds: float) -> Array:
         """The same ``seconds`` for every rank."""
@@ -82,18 +121,22 @@ def synchronous(operations: StepOperations, prefetch_ids: bool) -> Iterator[None
         prefetch_ids: whether ids are sent one step early (``TrainPipelineSparseDist``), or at the start of their own step
             (``TrainPipelineBase``).
     """
-    ranks, ids = operations.ranks, operations.send_ids(0)
+    ranks = operations.ranks
     for step in range(operations.steps):
+        if not prefetch_ids:
+            operations.index_ids(step)
+        if not (prefetch_ids and step):
+            ids = operations.send_ids(step)
         ranks.wait(ids, EMBEDDING)
+        operations.table_work(step, 1 / 2, beside=False)
         ranks.wait(operations.send_rows(step), EMBEDDING)
         if prefetch_ids and step + 1 < operations.steps:
             ids = operations.send_ids(step + 1)
         operations.forward(step)
         reduces = operations.backward(step)
         ranks.wait(operations.send_rows(step), EMBEDDING)  # gradients
+        operations.table_work(step, 1 / 2, beside=False)
         operations.optimize(reduces)
-        if not prefetch_ids and step + 1 < operations.steps:
-            ids = operations.send_ids(step + 1)
         yield
 
 
@@ -123,6 +166,6 @@ def prioritized(operations: StepOperations) -> Iterator[None]:
             if operations.cluster.host_waits:
                 ranks.wait(gradients, EMBEDDING)
             ranks.links.finish(gradients)
-            needed += [gradients, operations.send_collision(step + 1, joined=np.maximum(gradients.done, ranks.now))]
+            needed += [gradients, operations.send_collision(step + 1, after_gradients=gradients)]
         operations.optimize(reduces)
         yield

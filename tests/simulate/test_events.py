@@ -65,6 +65,24 @@ def test_a_transfer_without_sms_does_not_slow_down_compute() -> None:
     assert ranks.now.tolist() == [10]
 
 
+def test_an_allreduce_with_a_path_of_its_own_shares_no_link() -> None:
+    ends = {}
+    for own_path in (False, True):
+        ranks = SimulatedRanks(1, latency=0.0)
+        rows, reduce = ranks.send(each(4), urgent=True), ranks.send(each(3), urgent=True, own_path=own_path)
+        ranks.wait(reduce, DENSE)
+        ranks.wait(rows, EMBEDDING)
+        ends[own_path] = ranks.now.tolist(), reduce.done.tolist()
+    assert ends == {False: ([7], [7]), True: ([4], [3])}
+
+
+def test_other_work_is_a_part_of_the_bubble() -> None:
+    ranks = SimulatedRanks(2, latency=0.0)
+    ranks.spend(each(1, 2), EMBEDDING)
+    assert ranks.now.tolist() == ranks.parts[EMBEDDING].tolist() == [1, 2]
+    assert ranks.useful.tolist() == [0, 0]
+
+
 def test_an_urgent_transfer_cannot_follow_another() -> None:
     ranks = SimulatedRanks(1, latency=0.0)
     with pytest.raises(ValueError, match="urgent"):

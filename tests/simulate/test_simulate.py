@@ -125,6 +125,68 @@ def test_an_exchange_that_uses_sms_slows_down_compute() -> None:
     assert last_step(replace(PRIORITIZED, sm_free=True), nccl, ROWS, compute=9.0)[0] == pytest.approx(11)
 
 
+def test_work_on_tables_is_in_series_in_torchrec_and_beside_compute_in_freescale() -> None:
+    """A step takes 0.4 seconds, and 0.1 for each of its four rows: 0.8 in all. FreeScale's transfers overlap with it."""
+    work = replace(ROWS, table_seconds=0.4, row_seconds=0.1)
+    step, parts = last_step(TORCHREC, TWO, work, compute=9.0)
+    assert step == pytest.approx(4 + 9 + 4 + 0.5 + 0.8)
+    assert parts["exposed_embedding"] == pytest.approx(8.8)
+    step, parts = last_step(PRIORITIZED, TWO, work, compute=9.0)
+    assert step == pytest.approx(11 + 0.8)
+    assert parts["contention"] == pytest.approx(0.8)
+    # Transfers that take longer than compute hide the work: rows and gradients take 8 seconds.
+    assert last_step(PRIORITIZED, TWO, work, compute=3.0)[0] == pytest.approx(8)
+
+
+def test_collisions_are_updated_before_their_rows_are_sent() -> None:
+    slow = replace(ROWS, collision_seconds=0.25)
+    step, parts = last_step(PRIORITIZED, TWO, slow, compute=9.0)
+    assert step == pytest.approx(11 + 0.25)
+    assert parts["straggler"] == pytest.approx(0)
+    assert last_step(TORCHREC, TWO, slow, compute=9.0)[0] == last_step(TORCHREC, TWO, ROWS, compute=9.0)[0]
+
+
+def test_overhead_and_pooled_features() -> None:
+    more = replace(
+        ROWS, overhead=0.25, fixed_bytes=0.5
+    )  # the bytes take half a second before forward and after backward
+    assert last_step(TORCHREC, TWO, more, compute=9.0)[0] == pytest.approx(17.5 + 0.25 + 1)
+    assert last_step(PRIORITIZED, TWO, more, compute=9.0)[0] == pytest.approx(11 + 1)  # overlaps with the overhead
+
+
+def test_index_work_follows_the_longest_history_in_the_base_pipeline_alone() -> None:
+    batches = histories(8)
+    longest = np.mean([batch.max() for batch in batches[2:-1]])
+    for variant, seconds in ((TORCHREC, 1e-6 * longest), (SPARSE_DIST, 0.0), (FREESCALE, 0.0)):
+        plain, indexed = (
+            simulate(variant, CLUSTER, replace(MODEL, index_seconds=index), batches).step for index in (0.0, 1e-6)
+        )
+        assert indexed - plain == pytest.approx(seconds)
+
+
+def test_ranks_that_share_a_medium_take_the_mean_of_their_bytes() -> None:
+    batches = histories(8)
+    alone, shared = (make_loads(batches, replace(CLUSTER, shared=shared), MODEL, "off") for shared in (False, True))
+    assert (shared.rows == shared.rows[:, :1]).all()
+    sent = sum(int(batch.sum()) for batch in batches) * 7 / 8
+    assert shared.rows.sum() == pytest.approx(sent, rel=0.01)
+    assert alone.rows.sum() > 1.05 * sent
+
+
+def test_an_allreduce_has_its_own_rate_and_latency() -> None:
+    cluster = replace(TWO, reduce_bandwidth=4.0, reduce_latency=0.125)
+    assert cluster.allreduce(8.0) == pytest.approx((2, 0.125))
+    dense = replace(ROWS, dense_bytes=2.0)
+    assert last_step(TORCHREC, cluster, dense, compute=3.0)[0] == pytest.approx(11.5 + 0.5 + 0.125)
+    # FreeScale exchanges collisions beside it. In two buckets, only the second one is waited for.
+    two = replace(cluster, reduce_bandwidth=0.25)
+    one_bucket, two_buckets = (
+        last_step(PRIORITIZED, two, replace(dense, buckets=buckets), compute=20.0)[0] for buckets in (1, 2)
+    )
+    assert one_bucket == pytest.approx(20 + 8 + 0.125 + 0.5)
+    assert two_buckets == pytest.approx(20 + 4 + 0.125 + 0.5)
+
+
 # ---- properties -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_the_parts_add_up(variant: TrainingVariant) -> None:
@@ -205,6 +267,12 @@ def test_settings_are_checked() -> None:
         Cluster(ranks=8, bandwidth=0)
     with pytest.raises(ConfigurationError, match=r"collisions: 1\.2 must be a share"):
         replace(MODEL, collisions=1.2)
+    with pytest.raises(ConfigurationError, match="reduce_bandwidth: 0 must be positive"):
+        Cluster(ranks=8, bandwidth=1.0, reduce_bandwidth=0)
+    with pytest.raises(ConfigurationError, match="buckets: 0 must be at least 1"):
+        replace(MODEL, buckets=0)
+    with pytest.raises(ConfigurationError, match="table_seconds: -1 must be finite and not negative"):
+        replace(MODEL, table_seconds=-1)
     with pytest.raises(ConfigurationError, match="batches: 3 are too few"):
         simulate(TORCHREC, CLUSTER, MODEL, histories(8, steps=3))
     with pytest.raises(ConfigurationError, match="balance: 'best' is unknown"):

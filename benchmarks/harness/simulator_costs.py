@@ -1,0 +1,134 @@
+"""Costs of the H200 as a cluster that the simulator needs besides compute, from stored results of ``benchmarks.end_to_end``.
+
+Rates of the transports are medians over all stored results. A single measurement of NCCL scatters by a fifth around it.
+
+These are calibrated once, on the results in ``CALIBRATED_ON``. All other results, and all other sides of these, are predicted:
+
+- work on the tables: ``slower compute`` of the side ``all``, of two results that differ in the bytes of their rows
+- slow-down of compute beside NCCL: compute of ``all over NCCL`` and of ``all``
+- index work on ids: ``TrainPipelineBase`` against ``TrainPipelineSparseDist``
+- update and look-up of collisions, latency of FreeScale's last AllReduce, overhead: what ``all`` waits for
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from benchmarks.harness import variant_names as names
+from benchmarks.harness.gpu_cluster.transports import HOST, NCCL
+from benchmarks.harness.results import StoredResult, load_results
+from lightning_freescale.embedding.gradient_buckets import count_buckets
+from lightning_freescale.simulate import Cluster
+
+LARGE, SMALL = CALIBRATED_ON = "end_to_end_h200_long", "end_to_end_h200_short"
+# An AllReduce on this cluster, as ``embedding/gradient_buckets.py`` measures and logs it at the start of a training.
+REDUCE_SECONDS = 0.35e-3
+REDUCE_SECONDS_PER_BYTE = 0.55e-3 / 2**20
+
+
+@dataclass(frozen=True)
+class ClusterCosts:
+    """Calibrated costs, in seconds where nothing else is said.
+
+    Attributes:
+        table_seconds: look-ups, updates and index work of one module in a step, without the part that depends on its rows.
+        table_seconds_per_byte: the part that depends on its rows, for each byte of rows that a rank exchanges.
+        nccl_slowdown: time of compute beside an exchange over NCCL, over its time alone.
+        index_seconds: index work of TorchRec on ids, for each event of the longest history.
+        collision_seconds: update and look-up of the collisions of one module, between their gradients and their rows.
+        reduce_latency: of FreeScale's last AllReduce, beside which the collisions are exchanged.
+        overhead: the part ``other`` of a step.
+    """
+
+    table_seconds: float
+    table_seconds_per_byte: float
+    nccl_slowdown: float
+    index_seconds: float
+    collision_seconds: float
+    reduce_latency: float
+    overhead: float
+
+
+@cache
+def costs() -> ClusterCosts:
+    """The calibrated costs."""
+    results = load_results()
+    large, small = results[LARGE], results[SMALL]
+    beside = [median_of_rounds(found, names.ALL, "slower compute") / 1e3 for found in (large, small)]
+    sent = [_row_bytes(found) for found in (large, small)]
+    per_byte = (beside[0] - beside[1]) / (sent[0] - sent[1])
+    # Collisions travel between backward and the next forward, and slow down nothing.
+    travels = (1 - large["collisions"]) * large["sides"][names.ALL_OVER_NCCL]["sent_bytes"] / rate(NCCL)
+    slower = _apart(large, names.ALL_OVER_NCCL, names.ALL, "compute_ms")
+    index = _apart(large, names.TORCHREC_BASE, names.TORCHREC_SPARSE_DIST, "step_ms")
+    dense = dense_bytes(large["model"])
+    last_bucket = dense / buckets(dense) * REDUCE_SECONDS_PER_BYTE
+    reduced = median_of_rounds(large, names.ALL, "exposed dense") / 1e3
+    # The gradients and rows of collisions travel, beside the last AllReduce, from the end of backward to the next forward.
+    exchanged = reduced + median_of_rounds(large, names.ALL, "exposed embedding") / 1e3
+    return ClusterCosts(
+        table_seconds=beside[0] - per_byte * sent[0],
+        table_seconds_per_byte=per_byte,
+        nccl_slowdown=1 / (1 - slower / travels),
+        index_seconds=index / large["workload"]["longest"],
+        collision_seconds=exchanged - 2 * large["collisions"] * sent[0] / rate(HOST),
+        reduce_latency=reduced - last_bucket,
+        overhead=median_of_rounds(large, names.ALL, "other") / 1e3,
+    )
+
+
+def cluster(ranks: int, transport: str, prioritized: bool) -> Cluster:
+    """The H200 as a cluster. Its ranks exchange through the memory of one host, which they share.
+
+    Args:
+        prioritized: whether FreeScale's exchange runs beside the AllReduce. TorchRec's does not, so there the AllReduce has the
+            latency that it has alone.
+    """
+    return Cluster(
+        ranks,
+        rate(transport),
+        nccl_slowdown=costs().nccl_slowdown,
+        shared=True,
+        reduce_bandwidth=2 * (ranks - 1) / ranks / REDUCE_SECONDS_PER_BYTE,
+        reduce_latency=costs().reduce_latency if prioritized else REDUCE_SECONDS,
+    )
+
+
+@cache
+def rate(transport: str) -> float:
+    """Bytes per second and rank of a transport without compute beside it: the median of all stored end-to-end results."""
+    stored = [found["link_gb_per_s"] for found in load_results().values() if found["benchmark"] == "end_to_end"]
+    return 1e9 * float(np.median([rates[transport] for rates in stored if transport in rates]))
+
+
+def buckets(size: float) -> int:
+    """Into how many buckets FreeScale divides dense gradients of ``size`` bytes on this cluster."""
+    return count_buckets(int(size), REDUCE_SECONDS, REDUCE_SECONDS_PER_BYTE)
+
+
+def dense_bytes(shape: dict[str, int]) -> float:
+    """Bytes of the gradients of an HSTU: each layer has projections to four times its width, and one back."""
+    return 4.0 * 5 * shape["num_layers"] * shape["embedding_dim"] ** 2
+
+
+def median_of_rounds(found: StoredResult, side: str, what: str) -> float:
+    """The median of the rounds of ``what``. Results without rounds have one."""
+    if "rounds" in found:
+        return float(np.median(found["rounds"][side][what]))
+    measured = found["sides"][side]
+    if what == "step_ms":
+        return float(measured["step_ms"]["mean"])
+    return float(measured[what] if what in measured else measured["parts_ms"][what])
+
+
+def _apart(found: StoredResult, side: str, other: str, what: str) -> float:
+    """The seconds by which ``side`` takes longer than ``other``."""
+    return (median_of_rounds(found, side, what) - median_of_rounds(found, other, what)) / 1e3
+
+
+def _row_bytes(found: StoredResult) -> float:
+    """Bytes of the rows that a rank exchanges in a step in one direction. Rows and gradients are nearly all it sends."""
+    return float(found["sides"][names.ALL]["sent_bytes"]) / 2
