@@ -64,6 +64,17 @@ def shape_of(found: StoredResult) -> str | None:
     return words[words.index("--shapes") + 1] if "--shapes" in words else None
 
 
+def of_rounds(found: StoredResult, side: str, figure: str) -> list[float]:
+    """A figure of one side of an end-to-end result in every round: ``step_ms``, ``bubble_ms`` or ``gone of`` a baseline."""
+    rounds: dict[str, list[float]] = found.get("rounds", {}).get(side, {})
+    if figure in rounds:
+        return rounds[figure]
+    variant = found["sides"][side]
+    if figure.startswith("gone of "):
+        return [variant["gone"][figure.removeprefix("gone of ")]]
+    return [variant["step_ms"]["mean"] if figure == "step_ms" else variant[figure]]
+
+
 def trained_on(found: StoredResult) -> str:
     """What an end-to-end result was trained on, for a table cell: the longest history, or the bags of a DLRM."""
     workload = found["workload"]

@@ -4,6 +4,9 @@ DDP starts the AllReduce of a bucket when its gradients are ready, beside the re
 the end of the backward, so a rank waits for all of it. Small buckets make this wait short. But each AllReduce has a latency, so
 many small buckets take longer in total than the backward can hide. DDP's default, 25 MiB, leaves a wait of many milliseconds on
 a slow link.
+
+Two runs may measure different times and choose different sizes. The place of a gradient in its bucket decides in which order the
+ranks are added, so the runs then differ by rounding. ``Trainer(deterministic=True)`` keeps DDP's default.
 """
 
 from __future__ import annotations
@@ -60,6 +63,16 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> tuple[
     small, large = slowest.tolist()
     per_byte = max(large - small, 0.0) / (MEASURED_BYTES[1] - MEASURED_BYTES[0])
     return max(small - per_byte * MEASURED_BYTES[0], 1e-6), per_byte
+
+
+def may_choose(group: dist.ProcessGroup) -> bool:
+    """Whether the size of the buckets is chosen by a measurement: not for one rank, and not if the user wants equal runs."""
+    if group.size() > 1 and torch.are_deterministic_algorithms_enabled():
+        log_once(
+            "bucket_cap_mb: DDP's default, because deterministic algorithms are required. Set it to choose another size"
+        )
+        return False
+    return group.size() > 1
 
 
 def choose_bucket_megabytes(gradient_bytes: int, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
-from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes
+from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes, may_choose
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
@@ -148,7 +148,7 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
             dmp._dmp_wrapped_module = FixedBucketsDDP(module.to(device), **self._options)
         else:
             options = self._options
-            if "bucket_cap_mb" not in options:
+            if "bucket_cap_mb" not in options and may_choose(options["process_group"]):
                 dense = [value for name, value in dmp.named_parameters() if name not in ddp_ignore_param_names]
                 size = sum(value.numel() * value.element_size() for value in dense if value.requires_grad)
                 options = options | {"bucket_cap_mb": choose_bucket_megabytes(size, options["process_group"], device)}

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_freescale.runtime.log import log_once
+
 # Releases in which compiled kernels take all arguments of the kernel, constants included. Others are launched by Triton alone.
 FIRST_RELEASE, LAST_RELEASE = (3, 6), (3, 9)
 LOOKS_AT_TYPE, LOOKS_AT_VALUE = 0, 1
@@ -60,6 +62,10 @@ def key_of(values: Sequence[Any], looks: Sequence[int]) -> tuple[Any, ...]:
     return tuple(key)
 
 
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
 class DirectKernel:
     """A Triton kernel with cheaper launches. It is called as the kernel itself: ``kernel[grid](*arguments, **constants)``.
 
@@ -76,6 +82,11 @@ class DirectKernel:
         # Triton's interpreter compiles nothing.
         params = getattr(kernel, "params", [])
         self._direct = bool(params) and is_supported(triton.__version__)
+        if params and not self._direct:
+            log_once(
+                f"Triton {triton.__version__} starts its kernels itself, which takes the host more time. Kernels are started "
+                f"directly with Triton {_text(FIRST_RELEASE)} to {_text(LAST_RELEASE)}"
+            )
         self._looks = [looks_at(param) for param in params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

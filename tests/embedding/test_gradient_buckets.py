@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.embedding import gradient_buckets
-from lightning_freescale.embedding.gradient_buckets import DDP_BUCKET_BYTES, choose_bucket_megabytes, count_buckets
+from lightning_freescale.embedding.gradient_buckets import (
+    DDP_BUCKET_BYTES,
+    choose_bucket_megabytes,
+    count_buckets,
+    may_choose,
+)
 from tests.ranks import run_ranks
 
 
@@ -33,6 +38,13 @@ def test_a_longer_latency_makes_fewer_buckets() -> None:
 def choices(rank: int, world: int) -> tuple[float, float]:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     assert dist.group.WORLD is not None
+    assert may_choose(dist.group.WORLD)
+    torch.use_deterministic_algorithms(True)
+    assert not may_choose(dist.group.WORLD)
+    torch.use_deterministic_algorithms(False)
+    alone = dist.new_group([0], backend="gloo")
+    if rank == 0:
+        assert not may_choose(alone)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     size = 40_000_000
     chosen = choose_bucket_megabytes(size, dist.group.WORLD, device)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL
-from benchmarks.harness.results import StoredResult, command, shape_of, short_machine, trained_on
+from benchmarks.harness.results import StoredResult, command, of_rounds, shape_of, short_machine, trained_on
+from benchmarks.harness.training.rounds import mean_and_spread
 from benchmarks.harness.variant_names import ALL, PRIORITIZED, TORCHREC_BASE
 
 GOAL_RATE = 0.12  # collision rate at which exposed times are quoted
@@ -49,22 +51,22 @@ def end_to_end(found: StoredResult) -> Claim | None:
     variants = found["sides"]
     if "goal" not in found or not {TORCHREC_BASE, ALL} <= set(variants):
         return None
-    before, after = variants[TORCHREC_BASE], variants[ALL]
+    before, after = (of_rounds(found, side, "bubble_ms") for side in (TORCHREC_BASE, ALL))
 
     data = trained_on(found) if "clicks" in found["workload"] else f"histories up to {trained_on(found)} events"
     if shape := shape_of(found):
         data = f"shape `{shape}`, {data}"
 
-    def cell(variant: Mapping[str, Any]) -> str:
-        return f"{variant['bubble_ms']:.1f} of {variant['step_ms']['mean']:.1f} ms"
+    def cell(side: str, bubbles: list[float]) -> str:
+        return f"{mean_and_spread(bubbles)} of {mean_and_spread(of_rounds(found, side, 'step_ms'))} ms"
 
     return Claim(
         "bubble of a training step",
         f"{data}, {found['parameters']['ranks']} ranks",
         short_machine(found),
-        f"{cell(before)} (TorchRec)",
-        cell(after),
-        percent_change(before["bubble_ms"], after["bubble_ms"]),
+        f"{cell(TORCHREC_BASE, before)} (TorchRec)",
+        cell(ALL, after),
+        percent_change(mean(before), mean(after)),
         command(found),
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import mean
 from typing import Any
 
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL
-from benchmarks.harness.results import StoredResult, command
+from benchmarks.harness.results import StoredResult, command, of_rounds
 from benchmarks.harness.tables import markdown
 from benchmarks.harness.tables.claims import GOAL_RATE, at_goal_rate, sm_free_rows
+from benchmarks.harness.training.rounds import mean_and_spread
 from benchmarks.harness.variant_names import ALL, ALL_OVER_NCCL, PRIORITIZED, TORCHREC_BASE
 
 NOTE = (
@@ -36,14 +38,18 @@ def rows(results: Mapping[str, StoredResult]) -> Iterator[dict[str, Any]]:
 
 
 def _bubble(found: StoredResult) -> tuple[str, str, str]:
-    before, after = found["sides"][TORCHREC_BASE], found["sides"][ALL]
-    same_link = ""
-    if ALL_OVER_NCCL in found["sides"]:
-        same_link = f"; -{found['sides'][ALL_OVER_NCCL]['gone'][TORCHREC_BASE]:.0%} over TorchRec's own link"
+    def gone(side: str) -> str:
+        return f"-{mean(of_rounds(found, side, f'gone of {TORCHREC_BASE}')):.0%}"
+
+    def of_step(side: str) -> str:
+        bubble, step = (mean_and_spread(of_rounds(found, side, name)) for name in ("bubble_ms", "step_ms"))
+        return f"{bubble} of {step} ms"
+
+    same_link = f"; {gone(ALL_OVER_NCCL)} over TorchRec's own link" if ALL_OVER_NCCL in found["sides"] else ""
     return (
         f"bubble of a step, histories up to {found['workload']['longest']:,} events",
-        f"{before['bubble_ms']:.0f} of {before['step_ms']['mean']:.0f} ms (TorchRec)",
-        f"{after['bubble_ms']:.1f} of {after['step_ms']['mean']:.0f} ms (-{after['gone'][TORCHREC_BASE]:.0%}{same_link})",
+        f"{of_step(TORCHREC_BASE)} (TorchRec)",
+        f"{of_step(ALL)} ({gone(ALL)}{same_link})",
     )
 
 
