@@ -116,10 +116,11 @@ class KnownCounts:
         """
         if self._possible and not self._installed and getattr(self._module, "_input_dists", None):
             self._install()
-        self._counts = counts_of(kjt) if self._installed and self._countable else None
+        uses_counts = self._installed and self._countable
+        self._counts = counts_of(kjt) if uses_counts else None
         self._ahead = ahead
-        if ahead and self._counts is None:
-            _check_unchanged(kjt)
+        if ahead and uses_counts and self._counts is None:
+            _check_unchanged(kjt, self._module._env.process_group.rank())
         self._active = True
         try:
             return self._module.input_dist(context, kjt)
@@ -166,13 +167,13 @@ class KnownCounts:
         return ids.send(divided)
 
 
-def _check_unchanged(kjt: KeyedJaggedTensor) -> None:
+def _check_unchanged(kjt: KeyedJaggedTensor, rank: int) -> None:
     """Refuse ids that have changed since the other ranks were told how many ids they get."""
     found = attached(kjt)
     if found is not None and found.arriving and found.version != contents_version(kjt):
         raise InputError(
-            f"the ids of the features {', '.join(found.arriving)} were changed in place before their batch was in training, "
-            "after the other ranks were told how many of them they get. Change the ids in the data set or in collate_fn"
+            f"rank {rank}: the ids of the features {', '.join(found.arriving)} were changed in place before their batch was in "
+            "training, after the other ranks were told how many of them they get. Change the ids in the data set or in collate_fn"
         )
 
 

@@ -99,7 +99,10 @@ def check(rank: int, world: int) -> None:
     # Ids that change after they were announced are refused.
     announce(batches[0], world)
     batches[0].values().clamp_(max=1)
-    with pytest.raises(InputError, match="features a, b, c were changed in place before their batch was in training"):
+    with pytest.raises(
+        InputError,
+        match=f"rank {rank}: the ids of the features a, b, c were changed in place before their batch was in training",
+    ):
         known.input_dist(module.create_context(), batches[0], ahead=True)
     dist.barrier()
 
