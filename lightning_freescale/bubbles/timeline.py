@@ -220,8 +220,9 @@ class Timeline:
         self, kind: Kind | str, start: Moment, end: Moment, *, track: str = ENGINE, joined: Moment | None = None
     ) -> None:
         """Add a span between two moments of :meth:`mark`."""
-        if self._pending is not None:
-            self._pending.spans.append((Kind(kind), track, start, end, start if joined is None else joined))
+        pending = self._pending  # Another thread may end the step.
+        if pending is not None:
+            pending.spans.append((Kind(kind), track, start, end, start if joined is None else joined))
 
     def count(self, name: str, value: float | Tensor) -> None:
         """Add to a counter of this step. A tensor on the device is copied without a wait, and read by :meth:`take`."""
@@ -256,7 +257,10 @@ class Timeline:
         return self._names.setdefault(key, f"stream {key}")
 
     def _event(self) -> torch.cuda.Event:
-        return self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        try:  # Another thread may take the last event between a look at the pool and ``pop``.
+            return self._pool.pop()
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True)
 
     def _to_host(self, value: Tensor, pending: PendingStep) -> Tensor:
         """A copy on the host. It is complete when the work that the current stream has now is complete."""

@@ -119,7 +119,8 @@ class ExchangeMode:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low"))
             if self.schedule is None:
-                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
+                beside = uses_host_thread(self._backend, device)
+                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, beside)
             if self._prioritize == "auto":
                 self._trial = ModeTrial(self.schedule, device, gather)
 
@@ -207,6 +208,15 @@ class ExchangeMode:
         for group in self._groups or ():
             leave(group)
         self._groups = None
+
+
+def uses_host_thread(backend: str | None, device: torch.device) -> bool:
+    """Whether a thread does a part of the exchange's host work beside the training thread.
+
+    Transfers of NCCL, and the AllReduce of the backward, must start in the same order on all ranks, so they need one thread. On
+    a CPU the thread would take time from the compute.
+    """
+    return backend == transport.BACKEND_NAME and device.type == "cuda"
 
 
 def _without_unsupported(modules: Scheduled) -> Scheduled:

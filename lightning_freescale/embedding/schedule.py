@@ -14,7 +14,7 @@ Step N of one module. Time goes down. The right column travels in the background
     backward          send the gradients of the collision rows of N           collision gradients N   -> after_backward
     after_backward    apply the gradients of the collision rows of N
                       read and send the collision rows of N+1                 collision rows N+1      -> forward N+1
-                      find the collisions of N+1 with N+2, tell requesters    collision marks         -> next step
+    (look_ahead)      find the collisions of N+1 with N+2, tell requesters    collision marks         -> next step
     (dense optimizer step)
 
 Why nothing changes: every row is read and written in the order of the synchronous run. A row of N+1 is read early only if batch N
@@ -58,6 +58,7 @@ from lightning_freescale.embedding.support import (
     VARIABLE_BATCH_SIZE,
 )
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
+from lightning_freescale.runtime.host_thread import HostThread
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 
@@ -85,12 +86,15 @@ class ScheduledModule:
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
+        self._has_new_next = False  # whether the collisions of ``current`` with ``next`` are to be found
+        self.await_host: Callable[[], None] = lambda: None  # waits for what another thread does for this module
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
+        self.await_host()
         features = args[0] if args else kwargs.get("features")
         if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
@@ -192,9 +196,17 @@ class ScheduledModule:
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
             self.exchange.send_rows(self.next, COLLISION)
             self.current, self.next, self.after_next = self.next, self.after_next, None
-            if self.next is not None:
-                self.next = self._route(self.next)
-                self.exchange.find_collisions(self.current.routed, self.next)
+            self._has_new_next = self.next is not None
+
+    def look_ahead(self) -> None:
+        """After ``after_backward`` of all modules: find the collisions of the next batch with the one after it."""
+        if not self._has_new_next:
+            return
+        self._has_new_next = False
+        assert isinstance(self.current, FetchingBatch)
+        assert isinstance(self.next, (RequestedBatch, RoutedBatch))
+        self.next = self._route(self.next)
+        self.exchange.find_collisions(self.current.routed, self.next)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def drop(self) -> None:
@@ -205,6 +217,7 @@ class ScheduledModule:
             elif isinstance(batch, FetchingBatch):
                 self.exchange.await_rows(batch)
         self.current = self.next = self.after_next = None
+        self._has_new_next = False
         self.exchange.forget_ahead()
         self.exchange.gradients.cancel()
 
@@ -219,6 +232,18 @@ class ExchangeSchedule:
     """Leads all prioritized modules through a step, in the same order on every rank.
 
     The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
+
+    Two parts of a step can run in a thread beside the training thread: ``before_backward`` runs beside the backward, and the
+    search for collisions runs beside the dense optimizer step. Every method that uses their results waits for them. So the
+    order of transfers in each process group is the same with and without the thread.
+
+    Args:
+        modules: the sharded modules by name.
+        groups: process groups for rows and gradients.
+        copies: the stream on which batches are copied to the device.
+        timeline: records the exchanges.
+        host_thread: use such a thread. The process groups must allow transfers beside an AllReduce of another thread, in any
+            order. Zero-collision tables do without the thread, because they use the compute stream.
     """
 
     def __init__(
@@ -227,6 +252,7 @@ class ExchangeSchedule:
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
+        host_thread: bool = False,
     ):
         self.modules = [
             ScheduledModule(name, make_exchange(module, groups, copies, timeline)) for name, module in modules.items()
@@ -234,6 +260,11 @@ class ExchangeSchedule:
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
         self._batch: list[KeyedJaggedTensor] = []
+        self._thread: HostThread | None = None
+        if host_thread and all(module.exchange.remaps is None for module in self.modules):
+            self._thread = HostThread(self.modules[0].exchange.device, "freescale-schedule")
+            for scheduled in self.modules:
+                scheduled.await_host = scheduled.exchange.gradients.await_host = self._thread.join
 
     @property
     def prioritized(self) -> list[str]:
@@ -260,6 +291,7 @@ class ExchangeSchedule:
 
         All settings give the same training.
         """
+        self._await_host()
         for module in self.modules:
             active = module.name in names
             if module.active and not active:
@@ -282,6 +314,7 @@ class ExchangeSchedule:
             next_batch: those of the next batch; empty if the data end before it.
             after_next: those of the batch after the next one; empty if the data end before it.
         """
+        self._await_host()
         self._end_step()
         self._batch = batch
         for module in self.modules:
@@ -296,16 +329,31 @@ class ExchangeSchedule:
 
     def before_backward(self) -> None:
         for module in self.modules:
-            module.before_backward()
+            module.exchange.gradients.begin_backward()
+        self._beside(lambda: [module.before_backward() for module in self.modules])
 
     def after_backward(self) -> None:
+        self._await_host()
         for module in self.modules:
             module.after_backward()
+        self._beside(lambda: [module.look_ahead() for module in self.modules])
+
+    def _beside(self, work: Callable[[], Any]) -> None:
+        """Do this work in the thread, if there is one."""
+        if self._thread is None:
+            work()
+        else:
+            self._thread.start(work)
+
+    def _await_host(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def _end_step(self) -> None:
         """Look at the calls of the previous step. The first step shows which features each module is called with."""
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
+            module.look_ahead()
             if module.kjt_index is None and module.synchronous_reason is None and module.calls:
                 self._learn_features(module)
             if module.synchronous_reason is not None:
@@ -329,8 +377,10 @@ class ExchangeSchedule:
 
         Ids that were inserted for later batches are taken out. The next step inserts them again.
         """
+        self._await_host()
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
+            module.look_ahead()
             module.exchange.gradients.apply_late()
             module.exchange.undo_ahead()
             module.exchange.table_stream.join()  # the caller reads the tables on the current stream
@@ -342,6 +392,8 @@ class ExchangeSchedule:
             module.drop()
             module.exchange.table_stream.join()
             module.exchange.module.__dict__.pop("forward", None)
+        if self._thread is not None:
+            self._thread.close()
 
 
 def _at(batch: Sequence[KeyedJaggedTensor], index: int) -> KeyedJaggedTensor | None:
