@@ -10,8 +10,8 @@ host.
 step, minus the median time of the same batches without a save. The first of these steps is included because the work of a save
 on the compute stream comes before its end. "call" is the time of ``Trainer.save_checkpoint`` in the training thread. On a GPU the
 device has work meanwhile, so the call delays the training only if it takes longer than that work. "slower beside" is what each
-later step takes more, as long as the save is being written. All times are means over the ranks. The first save of a training is
-not counted.
+later step takes more, as long as the save is being written (a median). All times are means over the ranks. The first save of a
+training is not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from benchmarks.harness.workload import LongTailWorkload
 FOLDER = "FREESCALE_BENCHMARK_FOLDER"
 WARM_UP_STEPS = 20
 WINDOW = 3  # steps: the one before the save, the one after it, and a further one
-SETTLING_STEPS = 4  # after a save was written
+SETTLING_STEPS = 8  # before the next save; the first of them are not compared
 TIMEOUT = 300.0  # longest wait of a rank for another, seconds
 
 
@@ -75,14 +75,15 @@ class SaveCalls(pl.Callback):
         number, place = divmod(batch_idx - WARM_UP_STEPS, self._period)
         if number < 0:
             return
-        if len(self.written) < len(self.steps):
-            if place == self._period - SETTLING_STEPS:
-                trainer.strategy.finish_saves()
-            if not trainer.strategy.saves_in_background:
-                self.written.append(batch_idx + 1)
-        if place == self._period - 1 and trainer.is_global_zero:
-            self.bytes = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
-            shutil.rmtree(self._folder, ignore_errors=True)  # The disk might not hold all saves.
+        if place == self._period - SETTLING_STEPS:  # The wait and the removal are not part of a step that counts.
+            trainer.strategy.finish_saves()
+            trainer.strategy.barrier()
+            if trainer.is_global_zero:
+                self.bytes = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+                shutil.rmtree(self._folder)  # The disk might not hold all saves.
+            trainer.strategy.barrier()
+        if len(self.written) < len(self.steps) and not trainer.strategy.saves_in_background:
+            self.written.append(batch_idx + 1)
         if place == 0:
             self.steps.append(batch_idx)
             begin = time.perf_counter()
@@ -117,7 +118,7 @@ def delays(
     return (
         float(statistics.mean(quiet)),
         [sum(more[first : first + WINDOW]) for first in saves],
-        [statistics.mean(steps) if steps else 0.0 for steps in beside],
+        [statistics.median(steps) if steps else 0.0 for steps in beside],
     )
 
 
@@ -176,9 +177,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
 def _publish(arguments: argparse.Namespace, job: TrainingJob, saves: SaveCalls, ranks: list[dict[str, Any]]) -> None:
     step_ms = np.mean([rank["step_ms"] for rank in ranks], axis=0)
     written = [max(steps) for steps in zip(*(rank["written"] for rank in ranks), strict=True)]
-    # Step 0 is the warm-up of the warm-up, and the first save also allocates what later ones use again.
-    first = saves.steps[1] - arguments.period + arguments.period // 2
-    first -= first % WARM_UP_BATCHES
+    # The first save also allocates what later ones use again, and the steps before it end the warm-up.
+    first = saves.steps[0] + WARM_UP_BATCHES * (arguments.period // (2 * WARM_UP_BATCHES))
     saved, ended = ([step - first for step in steps[1:]] for steps in (saves.steps, written))
     quiet, delayed, beside = delays(step_ms[first:], saved, ended)
     calls = np.mean([rank["call_ms"] for rank in ranks], axis=0)[1:].tolist()
@@ -217,8 +217,8 @@ def main() -> int:
     parser.add_argument("--dim", type=int, help="width of the table and the layers; default 128, on cpu 32")
     parser.add_argument("--longest", type=int, help="longest history in events; default 8192, on cpu 64")
     parser.add_argument("--batch-size", type=int, help="samples per rank; default 128, on cpu 8")
-    parser.add_argument("--saves", type=int, default=4, help="saves that count; default 4")
-    parser.add_argument("--period", type=int, default=40, help="steps from a save to the next one; default 40")
+    parser.add_argument("--saves", type=int, default=8, help="saves that count; default 8")
+    parser.add_argument("--period", type=int, default=64, help="steps from a save to the next one; default 64")
     parser.add_argument("--folder", help="where the checkpoints are written; default: the system's temporary folder")
     arguments = parser.parse_args()
     launcher.resolve_options(arguments)

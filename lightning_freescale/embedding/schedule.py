@@ -330,20 +330,25 @@ class ExchangeSchedule:
     def before_backward(self) -> None:
         for module in self.modules:
             module.exchange.gradients.begin_backward()
-        self._beside(lambda: [module.before_backward() for module in self.modules])
+        self._beside(ScheduledModule.before_backward)
 
     def after_backward(self) -> None:
         self._await_host()
         for module in self.modules:
             module.after_backward()
-        self._beside(lambda: [module.look_ahead() for module in self.modules])
+        self._beside(ScheduledModule.look_ahead)
 
-    def _beside(self, work: Callable[[], Any]) -> None:
-        """Do this work in the thread, if there is one."""
+    def _beside(self, method: Callable[[ScheduledModule], None]) -> None:
+        """Call a method of all modules, in the thread if there is one."""
+
+        def call_all() -> None:
+            for module in self.modules:
+                method(module)
+
         if self._thread is None:
-            work()
+            call_all()
         else:
-            self._thread.start(work)
+            self._thread.start(call_all)
 
     def _await_host(self) -> None:
         if self._thread is not None:

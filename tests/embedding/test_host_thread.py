@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,17 +26,17 @@ THREAD = "freescale-schedule"
 def slow_thread(schedule: ExchangeSchedule) -> None:
     """Every part in the thread takes longer than the backward, so that the results depend on the waits for it."""
     for module in schedule.modules:
-        for name in ("before_backward", "look_ahead"):
-            original = getattr(module, name)
+        for owner, name in ((module.exchange.gradients, "apply_late"), (module.exchange, "find_collisions")):
+            setattr(owner, name, _slow_in_thread(getattr(owner, name)))
 
-            def slowly(name: str = name, original: Any = original) -> None:
-                if threading.current_thread().name == THREAD:
-                    time.sleep(0.02)
-                else:  # also at the begin of a step and in a flush, where there is nothing to do
-                    assert name == "look_ahead"
-                original()
 
-            setattr(module, name, slowly)
+def _slow_in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        if threading.current_thread().name == THREAD:
+            time.sleep(0.02)
+        return method(*arguments)
+
+    return slow
 
 
 def do_not_wait(schedule: ExchangeSchedule) -> None:
