@@ -233,9 +233,8 @@ class ExchangeSchedule:
 
     The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
 
-    Two parts of a step can run in a thread beside the training thread: ``before_backward`` runs beside the backward, and the
-    search for collisions runs beside the dense optimizer step. Every method that uses their results waits for them. So the
-    order of transfers in each process group is the same with and without the thread.
+    ``before_backward`` can run in a thread beside the backward, while the training thread waits for autograd. Every method that
+    uses its results waits for it. So the order of transfers in each process group is the same with and without the thread.
 
     Args:
         modules: the sharded modules by name.
@@ -330,25 +329,21 @@ class ExchangeSchedule:
     def before_backward(self) -> None:
         for module in self.modules:
             module.exchange.gradients.begin_backward()
-        self._beside(ScheduledModule.before_backward)
+        if self._thread is None:
+            self._before_backward()
+        else:
+            self._thread.start(self._before_backward)
+
+    def _before_backward(self) -> None:
+        for module in self.modules:
+            module.before_backward()
 
     def after_backward(self) -> None:
         self._await_host()
         for module in self.modules:
             module.after_backward()
-        self._beside(ScheduledModule.look_ahead)
-
-    def _beside(self, method: Callable[[ScheduledModule], None]) -> None:
-        """Call a method of all modules, in the thread if there is one."""
-
-        def call_all() -> None:
-            for module in self.modules:
-                method(module)
-
-        if self._thread is None:
-            call_all()
-        else:
-            self._thread.start(call_all)
+        for module in self.modules:  # after the urgent rows of all modules
+            module.look_ahead()
 
     def _await_host(self) -> None:
         if self._thread is not None:

@@ -24,10 +24,10 @@ THREAD = "freescale-schedule"
 
 
 def slow_thread(schedule: ExchangeSchedule) -> None:
-    """Every part in the thread takes longer than the backward, so that the results depend on the waits for it."""
+    """The thread takes longer than the backward, so that the results depend on the waits for it."""
     for module in schedule.modules:
-        for owner, name in ((module.exchange.gradients, "apply_late"), (module.exchange, "find_collisions")):
-            setattr(owner, name, _slow_in_thread(getattr(owner, name)))
+        gradients = module.exchange.gradients
+        gradients.apply_late = _slow_in_thread(gradients.apply_late)
 
 
 def _slow_in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
