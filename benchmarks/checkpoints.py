@@ -7,9 +7,8 @@ is always a full one: full or incremental, in the training thread or asynchronou
 and trains further steps, which are timed as long as the save is being written. At the end a new Trainer resumes from a save. The
 time of a resume goes from the call of ``fit`` to the first step, so it includes the set-up.
 
-The stall is the time of a save with a wait for the device after it. The delay of an asynchronous save is what the training loses
-until the end of the next step: the time of a save and of that step together, without a wait for the device in between, minus the
-median of a step without a save. Later steps are those of ``step_beside_ms``. Rank 0 writes its progress to stderr.
+The stall is the time of a save with a wait for the device after it. A training does not wait for the device:
+``benchmarks.save_delay`` measures what it loses by an asynchronous save. Rank 0 writes its progress to stderr.
 
 A second table says where the training thread spends the time of the shortest save from the third one on. The times include
 what the timing itself takes, a few microseconds for each call. ``--saves`` sets the number of saves.
@@ -58,7 +57,6 @@ VARIANTS = {
 MEMORY = "FREESCALE_BENCHMARK_MEMORY"  # the folder in host memory
 HISTORY = 64  # events of a sample
 STEPS_BESIDE = 20  # steps beside the last save of an asynchronous variant
-DELAYED_SAVES = 5  # saves of an asynchronous variant whose delay is measured
 END_SECONDS = 60.0  # How long the end of a rank may take. It prints where its threads are if it takes longer.
 BEGIN = time.perf_counter()
 
@@ -106,8 +104,6 @@ class Saves(pl.Callback):
         self.completes: list[float] = []
         self.step_seconds: list[float] = []
         self.beside: list[float] = []  # of steps while a save is being written
-        self.delayed: list[float] = []  # of a save and the step after it
-        self._delayed_since: float | None = None
         self.began = 0.0
         self._last = 0.0
 
@@ -117,20 +113,12 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._synchronize(trainer)
         now = time.perf_counter()
-        if self._delayed_since is not None:
-            self.delayed.append(now - self._delayed_since)
-            self._delayed_since = None
-            trainer.strategy.finish_saves()
-        elif trainer.strategy.saves_in_background:
+        if trainer.strategy.saves_in_background:
             self.beside.append(now - self._last)
         elif batch_idx > 1:
             self.step_seconds.append(now - self._last)
         number, left = divmod(trainer.global_step - self.warm_up, self.steps)
-        if left == 0 and number == self.saves + DELAYED_SAVES + 1:
-            self._save(trainer, number)
-        elif left == 0 and self.saves < number <= self.saves + DELAYED_SAVES:
-            trainer.strategy.barrier()
-            self._delayed_since = time.perf_counter()
+        if left == 0 and number == self.saves + 1:
             self._save(trainer, number)
         elif left == 0 and 0 < number <= self.saves:
             trainer.strategy.barrier()
@@ -175,13 +163,13 @@ def kept(memory: Path) -> Path:
 
 def fit(arguments: argparse.Namespace, folder: Path, variant: str, resume: Path | None = None) -> Saves:
     incremental, asynchronous = VARIANTS[variant]
-    later_saves = (DELAYED_SAVES + 1) * arguments.steps if asynchronous else 0
-    further = 1 if resume else later_saves + STEPS_BESIDE if asynchronous else 0
+    last_save = arguments.steps if asynchronous else 0  # steps before it
+    further = 1 if resume else last_save + STEPS_BESIDE if asynchronous else 0
     memory, copies = None, None
     if variant == COPIES:
         memory = memory_of(int(os.environ["RANK"]))
         if resume:  # The last copy is newer than the save from which the other variants resume.
-            memory, further = kept(memory), later_saves + 1
+            memory, further = kept(memory), last_save + 1
         memory.mkdir(exist_ok=True)
         copies = fs.HostCopies(every_n_steps=1 << 30, folder=str(memory), run="benchmark")  # The callback makes them.
     saves = Saves(folder, arguments, memory)
@@ -243,7 +231,6 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
                 "save": variant,
                 "stall_ms": 1e3 * statistics.median(saves.stalls),
                 "shortest_stall_ms": 1e3 * min(saves.stalls),
-                "delay_ms": delay_ms(saves),
                 "complete_ms": 1e3 * statistics.median(saves.completes),
                 "step_beside_ms": 1e3 * statistics.median(saves.beside) if saves.beside else None,
                 "written_mib": written / 2**20,
@@ -256,24 +243,7 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[list[dict[str, A
         if int(os.environ["RANK"]) == 0:
             shutil.rmtree(folder, ignore_errors=variant == COPIES)  # Copies lie elsewhere.
     step_ms = 1e3 * statistics.median(steps)
-    interval_ms = arguments.steps * step_ms  # between two saves
-
-    def shares(row: dict[str, Any]) -> dict[str, float | None]:
-        delay = row["delay_ms"]
-        return {
-            "stall_percent_of_step": 100 * row["stall_ms"] / step_ms,
-            "delay_percent_of_step": None if delay is None else 100 * delay / step_ms,
-            "delay_percent_of_interval": None if delay is None else 100 * delay / interval_ms,
-        }
-
-    return [row | shares(row) for row in rows], parts, step_ms
-
-
-def delay_ms(saves: Saves) -> float | None:
-    """What the training loses by an asynchronous save until the end of the next step: a median."""
-    if not saves.delayed:
-        return None
-    return 1e3 * (statistics.median(saves.delayed) - statistics.median(saves.step_seconds))
+    return [row | {"stall_percent_of_step": 100 * row["stall_ms"] / step_ms} for row in rows], parts, step_ms
 
 
 def progress(text: str) -> None:

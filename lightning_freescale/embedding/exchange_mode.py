@@ -15,7 +15,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
-from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.all_to_all import ExchangeGroups, RowKind
 from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
@@ -72,6 +72,10 @@ class ExchangeMode:
         self._paused: list[str] | None = (
             None  # the modules that are prioritized again when no gradients are accumulated
         )
+        self._all_scheduled = False  # whether the schedule has all modules with tables
+        self.before_update: Callable[[RowKind], None] = lambda kind: (
+            None
+        )  # called before rows are updated by the schedule
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
         """Choose the backend of all process groups of the tables."""
@@ -108,7 +112,8 @@ class ExchangeMode:
                 module.timeline = timeline
         if not self._prioritize:
             return
-        modules = _without_unsupported(modules)
+        supported = _without_unsupported(modules)
+        self._all_scheduled, modules = len(supported) == len(modules), supported
         if not modules:
             return
         if self._prioritize == "auto" and dist.get_world_size() == 1:
@@ -121,12 +126,31 @@ class ExchangeMode:
             if self.schedule is None:
                 beside = uses_host_thread(self._backend, device)
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, beside)
+                for module in self.schedule.modules:
+                    module.exchange.gradients.before_update = lambda kind: self.before_update(kind)
             if self._prioritize == "auto":
                 self._trial = ModeTrial(self.schedule, device, gather)
 
         make_schedule()
         if self._prioritize == "auto":
             self.choice, self._review, self._reopen = None, ModeReview(gather), make_schedule
+
+    @property
+    def updates_after_backward(self) -> bool:
+        """Whether a step updates tables after its backward only, on the streams :attr:`table_streams`."""
+        schedule = self.schedule
+        return schedule is not None and self._all_scheduled and schedule.prioritized == schedule.names
+
+    @property
+    def table_streams(self) -> list[SideStream]:
+        """The streams on which prioritized steps read and update tables."""
+        return [] if self.schedule is None else [module.exchange.table_stream for module in self.schedule.modules]
+
+    def apply_late(self) -> list[SideStream]:
+        """Apply the gradients of the step before that are still on their way. Return the streams on which this happens."""
+        if self.schedule is not None:
+            self.schedule.apply_late()
+        return self.table_streams
 
     def new_group(self, priority: Literal["high", "low"]) -> Any:
         """A process group of all ranks on the chosen transport. All ranks must call it."""

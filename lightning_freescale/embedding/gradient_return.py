@@ -88,6 +88,7 @@ class GradientReturn:
         self._world_size = groups.collision.size()
         self._pacer = HostPacer(tables.device)
         self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
+        self.before_update: Callable[[RowKind], None] = lambda kind: None  # called before rows of one kind are updated
         self.await_host: Callable[[], None] = lambda: None  # waits for expect(), which another thread may call
         self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
@@ -197,6 +198,7 @@ class GradientReturn:
         """As owner: update the rows of one kind, with the learning rates and the step count of the batch's own step."""
         if kind not in batch.transfers:
             return
+        self.before_update(kind)
         optimizer, settings = self._tables.optimizer, batch.computing.settings
         present_rates = optimizer.learning_rates()
         other_rates = settings.learning_rates != present_rates

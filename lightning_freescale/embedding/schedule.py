@@ -371,6 +371,12 @@ class ExchangeSchedule:
         else:
             module.kjt_index, module.keys = found[0], list(module.calls[0].keys())
 
+    def apply_late(self) -> None:
+        """Apply the gradients of the previous step that have not been applied. ``before_backward`` would do it."""
+        self._await_host()
+        for module in self.modules:
+            module.exchange.gradients.apply_late()
+
     # ---- the end ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """Apply every gradient that has not been applied. These gradients change no prefetched row.

@@ -188,6 +188,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             random_states=self.random_states_of_loader,
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
+        self._exchange_mode.before_update = self._note_update
         self._expert_group = ExpertGroup(self._exchange_mode.new_group)
         self._accumulation, self._table_positions, self._open_copies = GradientAccumulation(), [], []
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
@@ -348,7 +349,8 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self.control.close()  # trainer.save_checkpoint() after fit() has opened it again.
 
     def teardown(self) -> None:
-        call_all([self.close_saves, self.before_tables_change, self._close], after_failure=self._failed)
+        steps = [self.abandon_copies, self.close_saves, self.before_tables_change, self._close]
+        call_all(steps, after_failure=self._failed)
         if self.lightning_module is None or not self._declares_tables():
             self.end_after_failure([super().teardown])
             return

@@ -25,3 +25,15 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
     assert 0.1 < changed < 0.9
     for kind in ("incremental", "incremental, asynchronous"):
         assert rows[kind]["written_mib"] < (changed + 0.1) * rows["full"]["written_mib"]
+
+
+def test_the_delay_of_each_save_is_measured(tmp_path: Path) -> None:
+    options = ("--quick", "--ranks", "2", "--device", "cpu", "--saves", "2", "--period", "12")
+    found = run_benchmark("save_delay", tmp_path, *options).json
+    assert [row["save"] for row in found["rows"]] == [1, 2]
+    for row in found["rows"]:
+        assert 0 < row["steps_beside"] < 12
+        assert 0 < row["call_ms"]
+        assert -found["step_ms"] < row["delay_ms"]
+    assert found["saved_bytes"] > 20_000 * 32 * 4
+    assert found["delay_ms"] == sum(row["delay_ms"] for row in found["rows"]) / 2

@@ -124,6 +124,13 @@ def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
         assert got["checkpoint"]
 
 
+def test_saves_beside_the_training_are_exact() -> None:
+    """Tables that are copied beside the backward are those of the save, bit for bit, though the copy begins late."""
+    results = result_of("late_copies.py", reserve_sms=True)
+    assert results["protected"] == [True] * 4
+    assert not all(results["unprotected"])  # the comparison can fail
+
+
 @pytest.mark.parametrize("backend", ["nccl", "freescale"])
 def test_shared_experts_equal_one_rank(backend: str) -> None:
     """Output and gradients of four ranks in one to three micro-chunks are within 2e-5 of one rank in float32, by their norm."""

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
+from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.strategy.checkpoints import device_copy
 from lightning_freescale.strategy.checkpoints import file as checkpoint_file
 from lightning_freescale.strategy.checkpoints import folder as checkpoint
@@ -27,11 +28,25 @@ from tests.ranks import RankFailed, run_ranks
 FORMATS = ["file", "sharded"]
 
 
-def train(rank: int, folder: str, kind: str, asynchronous: bool, **options: Any) -> pl.Trainer:
+def train(
+    rank: int,
+    folder: str,
+    kind: str,
+    asynchronous: bool,
+    prioritize: Any = "auto",
+    optimizer: str = "adagrad",
+    **options: Any,
+) -> pl.Trainer:
     pl.seed_everything(1, verbose=False)
     save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=4, **{"save_top_k": -1, **options})
     trainer = toy.trainer(
-        FreeScaleStrategy(checkpoint=kind, balance="off", timeout=20, embedding_optimizer={"optimizer": "adagrad"}),
+        FreeScaleStrategy(
+            checkpoint=kind,
+            balance="off",
+            timeout=20,
+            prioritize=prioritize,
+            embedding_optimizer={"optimizer": optimizer},
+        ),
         2,
         max_epochs=1,
         enable_checkpointing=True,
@@ -88,6 +103,98 @@ def test_an_asynchronous_save_equals_a_synchronous_one(tmp_path: Path, kind: str
                 assert_same(uncopied, sync)
 
 
+def prioritized_saves(rank: int, folder: str, optimizer: str, applies_late: bool) -> tuple[list[int], list[str]]:
+    """The step in whose backward each copy of the tables began, and the calls of ``flush`` before the end of the training."""
+    device_copy.SMALL_BYTES = 0  # The tables of the test count as large.
+    copy_tables, flush = FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush
+    began, flushes = [], []
+
+    def noted(self: Any) -> None:
+        began.extend(self._module.trainer.global_step for _ in self._open_copies)
+        copy_tables(self)
+
+    def noted_flush(self: Any) -> None:
+        if not self._module.trainer.should_stop and self._module.trainer.global_step < 12:
+            flushes.append(f"step {self._module.trainer.global_step}")
+        flush(self)
+
+    FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush = noted, noted_flush  # type: ignore[method-assign]
+    if not applies_late:
+        ExchangeMode.apply_late = lambda self: self.table_streams  # type: ignore[method-assign]
+    train(rank, folder, "sharded", True, prioritize=True, optimizer=optimizer)
+    return began, flushes
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_a_save_of_a_prioritized_training_waits_for_the_next_backward(tmp_path: Path, optimizer: str) -> None:
+    """It copies the tables after the late gradients of its own step, so it need not end their exchange early."""
+    run_ranks(_synchronous_saves, args=(str(tmp_path / "sync"), optimizer))
+    saves = run_ranks(prioritized_saves, args=(str(tmp_path / "async"), optimizer, True))
+    assert saves == [([4, 8], [])] * 2
+    run_ranks(prioritized_saves, args=(str(tmp_path / "too_early"), optimizer, False))
+    for step in (4, 8, 12):
+        name = f"epoch=0-step={step}.ckpt"
+        sync, background, early = (contents(tmp_path / run / name) for run in ("sync", "async", "too_early"))
+        assert_same(background, sync)
+        if step < 12:  # The negative control: the exclusive rows lack the gradients of the last step.
+            with pytest.raises(AssertionError):
+                assert_same(early, sync)
+
+
+def _synchronous_saves(rank: int, folder: str, optimizer: str) -> None:
+    train(rank, folder, "sharded", False, prioritize=True, optimizer=optimizer)
+
+
+class TwoSaves(pl.Callback):
+    """Saves twice after step 5, waits for the saves, and saves after the last step of the training."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            for name in ("first", "second"):
+                trainer.save_checkpoint(self.folder / f"{name}.ckpt", weights_only=False)
+            trainer.strategy.finish_saves()  # type: ignore[attr-defined]
+            assert (self.folder / "second.ckpt").exists()
+
+
+def two_saves(rank: int, folder: str) -> None:
+    device_copy.SMALL_BYTES = 0
+    pl.seed_everything(1, verbose=False)
+    strategy = FreeScaleStrategy(checkpoint="sharded", balance="off", timeout=20, prioritize=True)
+    options: dict[str, Any] = {"callbacks": [TwoSaves(folder)], "plugins": [AsyncCheckpointIO()], "max_steps": 6}
+    toy.trainer(strategy, 2, max_epochs=1, enable_checkpointing=False, **options).fit(toy.Model(), toy.loader(48))
+
+
+def test_saves_that_follow_each_other_without_a_step_are_complete_and_equal(tmp_path: Path) -> None:
+    run_ranks(two_saves, args=(str(tmp_path),))
+    first, second = (contents(tmp_path / f"{name}.ckpt") for name in ("first", "second"))
+    assert_same(first, second)
+
+
+def fails_after_a_save(rank: int, folder: str) -> bool:
+    """Whether the error of the model is raised, though a save waits for a backward that does not come."""
+    device_copy.SMALL_BYTES = 0
+    step = toy.Model.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.trainer.global_step == 4:
+            raise ValueError("of the model")
+        return step(self, *args, **kwargs)
+
+    toy.Model.training_step = training_step  # type: ignore[method-assign]
+    try:
+        train(rank, folder, "sharded", True, prioritize=True)
+    except Exception as error:
+        return "of the model" in str(error)
+    return False
+
+
+def test_a_failure_before_the_next_backward_ends_the_save(tmp_path: Path) -> None:
+    assert run_ranks(fails_after_a_save, args=(str(tmp_path),)) == [True, True]
+
+
 def slow_copies(rank: int, folder: str, protected: bool) -> list[bool]:
     """Train with saves whose tables are copied late. Return whether each copy was made in a thread."""
     copy, threads = device_copy.LateCopies._copy, []
@@ -99,7 +206,7 @@ def slow_copies(rank: int, folder: str, protected: bool) -> list[bool]:
 
     device_copy.SMALL_BYTES, device_copy.LateCopies._copy = 0, copy_late  # type: ignore[method-assign]
     if not protected:
-        device_copy.LateCopies.protect = lambda self: None  # type: ignore[method-assign]
+        device_copy.LateCopies.protect = lambda self, streams=None: None  # type: ignore[method-assign]
         device_copy.LateCopies.check = lambda self: None  # type: ignore[method-assign]
     train(rank, folder, "sharded", asynchronous=True)
     return threads

@@ -103,16 +103,7 @@ def _beside(row: Mapping[str, Any], step_ms: float) -> dict[str, str]:
     return {
         "in steps": f"{row['stall_ms'] / step_ms:.2f}",
         "a step during the save": "" if beside is None else f"{beside:,.0f} ms",
-        **_delay(row),
     }
-
-
-def _delay(row: Mapping[str, Any]) -> dict[str, str]:
-    """What an asynchronous save takes from the training until the end of the next step. Older results lack it."""
-    if "delay_ms" not in row:
-        return {}
-    delay, share = row["delay_ms"], row["delay_percent_of_step"]
-    return {"delay of the training": "" if delay is None else f"{delay:,.1f} ms, {share:.0f}% of a step"}
 
 
 def _finding(found: StoredResult) -> list[str]:

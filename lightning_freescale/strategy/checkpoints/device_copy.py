@@ -3,8 +3,8 @@
 A copy of large tables to host memory takes seconds, and one on the device takes milliseconds. The background thread moves the
 copy to host memory while the training changes the originals.
 
-The tables change in the backward pass only. So their copy may also run beside the next forward pass: on a GPU on a stream of its
-own, and on a CPU in a thread. The next backward pass waits for it.
+The tables change at known points of a step only. So their copy may run beside the next step, until the first of these points: on
+a GPU on a stream of its own, and on a CPU in a thread. The change waits for it.
 
 A model has hundreds of small weights and optimizer states. Their copies are made together, because a call for each one takes
 longer than the copy itself.
@@ -34,6 +34,10 @@ from lightning_freescale.strategy.checkpoints.tensors import (
 
 CHUNK_BYTES = 32 << 20  # of page-locked memory; two such buffers are in use while a copy moves to host memory
 SPARE_SHARE = 0.05  # of the device's memory stays free beside the copy
+CHANGED = (
+    "a table was changed between an asynchronous save and the next backward pass, by other code than the training. "
+    "Change tables before a save, or save without AsyncCheckpointIO and HostCopies"
+)
 SMALL_BYTES = 1 << 20  # Tensors up to this size are copied together.
 _TYPES = (
     torch.float32,
@@ -53,7 +57,8 @@ class DeferredCopy:
     Args:
         value: mappings and sequences of tensors and other objects.
         device: the device of the rank. If it is a GPU without the memory for a copy, the copy is made in host memory at once.
-        beside: copy large shards of sharded tensors beside the training. Call :meth:`protect` before they change.
+        beside: copy the large shards of sharded tensors beside the training. Call :meth:`start` when they are to be copied, and
+            :meth:`protect` before they change.
     """
 
     def __init__(self, value: Any, device: torch.device, beside: bool = False):
@@ -76,20 +81,56 @@ class DeferredCopy:
         self._value = snapshot(value, slot_of, slots_of_shards)
         self._late = LateCopies([tensors[number] for number in sorted(late)])
         copies = _copies_on_device(tensors, device, self._late) if device.type == "cuda" else None
-        on_device = copies is not None
+        self._on_device = copies is not None
         self._copies: TensorCopies | None = copies or TensorCopies(tensors, self._late.target_or(host_copy), ["cpu"])
-        self._late.start(device if on_device else None, at_once=device.type == "cuda" and not on_device)
-        if on_device:
-            self._ready = self._late.done or torch.cuda.current_stream(device).record_event()
+        if self._on_device:
+            self._ready = torch.cuda.current_stream(device).record_event()
+        self._started = threading.Event()
+        self._reason_against: str | None = None
+        if not late:
+            self.start()
 
-    def protect(self) -> None:
-        """The tables are about to change: let the change wait for their copy. On a GPU the host does not wait."""
-        self._late.protect()
+    def start(self, after: Sequence[SideStream] = ()) -> None:
+        """Copy the tables as they are now, unless that has begun.
+
+        Args:
+            after: the streams on which the tables have changed, besides the current one.
+        """
+        if not self._started.is_set():
+            at_once = self._device.type == "cuda" and not self._on_device
+            self._late.start(self._device if self._on_device else None, at_once, after)
+            self._started.set()
+
+    def compare(self) -> None:
+        """The tables are about to change for the first time since the save. Changes before this point are an error."""
+        self._late.compare()
+
+    def refuse(self) -> None:
+        """The tables change, and their copy has not begun: the save fails."""
+        if not self._started.is_set():
+            self.abandon(CHANGED)
+
+    def abandon(self, reason: str) -> None:
+        """Let the save fail, unless the tables have been copied."""
+        if not self._started.is_set():
+            self._reason_against = reason
+            self._started.set()
+
+    def protect(self, streams: Sequence[SideStream] | None = None) -> None:
+        """The tables are about to change: let the change wait for their copy. On a GPU the host does not wait.
+
+        Args:
+            streams: the streams on which they change. By default it is the current one.
+        """
+        self._late.protect(streams)
 
     def on_host(self) -> Any:
-        """The copy in host memory. Call this once, in any thread. The copy on the device is given up."""
+        """The copy in host memory. Call this once, in any thread. It waits for :meth:`start`."""
         copies, self._copies = self._copies, None
         assert copies is not None
+        self._started.wait()
+        if self._reason_against is not None:
+            raise CheckpointError(self._reason_against)
         self._late.wait_for_thread()
         if self._ready is None:
             tensors = copies.separate(lambda tensor: tensor)
@@ -97,7 +138,7 @@ class DeferredCopy:
             with torch.cuda.device(self._device):
                 side = SideStream(self._device)
                 buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-                with side.work(event=self._ready):
+                with side.work(event=self._ready), side.work(event=self._late.done):
                     tensors = copies.separate(lambda tensor: to_host(tensor, buffers) if tensor.is_cuda else tensor)
         value, self._value = self._value, None
         self._late.check()
@@ -105,10 +146,10 @@ class DeferredCopy:
 
 
 class LateCopies:
-    """Copies of tensors that are made while the training goes on, until :meth:`protect`.
+    """Copies of tensors that are made while the training goes on, from :meth:`start` to :meth:`protect`.
 
-    Nothing but a backward pass may change the tensors meanwhile. Changes in place by other code are noticed by the versions of
-    the tensors, and :meth:`check` raises an error then.
+    Nothing but the training may change the tensors. Changes in place by other code, before :meth:`compare` or :meth:`protect`,
+    are noticed by the versions of the tensors, and :meth:`check` raises an error then.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -134,17 +175,23 @@ class LateCopies:
 
         return copied
 
-    def start(self, device: torch.device | None, at_once: bool = False) -> None:
-        """Copy on a stream of ``device``, or in host memory in a thread or ``at_once``."""
+    def start(self, device: torch.device | None, at_once: bool = False, after: Sequence[SideStream] = ()) -> None:
+        """Copy on a stream of ``device``, or in host memory in a thread or ``at_once``.
+
+        Args:
+            after: the streams on which the tensors have changed, besides the current one.
+        """
         if not self._tensors:
             return
         if device is not None:
             self._device, side = device, SideStream(device)
-            with side.work(compute=True):
+            with side.work(*after, compute=True):
                 self._copy()
                 self.done = torch.cuda.current_stream(device).record_event()
             mark_used_on(side, [*self._tensors, *self._targets.values()])
         elif at_once:
+            for stream in after:
+                stream.join()
             self._copy()
         else:
             self._thread = threading.Thread(target=self._copy_and_note, daemon=True, name="freescale-table-copy")
@@ -167,25 +214,28 @@ class LateCopies:
         if self._error is not None:
             raise self._error
 
-    def protect(self) -> None:
-        """Let a change of the tensors that follows on the current stream wait for the copies."""
-        self._compare()
+    def protect(self, streams: Sequence[SideStream] | None = None) -> None:
+        """Let a change of the tensors that follows on ``streams`` wait for the copies. By default it is the current stream."""
+        self.compare()
         if self._thread is not None:
             self._thread.join()
-        if self.done is not None:
+        if self.done is None:
+            return
+        if streams is None:
             torch.cuda.current_stream(self._device).wait_event(self.done)
+        for side in streams or ():
+            with side.work(event=self.done):
+                pass
 
     def check(self) -> None:
         """Raise an error if other code has changed the tensors. The copies are complete."""
-        self._compare()
+        self.compare()
         self._tensors, self._targets = [], {}
         if self._changed:
-            raise CheckpointError(
-                "a table was changed between an asynchronous save and the next backward pass, by other code than the training. "
-                "Change tables before a save, or save without AsyncCheckpointIO and HostCopies"
-            )
+            raise CheckpointError(CHANGED)
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Look for changes since the begin. Later calls do nothing."""
         with self._lock:  # After the first comparison the training may change the tensors.
             if not self._compared:
                 self._changed = [tensor._version for tensor in self._tensors] != self._versions

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.embedding import table_optimizer
+from lightning_freescale.embedding.all_to_all import COLLISION, RowKind
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import logger
 from lightning_freescale.runtime.streams import device_failure
@@ -46,7 +47,9 @@ class CheckpointSaving(CheckpointState):
             return module.state_dict()
         assert control is not None
         if self._copying or (self._format == "sharded" and self._saves_asynchronously):
-            self.flush()
+            self.complete_copies()
+            if not self._copies_late():
+                self.flush()
             control.check_ranks("a save")  # The thread of the save does the other checks before it writes.
         elif not is_interrupted(module.trainer):
             self._flush_and_check()
@@ -255,6 +258,8 @@ class CheckpointSaving(CheckpointState):
         beside = self._module.automatic_optimization and self._facts.change_in_backward_only
         copy = DeferredCopy((sharded, meta), self.root_device, beside)
         self._open_copies.append(copy)
+        if not self._copies_late():
+            copy.start()
         states, losses = self._own_state(checkpoint), self.control.losses_so_far()
 
         def checked() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -310,10 +315,48 @@ class CheckpointSaving(CheckpointState):
         else:
             remove()
 
+    # ---- copies of the tables beside the training --------------------------------------------------------------------
+    def _copies_late(self) -> bool:
+        """Whether the tables are copied in the next step, after the gradients of the last one that are still on their way.
+
+        An early end of their exchange would hold the next step up.
+        """
+        late = self._exchange_mode.updates_after_backward and self._facts.change_in_backward_only
+        return late and self._module.automatic_optimization and not self._hooks_read_the_state()
+
+    def copy_tables(self) -> None:
+        """Before a backward: start the copies of the tables that wait for it."""
+        if not self._open_copies:
+            return
+        streams = self._exchange_mode.apply_late()
+        for copy in self._open_copies:
+            copy.start(streams)
+        if not self._exchange_mode.updates_after_backward:
+            self.before_tables_change()
+
     def before_tables_change(self) -> None:
         """The tables change from now on. Copies of them that are not complete come first."""
+        mode = self._exchange_mode
+        streams = mode.table_streams if mode.updates_after_backward else None
         while self._open_copies:
-            self._open_copies.pop().protect()
+            self._open_copies.pop().protect(streams)
+
+    def complete_copies(self) -> None:
+        """Bring copies that wait for the next backward forward: something else comes before it. A collective."""
+        if self._open_copies:
+            self.flush()
+
+    def _note_update(self, kind: RowKind) -> None:
+        """Gradients are about to be applied to rows of ``kind``. Those of exclusive rows belong to the step before the save."""
+        for copy in self._open_copies:
+            copy.compare()
+            if kind == COLLISION:
+                copy.refuse()
+
+    def abandon_copies(self) -> None:
+        """The training has ended. Let saves fail that wait for a step which does not come."""
+        for copy in self._open_copies:
+            copy.abandon("the training ended before the tables were copied; the checkpoint before it is still complete")
 
     def close_saves(self) -> None:
         """Wait for an asynchronous save without other ranks. A failure is logged."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.embedding import table_optimizer
+from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.lightning_compat import FITTING
 from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
@@ -47,6 +48,7 @@ class CheckpointState(_Base):
     control: Control | None
     _sharded_model: ShardedModel | None
     _balancer: Balancer
+    _exchange_mode: ExchangeMode
     _pipeline: BatchPipeline
     _checkpoint_format: str | Incremental  # The strategy's option: "auto", "file", "sharded" or ``Incremental``.
     _incremental: IncrementalSaves | None = None
@@ -63,6 +65,10 @@ class CheckpointState(_Base):
 
     def flush(self) -> None:
         """Apply every pending gradient of the tables. The strategy implements it."""
+        raise NotImplementedError
+
+    def complete_copies(self) -> None:
+        """Make the copies of tables that saves in the background wait for. ``CheckpointSaving`` implements it."""
         raise NotImplementedError
 
     @property
@@ -99,6 +105,7 @@ class CheckpointState(_Base):
     def finish_asynchronous_save(self) -> None:
         """Wait for an asynchronous save of a checkpoint, and raise on all ranks if it failed. All ranks must call it."""
         if is_asynchronous(self.checkpoint_io):
+            self.complete_copies()
             self._background.finish(self.control if self._format == "file" else None)  # Rank 0 alone writes a file.
 
     @property
