@@ -151,11 +151,6 @@ class Balancer:
         if sums is not None and self._steps > UNTIMED_STEPS:
             self.compute_timer.start(sums)
 
-    def before_backward(self) -> None:
-        """The training thread waits for the backward from now on. Prepare batches meanwhile."""
-        for exchange in self.exchanges:
-            exchange.prepare_more()
-
     def _first_batch(self, batches: int) -> float:
         """Return the first batch of the epoch that a sampler plans with new costs. No rank has planned it yet."""
         if len(self._balanced) > 1:  # each loader has its own epoch, and ``batches`` counts only one of them

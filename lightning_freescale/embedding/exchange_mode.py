@@ -73,9 +73,7 @@ class ExchangeMode:
             None  # the modules that are prioritized again when no gradients are accumulated
         )
         self._all_scheduled = False  # whether the schedule has all modules with tables
-        self.before_update: Callable[[RowKind], None] = lambda kind: (
-            None
-        )  # called before rows are updated by the schedule
+        self.before_update: Callable[[RowKind], None] = lambda kind: None  # called before the schedule updates rows
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
         """Choose the backend of all process groups of the tables."""
@@ -124,8 +122,7 @@ class ExchangeMode:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low"))
             if self.schedule is None:
-                beside = uses_host_thread(self._backend, device)
-                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, beside)
+                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
                 for module in self.schedule.modules:
                     module.exchange.gradients.before_update = lambda kind: self.before_update(kind)
             if self._prioritize == "auto":
@@ -232,15 +229,6 @@ class ExchangeMode:
         for group in self._groups or ():
             leave(group)
         self._groups = None
-
-
-def uses_host_thread(backend: str | None, device: torch.device) -> bool:
-    """Whether a thread does a part of the exchange's host work beside the training thread.
-
-    Transfers of NCCL, and the AllReduce of the backward, must start in the same order on all ranks, so they need one thread. On
-    a CPU the thread would take time from the compute.
-    """
-    return backend == transport.BACKEND_NAME and device.type == "cuda"
 
 
 def _without_unsupported(modules: Scheduled) -> Scheduled:

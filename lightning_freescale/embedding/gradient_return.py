@@ -89,15 +89,10 @@ class GradientReturn:
         self._pacer = HostPacer(tables.device)
         self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
         self.before_update: Callable[[RowKind], None] = lambda kind: None  # called before rows of one kind are updated
-        self.await_host: Callable[[], None] = lambda: None  # waits for expect(), which another thread may call
         self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
 
     # ---- step N -----------------------------------------------------------------------------------------------------
-    def begin_backward(self) -> None:
-        """The backward of this step is about to start on the current stream."""
-        self._pacer.backward_starts()
-
     def expect(self, batch: ComputingBatch) -> ReturningBatch:
         """Before the backward: decide which gradients leave first. Without a next batch all of them do."""
         requests = batch.routed.requests
@@ -110,6 +105,7 @@ class GradientReturn:
                     for group, sets in zip(requests, row_sets, strict=True)
                 ],
             )
+        self._pacer.backward_starts()
         self._expected = returning
         return returning
 
@@ -129,7 +125,6 @@ class GradientReturn:
             self._send_collisions(batch)
 
     def _send_collisions(self, batch: ComputingBatch) -> None:
-        self.await_host()
         if self._expected is None and self.on_unannounced_backward is not None:
             self.on_unannounced_backward(batch)
         if self._expected is None or self._expected.computing is not batch:

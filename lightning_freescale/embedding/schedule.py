@@ -58,7 +58,6 @@ from lightning_freescale.embedding.support import (
     VARIABLE_BATCH_SIZE,
 )
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
-from lightning_freescale.runtime.host_thread import HostThread
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 
@@ -87,14 +86,12 @@ class ScheduledModule:
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
         self._has_new_next = False  # whether the collisions of ``current`` with ``next`` are to be found
-        self.await_host: Callable[[], None] = lambda: None  # waits for what another thread does for this module
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
-        self.await_host()
         features = args[0] if args else kwargs.get("features")
         if torch.is_grad_enabled() and self.exchange.module.training:
             self.calls.append(features)
@@ -232,17 +229,6 @@ class ExchangeSchedule:
     """Leads all prioritized modules through a step, in the same order on every rank.
 
     The training loop calls ``begin_step``, the model's forward, ``before_backward``, the backward and ``after_backward``.
-
-    ``before_backward`` can run in a thread beside the backward, while the training thread waits for autograd. Every method that
-    uses its results waits for it. So the order of transfers in each process group is the same with and without the thread.
-
-    Args:
-        modules: the sharded modules by name.
-        groups: process groups for rows and gradients.
-        copies: the stream on which batches are copied to the device.
-        timeline: records the exchanges.
-        host_thread: use such a thread. The process groups must allow transfers beside an AllReduce of another thread, in any
-            order. Zero-collision tables do without the thread, because they use the compute stream.
     """
 
     def __init__(
@@ -251,7 +237,6 @@ class ExchangeSchedule:
         groups: ExchangeGroups,
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
-        host_thread: bool = False,
     ):
         self.modules = [
             ScheduledModule(name, make_exchange(module, groups, copies, timeline)) for name, module in modules.items()
@@ -259,11 +244,6 @@ class ExchangeSchedule:
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
         self._batch: list[KeyedJaggedTensor] = []
-        self._thread: HostThread | None = None
-        if host_thread and all(module.exchange.remaps is None for module in self.modules):
-            self._thread = HostThread(self.modules[0].exchange.device, "freescale-schedule")
-            for scheduled in self.modules:
-                scheduled.await_host = scheduled.exchange.gradients.await_host = self._thread.join
 
     @property
     def prioritized(self) -> list[str]:
@@ -290,7 +270,6 @@ class ExchangeSchedule:
 
         All settings give the same training.
         """
-        self._await_host()
         for module in self.modules:
             active = module.name in names
             if module.active and not active:
@@ -313,7 +292,6 @@ class ExchangeSchedule:
             next_batch: those of the next batch; empty if the data end before it.
             after_next: those of the batch after the next one; empty if the data end before it.
         """
-        self._await_host()
         self._end_step()
         self._batch = batch
         for module in self.modules:
@@ -328,26 +306,13 @@ class ExchangeSchedule:
 
     def before_backward(self) -> None:
         for module in self.modules:
-            module.exchange.gradients.begin_backward()
-        if self._thread is None:
-            self._before_backward()
-        else:
-            self._thread.start(self._before_backward)
-
-    def _before_backward(self) -> None:
-        for module in self.modules:
             module.before_backward()
 
     def after_backward(self) -> None:
-        self._await_host()
         for module in self.modules:
             module.after_backward()
         for module in self.modules:  # after the urgent rows of all modules
             module.look_ahead()
-
-    def _await_host(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
 
     def _end_step(self) -> None:
         """Look at the calls of the previous step. The first step shows which features each module is called with."""
@@ -373,7 +338,6 @@ class ExchangeSchedule:
 
     def apply_late(self) -> None:
         """Apply the gradients of the previous step that have not been applied. ``before_backward`` would do it."""
-        self._await_host()
         for module in self.modules:
             module.exchange.gradients.apply_late()
 
@@ -383,7 +347,6 @@ class ExchangeSchedule:
 
         Ids that were inserted for later batches are taken out. The next step inserts them again.
         """
-        self._await_host()
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.look_ahead()
@@ -398,8 +361,6 @@ class ExchangeSchedule:
             module.drop()
             module.exchange.table_stream.join()
             module.exchange.module.__dict__.pop("forward", None)
-        if self._thread is not None:
-            self._thread.close()
 
 
 def _at(batch: Sequence[KeyedJaggedTensor], index: int) -> KeyedJaggedTensor | None:

@@ -132,7 +132,6 @@ class StepHooks(CheckpointHooks):
             self.copy_tables()
         if self.schedule is not None:
             self.schedule.before_backward()
-        self._balancer.before_backward()
         self._balancer.compute_timer.begin_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:

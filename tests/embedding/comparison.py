@@ -29,7 +29,6 @@ def compare_case(
     flush_at: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
     wrong_prefetch: bool = False,
-    host_thread: bool = False,
 ) -> bool:
     """One case of :func:`compare`.
 
@@ -38,13 +37,12 @@ def compare_case(
         make: builds the sharded collection, with ``options``.
         sabotage: changes the schedule before the training.
         flush_at: steps after which the schedule is flushed.
-        host_thread: whether the schedule uses a thread beside the training thread.
     """
     options, mine = options or {}, batches[rank]
     weighted = {"weighted": options.get("weighted", False)}
     plain, module = (make(kind, optimizer, world, **options) for _ in range(2))
     expected = train(plain, mine, None, rates=rates, **weighted)
-    schedule = make_schedule(module, host_thread=host_thread)
+    schedule = make_schedule(module)
     if sabotage is not None:
         sabotage(schedule)
 

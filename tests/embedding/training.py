@@ -256,8 +256,6 @@ def train(
     return torch.stack(losses).tolist() if losses else []
 
 
-def make_schedule(module: Sharded, backend: str | None = None, host_thread: bool | None = None) -> ExchangeSchedule:
-    """A schedule with groups of its own. By default it uses a thread where the strategy would, on a GPU."""
+def make_schedule(module: Sharded, backend: str | None = None) -> ExchangeSchedule:
     groups = ExchangeGroups(dist.new_group(backend=backend), dist.new_group(backend=backend))
-    beside = backend == "freescale" if host_thread is None else host_thread
-    return ExchangeSchedule({"embeddings": module}, groups, host_thread=beside)
+    return ExchangeSchedule({"embeddings": module}, groups)

@@ -1,7 +1,8 @@
 """Asynchronous saves on a GPU: the tables are copied beside a backward. ``test_cluster.py`` starts each rank.
 
-The copies begin late, behind a long kernel, so that the training would change the tables first if it did not wait. Rank 0 prints
-one JSON line: for each case, whether the copies of all ranks and saves equal the tables before that backward, bit for bit.
+The copies come behind a long kernel on their stream, so that the training has to wait for them. Rank 0 prints one JSON line: for
+each case, whether the copies of all ranks and saves equal the tables before that backward, bit for bit. In the negative control
+the copies begin steps later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.harness.lightning_trainer import plain_trainer
 from benchmarks.harness.training.variants import JobBatches, TrainingJob
 from benchmarks.harness.workload import LongTailWorkload
 from lightning_freescale.strategy.checkpoints import folder
-from lightning_freescale.strategy.checkpoints.device_copy import LateCopies
+from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy, LateCopies
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS, SAVES = 14, (5, 9)
@@ -53,19 +54,22 @@ def shards(state: dict[str, Any]) -> Shards:
     return {name: value.local_shards()[0].tensor.clone() for name, value in sharded.items()}
 
 
-def run(protected: bool) -> bool:
+def run(in_time: bool) -> bool:
     """Train with saves. Return whether they hold what the tables were on this rank."""
     written: list[Shards] = []
-    copy, protect, check, save = LateCopies._copy, LateCopies.protect, LateCopies.check, folder.save
+    copy, check, save = LateCopies._copy, LateCopies.check, folder.save
+    copy_tables, refuse = fs.FreeScaleStrategy.copy_tables, DeferredCopy.refuse
 
     def copy_late(self: LateCopies) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
         copy(self)
 
     LateCopies._copy = copy_late  # type: ignore[method-assign]
-    if not protected:
-        LateCopies.protect = lambda self, streams=None: None  # type: ignore[method-assign]
+    if not in_time:  # The next save or the end of the training begins the copy.
         LateCopies.check = lambda self: None  # type: ignore[method-assign]
+        fs.FreeScaleStrategy.copy_tables = lambda self: None  # type: ignore[method-assign]
+        fs.FreeScaleStrategy.before_tables_change = lambda self: None  # type: ignore[method-assign]
+        DeferredCopy.refuse = lambda self: None  # type: ignore[method-assign]
     folder.save = lambda path, sharded, *_: written.append(shards(sharded["state_dict"]))
     os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning removes the variable after a run
     workload = LongTailWorkload(samples=64, longest=512, rows=200_000, negatives=8)
@@ -75,7 +79,8 @@ def run(protected: bool) -> bool:
     strategy = fs.FreeScaleStrategy(checkpoint="sharded", prioritize=True, transport="host", timeout=60.0)
     options: dict[str, Any] = {"max_steps": STEPS, "callbacks": [saves], "plugins": [AsyncCheckpointIO()]}
     plain_trainer(strategy, RANKS, True, **options).fit(job.make_model(job.timestamps("")), JobBatches(job))
-    LateCopies._copy, LateCopies.protect, LateCopies.check, folder.save = copy, protect, check, save  # type: ignore[method-assign]
+    LateCopies._copy, LateCopies.check, folder.save = copy, check, save  # type: ignore[method-assign]
+    fs.FreeScaleStrategy.copy_tables, DeferredCopy.refuse = copy_tables, refuse  # type: ignore[method-assign]
     assert len(written) == len(saves.tables) == len(SAVES)
     assert all(shard.numel() for tables in saves.tables for shard in tables.values())
     return all(
@@ -88,10 +93,10 @@ def run(protected: bool) -> bool:
 if __name__ == "__main__":
     dist.init_process_group("nccl")
     results = {}
-    for protected in (True, False):
+    for in_time in (True, False):
         equal: list[Any] = [None] * RANKS
-        dist.all_gather_object(equal, run(protected))
-        results["protected" if protected else "unprotected"] = equal
+        dist.all_gather_object(equal, run(in_time))
+        results["in time" if in_time else "late"] = equal
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
     dist.destroy_process_group()

@@ -78,7 +78,6 @@ class ExchangeThread:
         self._agreement: Agreement | None = None
         self._batch_number = 0
         self._free_slots = threading.Semaphore(READY_BATCHES)
-        self._taken = 0  # batches whose slots the training thread has not freed yet
         self._ready: queue.SimpleQueue[ReadyBatch | _SkipBatches | BaseException | None] = queue.SimpleQueue()
         self._to_skip = 0.0  # batches that the training thread loads before it asks for the next ready one
         # How the skipping ended: None after the full number of batches, else the batch that was not loaded.
@@ -90,11 +89,10 @@ class ExchangeThread:
     # ---- called by the training thread -----------------------------------------------------------------------------
     def take(self) -> ReadyBatch | BaseException | None:
         """Return the next batch, the exception to raise instead of it, or ``None`` at the end of the data."""
-        self.free_slots()
         if not self._to_skip:
             ready = self._ready.get()
             if not isinstance(ready, _SkipBatches):
-                self._taken += 1
+                self._free_slots.release()
                 return ready
             self._to_skip = ready.batches
         loaded = self._batches.load()
@@ -104,16 +102,6 @@ class ExchangeThread:
         if not self._to_skip:
             self._skipping_ended.put(None if succeeded else loaded)
         return ReadyBatch(loaded.batch, loaded.state) if succeeded else loaded.error
-
-    def free_slots(self) -> None:
-        """Let the thread prepare as many batches as were taken.
-
-        Both threads run Python code, so the training thread takes longer while this one works. It calls this when it has
-        nothing to do but wait, in the backward. The next :meth:`take` does the same.
-        """
-        if self._taken:
-            self._free_slots.release(self._taken)
-            self._taken = 0
 
     def close(self) -> bool:
         """Stop the iteration. Return whether the thread has ended, which it does as soon as the other ranks know."""

@@ -140,11 +140,6 @@ class ExchangeLoader:
             pin_memory=self.pin_memory,
         )
 
-    def prepare_more(self) -> None:
-        """The training thread waits for the backward from now on: prepare batches meanwhile."""
-        if self._thread is not None:
-            self._thread.free_slots()
-
     def close(self) -> bool:
         """Stop the current iteration. Return whether its thread has ended, which it does as soon as the other ranks know."""
         return self._thread is None or self._thread.close()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from lightning_freescale.runtime.copies_beside_compute import copy_beside_compute
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream, mark_used_on
@@ -199,8 +200,11 @@ class LateCopies:
 
     @torch.no_grad()
     def _copy(self) -> None:
+        if self._device is not None:
+            copy_beside_compute([(self._targets[id(tensor)], tensor) for tensor in self._tensors])
+            return
         for tensor in self._tensors:
-            self._targets[id(tensor)].copy_(tensor, non_blocking=tensor.is_cuda and self._device is not None)
+            self._targets[id(tensor)].copy_(tensor)
 
     def _copy_and_note(self) -> None:
         try:
