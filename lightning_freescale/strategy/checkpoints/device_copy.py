@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from lightning_freescale.runtime.copies_beside_compute import copy_beside_compute
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream, mark_used_on
@@ -33,7 +32,9 @@ from lightning_freescale.strategy.checkpoints.tensors import (
     snapshot,
 )
 
-CHUNK_BYTES = 32 << 20  # of page-locked memory; two such buffers are in use while a copy moves to host memory
+# Of page-locked memory. Two such buffers are in use while a copy moves to host memory. They are small, because the rows of the
+# exchange wait for the copy engine while it fills one.
+CHUNK_BYTES = 2 << 20
 SPARE_SHARE = 0.05  # of the device's memory stays free beside the copy
 CHANGED = (
     "a table was changed between an asynchronous save and the next backward pass, by other code than the training. "
@@ -200,11 +201,8 @@ class LateCopies:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        if self._device is not None:
-            copy_beside_compute([(self._targets[id(tensor)], tensor) for tensor in self._tensors])
-            return
         for tensor in self._tensors:
-            self._targets[id(tensor)].copy_(tensor)
+            self._targets[id(tensor)].copy_(tensor, non_blocking=self._device is not None)
 
     def _copy_and_note(self) -> None:
         try:
