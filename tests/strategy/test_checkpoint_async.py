@@ -103,7 +103,9 @@ def test_an_asynchronous_save_equals_a_synchronous_one(tmp_path: Path, kind: str
                 assert_same(uncopied, sync)
 
 
-def prioritized_saves(rank: int, folder: str, optimizer: str, applies_late: bool) -> tuple[list[int], list[str]]:
+def prioritized_saves(
+    rank: int, folder: str, optimizer: str, applies_late: bool, reads: bool = False
+) -> tuple[list[int], list[str]]:
     """The step in whose backward each copy of the tables began, and the calls of ``flush`` before the end of the training."""
     device_copy.SMALL_BYTES = 0  # The tables of the test count as large.
     copy_tables, flush = FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush
@@ -121,6 +123,8 @@ def prioritized_saves(rank: int, folder: str, optimizer: str, applies_late: bool
     FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush = noted, noted_flush  # type: ignore[method-assign]
     if not applies_late:
         ExchangeMode.apply_late = lambda self: self.table_streams  # type: ignore[method-assign]
+    if reads:
+        toy.Model.on_save_checkpoint = lambda self, checkpoint: None  # type: ignore[method-assign]
     train(rank, folder, "sharded", True, prioritize=True, optimizer=optimizer)
     return began, flushes
 
@@ -139,6 +143,11 @@ def test_a_save_of_a_prioritized_training_waits_for_the_next_backward(tmp_path: 
         if step < 12:  # The negative control: the exclusive rows lack the gradients of the last step.
             with pytest.raises(AssertionError):
                 assert_same(early, sync)
+
+
+def test_a_hook_that_may_read_the_tables_gets_complete_ones(tmp_path: Path) -> None:
+    for _, flushes in run_ranks(prioritized_saves, args=(str(tmp_path), "adagrad", True, True)):
+        assert flushes == ["step 4", "step 8"]
 
 
 def _synchronous_saves(rank: int, folder: str, optimizer: str) -> None:

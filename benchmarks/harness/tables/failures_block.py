@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ def failures(results: Mapping[str, StoredResult]) -> dict[str, str]:
 
 def checkpoints(results: Mapping[str, StoredResult]) -> dict[str, str]:
     """The blocks of ``docs/checkpoints.md``, by name."""
-    return {"cost of a save": save_costs(results)}
+    return {"cost of a save": save_costs(results), "delay by a save": save_delays(results)}
 
 
 def kills(results: Mapping[str, StoredResult]) -> str:
@@ -93,6 +94,31 @@ def save_costs(results: Mapping[str, StoredResult]) -> str:
             _origin(name, found),
         ]
     return "\n\n".join(parts)
+
+
+def save_delays(results: Mapping[str, StoredResult]) -> str:
+    """What asynchronous saves take from a training that does not wait for its device."""
+    found = {name: result for name, result in results.items() if result["benchmark"] == "save_delay"}
+    rows = []
+    for result in found.values():
+        delays, calls, beside = (
+            [row[key] for row in result["rows"]] for key in ("delay_ms", "call_ms", "slower_beside_ms")
+        )
+        rows.append(
+            {
+                "table": f"{result['rows_of_table']:,} x {result['dim']}",
+                "ranks": result["parameters"]["ranks"],
+                "machine": short_machine(result),
+                "saves": len(delays),
+                "a step": f"{result['step_ms']:,.1f} ms",
+                "delay by a save": f"{result['delay_ms']:.2f} ms ({min(delays):.2f} to {max(delays):.2f})",
+                "in percent of a step": f"{result['delay_percent_of_step']:.1f}%",
+                "call of `save_checkpoint`": f"{statistics.median(calls):.1f} ms",
+                "later steps during the save": f"{statistics.median(beside):+.2f} ms",
+                "written": f"{result['saved_bytes'] / 2**20:,.0f} MiB",
+            }
+        )
+    return "\n\n".join([markdown.table(rows), *(_origin(name, result) for name, result in found.items())])
 
 
 def _beside(row: Mapping[str, Any], step_ms: float) -> dict[str, str]:
