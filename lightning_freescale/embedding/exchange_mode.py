@@ -49,6 +49,7 @@ class ExchangeMode:
         prioritize: the strategy's ``prioritize``.
         wanted_transport: the strategy's ``transport``.
         timeout: a wait for another rank that takes longer is an error.
+        before_update: called before prioritized steps update rows of one kind.
 
     Attributes:
         schedule: the schedule of prioritized steps; None if all steps are synchronous.
@@ -60,8 +61,10 @@ class ExchangeMode:
         prioritize: bool | Literal["auto"],
         wanted_transport: Literal["auto", "nccl", "gloo", "host"],
         timeout: timedelta,
+        before_update: Callable[[RowKind], None] = lambda kind: None,
     ):
         self._prioritize, self._wanted_transport, self._timeout = prioritize, wanted_transport, timeout
+        self._before_update = before_update
         self.schedule: ExchangeSchedule | None = None
         self.choice: ModeChoice | None = None
         self._trial: ModeTrial | None = None
@@ -73,7 +76,6 @@ class ExchangeMode:
             None  # the modules that are prioritized again when no gradients are accumulated
         )
         self._all_scheduled = False  # whether the schedule has all modules with tables
-        self.before_update: Callable[[RowKind], None] = lambda kind: None  # called before the schedule updates rows
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
         """Choose the backend of all process groups of the tables."""
@@ -124,7 +126,7 @@ class ExchangeMode:
             if self.schedule is None:
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
                 for module in self.schedule.modules:
-                    module.exchange.gradients.before_update = lambda kind: self.before_update(kind)
+                    module.exchange.gradients.before_update = self._before_update
             if self._prioritize == "auto":
                 self._trial = ModeTrial(self.schedule, device, gather)
 

@@ -187,8 +187,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             on_request=self._act_on_request,
             random_states=self.random_states_of_loader,
         )
-        self._exchange_mode = ExchangeMode(prioritize, transport, self._wait)
-        self._exchange_mode.before_update = self._note_update
+        self._exchange_mode = ExchangeMode(prioritize, transport, self._wait, self._note_update)
         self._expert_group = ExpertGroup(self._exchange_mode.new_group)
         self._accumulation, self._table_positions, self._open_copies = GradientAccumulation(), [], []
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
