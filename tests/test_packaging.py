@@ -190,7 +190,7 @@ def test_the_quickstart_from_the_wheel_without_a_compiler(clean: Path, tmp_path:
     assert re.search(r"^ +64 +random ", looked, re.MULTILINE)
     assert demo[:4] == ["freescale", "demo", "--data", "events.csv"]
     check_comparison(follow([*demo, *TINY, "--limit-train-batches", "4"]), tmp_path)
-    assert "B is " in follow(report, recommend)
+    assert re.search("B is |A and B are equally fast", follow(report, recommend))
     assert "freescale_sync/version_0" in (tmp_path / "report.html").read_text()
     recommended = (tmp_path / "recommendations.csv").read_text()
     assert all(f'"{user}",{rank},' in recommended for user in ("ann", "bob") for rank in (1, 10))

@@ -145,6 +145,17 @@ class ExchangeMode:
         """The streams on which prioritized steps read and update tables."""
         return [] if self.schedule is None else [module.exchange.table_stream for module in self.schedule.modules]
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a backward has computed gradients of rows, of which none has been applied."""
+        return self.schedule is not None and self.schedule.holds_gradients
+
+    @property
+    def has_late_gradients(self) -> bool:
+        """Whether gradients of the step before have not been applied."""
+        modules = [] if self.schedule is None else self.schedule.modules
+        return any(module.exchange.gradients.has_late for module in modules)
+
     def apply_late(self) -> list[SideStream]:
         """Apply the gradients of the step before that are still on their way. Return the streams on which this happens."""
         if self.schedule is not None:

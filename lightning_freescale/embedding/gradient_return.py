@@ -148,6 +148,11 @@ class GradientReturn:
         self._pacer.forward_starts()
         self.send_late()
 
+    @property
+    def has_late(self) -> bool:
+        """Whether the previous step's exclusive rows are still to be updated."""
+        return self._late is not None
+
     def send_late(self) -> None:
         """Send the gradients of the previous step's exclusive rows, unless they have been sent."""
         if self._late is not None and EXCLUSIVE not in self._late.transfers:

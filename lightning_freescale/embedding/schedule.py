@@ -265,6 +265,11 @@ class ExchangeSchedule:
         """Names of the modules that have not been found to stay synchronous for good."""
         return [module.name for module in self.modules if module.synchronous_reason is None]
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a backward has computed gradients, and ``after_backward`` has not been called."""
+        return any(isinstance(part.current, ReturningBatch) and part.current.has_gradients for part in self.modules)
+
     def activate(self, names: Collection[str]) -> None:
         """Prioritize these modules from the next step on, and use TorchRec's own exchange for the others.
 

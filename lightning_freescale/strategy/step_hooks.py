@@ -138,7 +138,6 @@ class StepHooks(CheckpointHooks):
         super().post_backward(closure_loss)
         self._balancer.compute_timer.end_step()
         if self.schedule is not None:
-            self.before_tables_change()
             self.schedule.after_backward()
         if self._has_tables:
             self._accumulation.end_backward()
@@ -147,8 +146,6 @@ class StepHooks(CheckpointHooks):
         """Apply every pending gradient of the tables. Call it on all ranks before you read the tables in a callback."""
         if self.schedule is not None:
             self.schedule.flush()
-        for copy in self._open_copies:
-            copy.start()
         self.before_tables_change()
 
     def on_train_end(self) -> None:

@@ -182,6 +182,45 @@ def test_saves_that_follow_each_other_without_a_step_are_complete_and_equal(tmp_
     assert_same(first, second)
 
 
+class SavesAroundTheBackward(pl.Callback):
+    """Saves before and after the backward of step 5."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, "before")
+
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, "after")
+
+    def _save(self, trainer: pl.Trainer, name: str) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.folder / f"{name}.ckpt", weights_only=False)
+
+
+def saves_around_the_backward(rank: int, folder: str, asynchronous: bool) -> None:
+    device_copy.SMALL_BYTES = 0
+    pl.seed_everything(1, verbose=False)
+    strategy = FreeScaleStrategy(checkpoint="sharded", balance="off", timeout=20, prioritize=True)
+    options: dict[str, Any] = {"callbacks": [SavesAroundTheBackward(folder)], "max_steps": 8}
+    plugins = [AsyncCheckpointIO()] if asynchronous else []
+    trainer = toy.trainer(strategy, 2, max_epochs=1, enable_checkpointing=False, plugins=plugins, **options)
+    trainer.fit(toy.Model(), toy.loader(48))
+
+
+def test_saves_around_a_backward_equal_synchronous_ones(tmp_path: Path) -> None:
+    for name, asynchronous in (("sync", False), ("async", True)):
+        run_ranks(saves_around_the_backward, args=(str(tmp_path / name), asynchronous))
+    before, after = (
+        [contents(tmp_path / run / f"{name}.ckpt") for run in ("sync", "async")] for name in ("before", "after")
+    )
+    assert_same(*before)
+    assert_same(*after)
+    with pytest.raises(AssertionError):  # The negative control: the backward changes rows.
+        assert_same(before[0], after[0])
+
+
 def fails_after_a_save(rank: int, folder: str) -> bool:
     """Whether the error of the model is raised, though a save waits for a backward that does not come."""
     device_copy.SMALL_BYTES = 0

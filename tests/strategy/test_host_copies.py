@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_freescale import CheckpointError, ConfigurationError, FreeScaleStrategy, HostCopies
 from lightning_freescale.runtime.log import logger
-from lightning_freescale.strategy.checkpoints import storage
+from lightning_freescale.strategy.checkpoints import device_copy, storage
 from lightning_freescale.strategy.checkpoints.host_copies import file_exchange, finding, writing
 from lightning_freescale.strategy.checkpoints.host_copies.host_folder import HostFolder
 from lightning_freescale.strategy.checkpoints.host_copies.hosts import Hosts
@@ -84,6 +84,7 @@ def train(
     """Train, and return where the training began, its final weights, which files have come from other hosts, and the log."""
     host.mkdir(parents=True, exist_ok=True)
     file_exchange.PART_BYTES = 1000  # Each file travels in many parts.
+    device_copy.SMALL_BYTES = 0  # The tables are copied beside the training, as large ones are.
     fetched: list[str] = []
     exchange = finding.exchange_files
 
@@ -102,6 +103,7 @@ def train(
     strategy = FreeScaleStrategy(
         host_copies=HostCopies(every_n_steps=EVERY, folder=str(host), run=run),
         balance="off",
+        prioritize=True,
         timeout=20,
         embedding_optimizer={"optimizer": "adagrad"},
     )

@@ -7,8 +7,8 @@
 * ``storage.py``: local folders and remote addresses, atomic replacement, checksums.
 * ``tensors.py`` and ``weights.py``: between sharded tables and full tensors, and into the model.
 * ``random_states.py``: a resumed run draws the numbers of the uninterrupted one.
-* ``background.py``: asynchronous saves, whose outcome all ranks agree on. ``device_copy.py``: what they copy while the training
-  waits.
+* ``background.py``: asynchronous saves, whose outcome all ranks agree on. ``device_copy.py``: what they copy, on the device.
+  ``table_copies.py``: when they copy the tables.
 * ``host_copies/``: copies of the training state in the memory of two hosts.
 * ``meeting.py``: saves while an exception is handled.
 * ``plain_loading.py``: lets ``Model.load_from_checkpoint`` and other strategies read folders.

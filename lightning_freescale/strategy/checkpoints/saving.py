@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.embedding import table_optimizer
-from lightning_freescale.embedding.all_to_all import COLLISION, RowKind
 from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.runtime.log import logger
 from lightning_freescale.runtime.streams import device_failure
@@ -21,17 +20,17 @@ from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy
 from lightning_freescale.strategy.checkpoints.folder import ENTRY, raise_together, run_together
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from lightning_freescale.strategy.checkpoints.meeting import AT_ONCE, MEETING_SECONDS, all_ranks_came
-from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState, is_fitting, is_interrupted
+from lightning_freescale.strategy.checkpoints.shared_state import is_fitting, is_interrupted
+from lightning_freescale.strategy.checkpoints.table_copies import TableCopies
 from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, with_values
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.transport import failed_transfer
 
 VERSION = 2  # Of the entries in ``checkpoint["freescale"]``.
 INVALID_AFTER_TRANSFER = "the weights may be invalid, because a transfer has failed"
-_LIGHTNINGS_HOOKS = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")
 
 
-class CheckpointSaving(CheckpointState):
+class CheckpointSaving(TableCopies):
     """Lightning's hooks that save checkpoints, as a part of the strategy class."""
 
     _reason_not_to_save: str | None = None
@@ -143,11 +142,6 @@ class CheckpointSaving(CheckpointState):
         except Exception as failure:
             return f"the weights cannot be completed: {failure}"
         return None
-
-    def _hooks_read_the_state(self) -> bool:
-        """Whether user code gets the checkpoint before it is written, on every rank."""
-        owners = [self._module, *self._module.trainer.callbacks]
-        return any(type(owner).on_save_checkpoint.__qualname__ not in _LIGHTNINGS_HOOKS for owner in owners)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._reason_not_to_save is not None:
@@ -314,49 +308,6 @@ class CheckpointSaving(CheckpointState):
             self._background.after_save(remove)  # A checkpoint is removed after the one that replaces it is complete.
         else:
             remove()
-
-    # ---- copies of the tables beside the training --------------------------------------------------------------------
-    def _copies_late(self) -> bool:
-        """Whether the tables are copied in the next step, after the gradients of the last one that are still on their way.
-
-        An early end of their exchange would hold the next step up.
-        """
-        late = self._exchange_mode.updates_after_backward and self._facts.change_in_backward_only
-        return late and self._module.automatic_optimization and not self._hooks_read_the_state()
-
-    def copy_tables(self) -> None:
-        """Before a backward: start the copies of the tables that wait for it."""
-        if not self._open_copies:
-            return
-        streams = self._exchange_mode.apply_late()
-        for copy in self._open_copies:
-            copy.start(streams)
-        if not self._exchange_mode.updates_after_backward:
-            self.before_tables_change()
-
-    def before_tables_change(self) -> None:
-        """The tables change from now on. Copies of them that are not complete come first."""
-        mode = self._exchange_mode
-        streams = mode.table_streams if mode.updates_after_backward else None
-        while self._open_copies:
-            self._open_copies.pop().protect(streams)
-
-    def complete_copies(self) -> None:
-        """Bring copies that wait for the next backward forward: something else comes before it. A collective."""
-        if self._open_copies:
-            self.flush()
-
-    def _note_update(self, kind: RowKind) -> None:
-        """Gradients are about to be applied to rows of ``kind``. Those of exclusive rows belong to the step before the save."""
-        for copy in self._open_copies:
-            copy.compare()
-            if kind == COLLISION:
-                copy.refuse()
-
-    def abandon_copies(self) -> None:
-        """The training has ended. Let saves fail that wait for a step which does not come."""
-        for copy in self._open_copies:
-            copy.abandon("the training ended before the tables were copied; the checkpoint before it is still complete")
 
     def close_saves(self) -> None:
         """Wait for an asynchronous save without other ranks. A failure is logged."""

@@ -102,6 +102,7 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
     def finish_saves(self) -> None:
         super().finish_saves()
         if self._copy_place is not None:
+            self.complete_copies()
             self._copy_saves.finish()
 
     # ---- choose ------------------------------------------------------------------------------------------------------
