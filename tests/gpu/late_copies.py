@@ -21,7 +21,7 @@ from benchmarks.harness.lightning_trainer import plain_trainer
 from benchmarks.harness.training.variants import JobBatches, TrainingJob
 from benchmarks.harness.workload import LongTailWorkload
 from lightning_freescale.strategy.checkpoints import folder
-from lightning_freescale.strategy.checkpoints.device_copy import DeferredCopy, LateCopies
+from lightning_freescale.strategy.checkpoints.device_copy import LateCopies
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS, SAVES = 14, (5, 9)
@@ -58,7 +58,6 @@ def run(in_time: bool) -> bool:
     """Train with saves. Return whether they hold what the tables were on this rank."""
     written: list[Shards] = []
     copy, check, save = LateCopies._copy, LateCopies.check, folder.save
-    copy_tables, refuse = fs.FreeScaleStrategy.copy_tables, DeferredCopy.refuse
 
     def copy_late(self: LateCopies) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -68,8 +67,7 @@ def run(in_time: bool) -> bool:
     if not in_time:  # The next save or the end of the training begins the copy.
         LateCopies.check = lambda self: None  # type: ignore[method-assign]
         fs.FreeScaleStrategy.copy_tables = lambda self: None  # type: ignore[method-assign]
-        fs.FreeScaleStrategy.before_tables_change = lambda self: None  # type: ignore[method-assign]
-        DeferredCopy.refuse = lambda self: None  # type: ignore[method-assign]
+        fs.FreeScaleStrategy._note_update = lambda self, kind: None  # type: ignore[method-assign]
     folder.save = lambda path, sharded, *_: written.append(shards(sharded["state_dict"]))
     os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning removes the variable after a run
     workload = LongTailWorkload(samples=64, longest=512, rows=200_000, negatives=8)
@@ -80,7 +78,6 @@ def run(in_time: bool) -> bool:
     options: dict[str, Any] = {"max_steps": STEPS, "callbacks": [saves], "plugins": [AsyncCheckpointIO()]}
     plain_trainer(strategy, RANKS, True, **options).fit(job.make_model(job.timestamps("")), JobBatches(job))
     LateCopies._copy, LateCopies.check, folder.save = copy, check, save  # type: ignore[method-assign]
-    fs.FreeScaleStrategy.copy_tables, DeferredCopy.refuse = copy_tables, refuse  # type: ignore[method-assign]
     assert len(written) == len(saves.tables) == len(SAVES)
     assert all(shard.numel() for tables in saves.tables for shard in tables.values())
     return all(

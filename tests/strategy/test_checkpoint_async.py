@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_freescale as fs
 from lightning_freescale import CheckpointError, FreeScaleStrategy
-from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.strategy.checkpoints import device_copy
 from lightning_freescale.strategy.checkpoints import file as checkpoint_file
 from lightning_freescale.strategy.checkpoints import folder as checkpoint
@@ -24,37 +21,9 @@ from lightning_freescale.strategy.checkpoints.background import BackgroundSaves
 from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_lightnings_io, writing_io
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
+from tests.strategy.async_saves import assert_same, contents, train, train_only
 
 FORMATS = ["file", "sharded"]
-
-
-def train(
-    rank: int,
-    folder: str,
-    kind: str,
-    asynchronous: bool,
-    prioritize: Any = "auto",
-    optimizer: str = "adagrad",
-    **options: Any,
-) -> pl.Trainer:
-    pl.seed_everything(1, verbose=False)
-    save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=4, **{"save_top_k": -1, **options})
-    trainer = toy.trainer(
-        FreeScaleStrategy(
-            checkpoint=kind,
-            balance="off",
-            timeout=20,
-            prioritize=prioritize,
-            embedding_optimizer={"optimizer": optimizer},
-        ),
-        2,
-        max_epochs=1,
-        enable_checkpointing=True,
-        callbacks=[save],
-        plugins=[AsyncCheckpointIO()] if asynchronous else [],
-    )
-    trainer.fit(toy.Model(), toy.loader(48))  # 12 steps
-    return trainer
 
 
 def module_that_writes(kind: str) -> tuple[Any, str]:
@@ -101,210 +70,6 @@ def test_an_asynchronous_save_equals_a_synchronous_one(tmp_path: Path, kind: str
         if step < 12:  # The negative control: without a copy, training changes what is written.
             with pytest.raises(AssertionError):
                 assert_same(uncopied, sync)
-
-
-def prioritized_saves(
-    rank: int, folder: str, optimizer: str, applies_late: bool, reads: bool = False
-) -> tuple[list[int], list[str]]:
-    """The step in whose backward each copy of the tables began, and the calls of ``flush`` before the end of the training."""
-    device_copy.SMALL_BYTES = 0  # The tables of the test count as large.
-    copy_tables, flush = FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush
-    began, flushes = [], []
-
-    def noted(self: Any) -> None:
-        began.extend(self._module.trainer.global_step for _ in self._open_copies)
-        copy_tables(self)
-
-    def noted_flush(self: Any) -> None:
-        if not self._module.trainer.should_stop and self._module.trainer.global_step < 12:
-            flushes.append(f"step {self._module.trainer.global_step}")
-        flush(self)
-
-    FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush = noted, noted_flush  # type: ignore[method-assign]
-    if not applies_late:
-        ExchangeMode.apply_late = lambda self: self.table_streams  # type: ignore[method-assign]
-    if reads:
-        toy.Model.on_save_checkpoint = lambda self, checkpoint: None  # type: ignore[method-assign]
-    train(rank, folder, "sharded", True, prioritize=True, optimizer=optimizer)
-    return began, flushes
-
-
-def test_a_save_of_a_prioritized_training_waits_for_the_next_backward(tmp_path: Path) -> None:
-    """It copies the tables after the late gradients of its own step, so it need not end their exchange early."""
-    optimizer = "adam"  # Its step count is a part of the state.
-    run_ranks(_synchronous_saves, args=(str(tmp_path / "sync"), optimizer))
-    saves = run_ranks(prioritized_saves, args=(str(tmp_path / "async"), optimizer, True))
-    assert saves == [([4, 8], [])] * 2
-    run_ranks(prioritized_saves, args=(str(tmp_path / "too_early"), optimizer, False))
-    for step in (4, 8, 12):
-        name = f"epoch=0-step={step}.ckpt"
-        sync, background, early = (contents(tmp_path / run / name) for run in ("sync", "async", "too_early"))
-        assert_same(background, sync)
-        if step < 12:  # The negative control: the exclusive rows lack the gradients of the last step.
-            with pytest.raises(AssertionError):
-                assert_same(early, sync)
-
-
-def test_a_hook_that_may_read_the_tables_gets_complete_ones(tmp_path: Path) -> None:
-    for _, flushes in run_ranks(prioritized_saves, args=(str(tmp_path), "adagrad", True, True)):
-        assert flushes == ["step 4", "step 8"]
-
-
-def _synchronous_saves(rank: int, folder: str, optimizer: str) -> None:
-    train(rank, folder, "sharded", False, prioritize=True, optimizer=optimizer)
-
-
-class TwoSaves(pl.Callback):
-    """Saves twice after step 5, waits for the saves, and saves after the last step of the training."""
-
-    def __init__(self, folder: str):
-        self.folder = Path(folder)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 5:
-            for name in ("first", "second"):
-                trainer.save_checkpoint(self.folder / f"{name}.ckpt", weights_only=False)
-            trainer.strategy.finish_saves()  # type: ignore[attr-defined]
-            assert (self.folder / "second.ckpt").exists()
-
-
-def two_saves(rank: int, folder: str) -> None:
-    device_copy.SMALL_BYTES = 0
-    pl.seed_everything(1, verbose=False)
-    strategy = FreeScaleStrategy(checkpoint="sharded", balance="off", timeout=20, prioritize=True)
-    options: dict[str, Any] = {"callbacks": [TwoSaves(folder)], "plugins": [AsyncCheckpointIO()], "max_steps": 6}
-    toy.trainer(strategy, 2, max_epochs=1, enable_checkpointing=False, **options).fit(toy.Model(), toy.loader(48))
-
-
-def test_saves_that_follow_each_other_without_a_step_are_complete_and_equal(tmp_path: Path) -> None:
-    run_ranks(two_saves, args=(str(tmp_path),))
-    first, second = (contents(tmp_path / f"{name}.ckpt") for name in ("first", "second"))
-    assert_same(first, second)
-
-
-class SavesAroundTheBackward(pl.Callback):
-    """Saves before and after the backward of step 5."""
-
-    def __init__(self, folder: str):
-        self.folder = Path(folder)
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._save(trainer, "before")
-
-    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._save(trainer, "after")
-
-    def _save(self, trainer: pl.Trainer, name: str) -> None:
-        if trainer.global_step == 5:
-            trainer.save_checkpoint(self.folder / f"{name}.ckpt", weights_only=False)
-
-
-def saves_around_the_backward(rank: int, folder: str, asynchronous: bool) -> None:
-    device_copy.SMALL_BYTES = 0
-    pl.seed_everything(1, verbose=False)
-    strategy = FreeScaleStrategy(checkpoint="sharded", balance="off", timeout=20, prioritize=True)
-    options: dict[str, Any] = {"callbacks": [SavesAroundTheBackward(folder)], "max_steps": 8}
-    plugins = [AsyncCheckpointIO()] if asynchronous else []
-    trainer = toy.trainer(strategy, 2, max_epochs=1, enable_checkpointing=False, plugins=plugins, **options)
-    trainer.fit(toy.Model(), toy.loader(48))
-
-
-def test_saves_around_a_backward_equal_synchronous_ones(tmp_path: Path) -> None:
-    for name, asynchronous in (("sync", False), ("async", True)):
-        run_ranks(saves_around_the_backward, args=(str(tmp_path / name), asynchronous))
-    before, after = (
-        [contents(tmp_path / run / f"{name}.ckpt") for run in ("sync", "async")] for name in ("before", "after")
-    )
-    assert_same(*before)
-    assert_same(*after)
-    with pytest.raises(AssertionError):  # The negative control: the backward changes rows.
-        assert_same(before[0], after[0])
-
-
-def fails_after_a_save(rank: int, folder: str) -> bool:
-    """Whether the error of the model is raised, though a save waits for a backward that does not come."""
-    device_copy.SMALL_BYTES = 0
-    step = toy.Model.training_step
-
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.trainer.global_step == 4:
-            raise ValueError("of the model")
-        return step(self, *args, **kwargs)
-
-    toy.Model.training_step = training_step  # type: ignore[method-assign]
-    try:
-        train(rank, folder, "sharded", True, prioritize=True)
-    except Exception as error:
-        return "of the model" in str(error)
-    return False
-
-
-def test_a_failure_before_the_next_backward_ends_the_save(tmp_path: Path) -> None:
-    assert run_ranks(fails_after_a_save, args=(str(tmp_path),)) == [True, True]
-
-
-def slow_copies(rank: int, folder: str, protected: bool) -> list[bool]:
-    """Train with saves whose tables are copied late. Return whether each copy was made in a thread."""
-    copy, threads = device_copy.LateCopies._copy, []
-
-    def copy_late(self: Any) -> None:
-        time.sleep(0.2)  # The training comes to the next backward pass meanwhile.
-        threads.append(threading.current_thread() is not threading.main_thread())
-        copy(self)
-
-    device_copy.SMALL_BYTES, device_copy.LateCopies._copy = 0, copy_late  # type: ignore[method-assign]
-    if not protected:
-        device_copy.LateCopies.protect = lambda self, streams=None: None  # type: ignore[method-assign]
-        device_copy.LateCopies.check = lambda self: None  # type: ignore[method-assign]
-    train(rank, folder, "sharded", asynchronous=True)
-    return threads
-
-
-def test_tables_that_are_copied_beside_the_training_equal_those_of_a_synchronous_save(tmp_path: Path) -> None:
-    run_ranks(train_only, args=(str(tmp_path / "sync"), "sharded", False))
-    assert run_ranks(slow_copies, args=(str(tmp_path / "beside"), True)) == [[True] * 3] * 2
-    run_ranks(slow_copies, args=(str(tmp_path / "unprotected"), False))
-    for step in (4, 8, 12):
-        name = f"epoch=0-step={step}.ckpt"
-        sync, beside, other = (contents(tmp_path / run / name) for run in ("sync", "beside", "unprotected"))
-        assert_same(beside, sync)
-        if step < 12:  # The negative control: no step follows the last save.
-            with pytest.raises(AssertionError):
-                assert_same(other, sync)
-
-
-def train_only(rank: int, folder: str, kind: str, asynchronous: bool) -> None:
-    train(rank, folder, kind, asynchronous)
-
-
-def contents(path: Path) -> dict[str, Any]:
-    """Weights and optimizer states, dense and of the tables."""
-    fs.export(path, path.with_suffix(".full"), lightning=True)
-    whole = torch.load(path.with_suffix(".full"), weights_only=True)
-    return {
-        "weights": dict(whole["state_dict"]),
-        "tables": whole["freescale"]["table_optimizer"],
-        "dense": {f"{i}.{k}": v for i, s in whole["optimizer_states"][0]["state"].items() for k, v in s.items()},
-        "others": leaves({name: whole[name] for name in ("global_step", "loops", "lr_schedulers", "freescale")}),
-    }
-
-
-def leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """The numbers, texts and tensors in nested mappings and sequences, by their place."""
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        return {name: value.tolist() if isinstance(value, torch.Tensor) else value}
-    return {place: leaf for key, part in value.items() for place, leaf in leaves(part, f"{name}/{key}").items()}
-
-
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    for part in ("weights", "tables", "dense"):
-        assert toy.same(a[part], b[part]), part
-    assert a["tables"]
-    assert a["dense"]
-    assert a["others"] == b["others"]
-    assert any("random" in name for name in a["others"])
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

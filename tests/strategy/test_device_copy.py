@@ -71,6 +71,26 @@ def test_a_change_by_other_code_during_the_copy_is_an_error(device: str) -> None
             assert torch.equal(target.cpu(), torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)))
 
 
+def test_a_copy_that_cannot_be_made_or_is_given_up_ends_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the save waits for the begin of the copy. It must not wait for one that does not come."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    failed, given_up, made = (DeferredCopy(torch.ones(3), torch.device("cpu")) for _ in range(3))
+    for copied in (failed, given_up):  # as if the tensor were a large table
+        copied._started.clear()
+    monkeypatch.setattr(failed._late, "start", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        failed.start()
+    given_up.abandon("the training ended")
+    for copied, reason in ((failed, "could not be copied: no memory"), (given_up, "the training ended")):
+        with pytest.raises(CheckpointError, match=reason):
+            copied.on_host()
+    made.abandon("too late")
+    assert torch.equal(made.on_host(), torch.ones(3))
+
+
 def many(device: str) -> list[torch.Tensor]:
     """Tensors of many types and forms, small and large. Some stay in host memory."""
     generator = torch.Generator().manual_seed(0)

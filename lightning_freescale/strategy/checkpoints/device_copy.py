@@ -100,17 +100,16 @@ class DeferredCopy:
         """
         if not self._started.is_set():
             at_once = self._device.type == "cuda" and not self._on_device
-            self._late.start(self._device if self._on_device else None, at_once, after)
+            try:
+                self._late.start(self._device if self._on_device else None, at_once, after)
+            except BaseException as error:  # The thread of the save must not wait for a copy that does not come.
+                self.abandon(f"the tables could not be copied: {error}")
+                raise
             self._started.set()
 
     def compare(self) -> None:
         """The tables are about to change for the first time since the save. Changes before this point are an error."""
         self._late.compare()
-
-    def refuse(self) -> None:
-        """The tables change, and their copy has not begun: the save fails."""
-        if not self._started.is_set():
-            self.abandon(CHANGED)
 
     def abandon(self, reason: str) -> None:
         """Let the save fail, unless the tables have been copied."""

@@ -13,6 +13,10 @@ from __future__ import annotations
 from lightning_freescale.embedding.all_to_all import COLLISION, RowKind
 from lightning_freescale.strategy.checkpoints.shared_state import CheckpointState
 
+UNANNOUNCED = (
+    "the tables were changed before they were copied, because a backward ran that the Trainer did not start. Let the Trainer run "
+    "it, or save without AsyncCheckpointIO and HostCopies"
+)
 _LIGHTNINGS_HOOKS = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")
 
 
@@ -70,8 +74,8 @@ class TableCopies(CheckpointState):
             copy.compare()
         if kind == COLLISION and self._open_copies:
             if self._exchange_mode.has_late_gradients:
-                for copy in self._open_copies:  # The backward was not announced, so nothing has applied them before it.
-                    copy.refuse()
+                for copy in self._open_copies:
+                    copy.abandon(UNANNOUNCED)
             self.before_tables_change()
 
     def abandon_copies(self) -> None:
