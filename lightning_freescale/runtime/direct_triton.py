@@ -2,7 +2,8 @@
 
 Triton looks at every argument of every launch, by Python code, to find the compiled kernel. That takes tens of microseconds, and
 a training step starts dozens of small kernels. :class:`DirectKernel` keeps the compiled kernels under a key that is faster to
-compute, and starts them by ``compiled[grid](*arguments)``, as Triton's own tutorials do.
+compute, and starts them by their ``run``, as ``compiled[grid](*arguments)`` of Triton does. It leaves out the hooks of a launch,
+unless a profiler has set some.
 
 The key has all that Triton compiles a kernel for: types, constants, whether a pointer or an integer is divisible by 16, and
 whether an integer is 1. So a launch never uses a kernel that was compiled under other assumptions.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_freescale.runtime.log import log_once
@@ -22,6 +24,7 @@ FIRST_RELEASE, LAST_RELEASE = (3, 6), (3, 9)
 LOOKS_AT_TYPE, LOOKS_AT_VALUE = 0, 1
 LOOKS_AT_DIVISIBILITY = 2  # also whether an integer is 1
 _INT32 = 1 << 31
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # not in CPU builds
 
 
 def is_supported(version: str) -> bool:
@@ -41,25 +44,29 @@ def looks_at(parameter: Any) -> int:
     return LOOKS_AT_TYPE if parameter.do_not_specialize else LOOKS_AT_DIVISIBILITY
 
 
-def key_of(values: Sequence[Any], looks: Sequence[int]) -> tuple[Any, ...]:
-    """All properties of the arguments that Triton compiles a kernel for.
+def key_of(values: Sequence[Any], looks: Sequence[int]) -> tuple[tuple[Any, ...], list[Any]]:
+    """All properties of the arguments that Triton compiles a kernel for, and the arguments with addresses in place of tensors.
+
+    Triton would ask the driver about the address of each tensor. The key has the device of each tensor instead.
 
     Args:
         values: the arguments of a kernel in its order.
         looks: what Triton looks at in each of them, see :func:`looks_at`.
     """
     key: list[Any] = []
-    for value, look in zip(values, looks, strict=True):
+    plain = list(values)
+    for at, look in enumerate(looks):
+        value = plain[at]
         if look == LOOKS_AT_VALUE or value is None:  # None is a constant
             key.append(value)
         elif isinstance(value, Tensor):
-            key.append((value.dtype, look and value.data_ptr() & 15 == 0))
+            plain[at] = address = value.data_ptr()
+            key += (value.dtype, value.get_device(), look and address & 15 == 0)
         elif type(value) is int:
-            size = -_INT32 <= value < _INT32, value >= 2 * _INT32**2
-            key.append((*size, value == 1, value & 15 == 0) if look else size)
+            key.append((-_INT32 <= value < _INT32, value >= 2 * _INT32**2, look and (value == 1, value & 15 == 0)))
         else:  # floats and truth values have no properties
             key.append(type(value))
-    return tuple(key)
+    return tuple(key), plain
 
 
 def _text(release: tuple[int, ...]) -> str:
@@ -88,22 +95,42 @@ class DirectKernel:
                 f"directly with Triton {_text(FIRST_RELEASE)} to {_text(LAST_RELEASE)}"
             )
         self._looks = [looks_at(param) for param in params]
+        self._orders: dict[tuple[int, tuple[str, ...]], tuple[list[str], tuple[str, ...]]] = {}
+        self._knobs: Any = triton.knobs.runtime if self._direct else None
+
+    def _order(self, positional: int, named: tuple[str, ...]) -> tuple[list[str], tuple[str, ...]]:
+        """Which named arguments of a launch are arguments of the kernel, in its order, and which are options of Triton."""
+        order = self._orders.get((positional, named))
+        if order is None:
+            own = self._names[positional:]
+            order = self._orders[positional, named] = own, tuple(name for name in named if name not in own)
+        return order
+
+    def _is_watched(self) -> bool:
+        """Whether a profiler wants to see each launch."""
+        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         if not self._direct:
             launch: Callable[..., None] = self.kernel[grid]
             return launch
 
+        x, y, z = (*grid, 1, 1)[:3]
+
         def start(*arguments: Any, **named: Any) -> None:
-            values = [*arguments, *(named[name] for name in self._names[len(arguments) :])]
-            options = tuple((name, value) for name, value in named.items() if name not in self._names)
-            device = next((value.get_device() for value in values if isinstance(value, Tensor)), -1)
-            key = (device, options, *key_of(values, self._looks))
+            names, options = self._order(len(arguments), tuple(named))
+            values = [*arguments, *[named[name] for name in names]]
+            properties, plain = key_of(values, self._looks)
+            key = (properties, options, *[named[name] for name in options])
             compiled = self._compiled.get(key)
             if compiled is None:
                 self._compiled[key] = self.kernel[grid](*arguments, **named)
+            elif self._is_watched():
+                compiled[x, y, z](*values)
             else:
-                compiled[(*grid, 1, 1)[:3]](*values)
+                stream = _stream_of(torch.cuda.current_device())
+                compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *plain)
 
         return start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,19 +27,31 @@ def test_supported_releases() -> None:
     assert doctest.testmod(direct_triton).failed == 0
 
 
+def one_key(value: Any, look: int = LOOKS_AT_DIVISIBILITY) -> Any:
+    return key_of([value], [look])[0]
+
+
 def test_keys_tell_apart_what_triton_compiles_for() -> None:
     memory = torch.zeros(64)
     apart = [memory, memory[1:], memory.double(), 1, 3, 16, 1 << 31, 1 << 32, 1 << 63, 0.5, True, None]
-    assert len({key_of([value], [LOOKS_AT_DIVISIBILITY]) for value in apart}) == len(apart) - 1
-    assert key_of([1 << 31], [LOOKS_AT_DIVISIBILITY]) == key_of([1 << 32], [LOOKS_AT_DIVISIBILITY])  # both have 64 bits
+    assert len({one_key(value) for value in apart}) == len(apart) - 1
+    assert one_key(1 << 31) == one_key(1 << 32)  # both have 64 bits
     alike = [(memory, memory[4:]), (3, 5), (16, 32), (0.5, 1.0), (True, False)]
     for one, other in alike:
-        assert key_of([one], [LOOKS_AT_DIVISIBILITY]) == key_of([other], [LOOKS_AT_DIVISIBILITY])
-    assert len({key_of([value], [LOOKS_AT_VALUE]) for value in (3, 5, 16, 32)}) == 4
+        assert one_key(one) == one_key(other)
+    assert len({one_key(value, LOOKS_AT_VALUE) for value in (3, 5, 16, 32)}) == 4
     # Triton does not look at the values of parameters that do_not_specialize names.
-    assert len({key_of([value], [LOOKS_AT_TYPE]) for value in (1, 3, 16)}) == 1
-    assert len({key_of([value], [LOOKS_AT_TYPE]) for value in (memory, memory[1:])}) == 1
-    assert len({key_of([value], [LOOKS_AT_TYPE]) for value in (memory, memory.double(), 1, 1 << 31, 1 << 63)}) == 5
+    assert len({one_key(value, LOOKS_AT_TYPE) for value in (1, 3, 16)}) == 1
+    assert len({one_key(value, LOOKS_AT_TYPE) for value in (memory, memory[1:])}) == 1
+    assert len({one_key(value, LOOKS_AT_TYPE) for value in (memory, memory.double(), 1, 1 << 31, 1 << 63)}) == 5
+
+
+def test_tensors_are_passed_by_address() -> None:
+    memory = torch.zeros(64)
+    looks = [LOOKS_AT_DIVISIBILITY, LOOKS_AT_TYPE, LOOKS_AT_DIVISIBILITY, LOOKS_AT_VALUE]
+    assert key_of([memory, memory[1:], None, 7], looks)[1] == [memory.data_ptr(), memory.data_ptr() + 4, None, 7]
+    if torch.cuda.is_available():
+        assert one_key(memory) != one_key(memory.cuda())
 
 
 def test_what_triton_looks_at() -> None:
@@ -77,9 +90,20 @@ def test_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     check_launches(device)
     assert strided_sum._direct
+    # A profiler sees the launches of compiled kernels.
+    import triton
+
+    seen: list[Any] = []
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        check_launches(device)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 3 * 3 * 3 * 7
     assert len(strided_sum._compiled) == 2 * 3 * 3 * 2  # alignments of x, of y or no y, strides, factors
     # The control: without the properties of integers, the kernel for stride 1 would run for stride 3.
-    monkeypatch.setattr(direct_triton, "key_of", lambda values, looks: ())
+    addresses = direct_triton.key_of
+    monkeypatch.setattr(direct_triton, "key_of", lambda values, looks: ((), addresses(values, looks)[1]))
     memory = torch.arange(1000.0, device=device)
     assert launch(memory, None, 1, 1)
     assert not launch(memory, None, 3, 1)
