@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.transport.backend import FreeScaleGroup
 from lightning_freescale.transport.host_staged import HostStagedMover
-from lightning_freescale.transport.rank_buffers import RankBuffers, check_contiguous
+from lightning_freescale.transport.rank_buffers import check_contiguous
 
 PART_ALIGNMENT = 64  # elements: the part of each rank begins at a multiple, so that copies and kernels are fast
 
@@ -34,6 +34,7 @@ class _Parts:
         sent: ``[world]`` bytes of the part of each rank, 0 for this rank.
         own: ``[world]`` bytes of the part of this rank, 0 for this rank.
         received: ``[world, end - begin]`` this rank's part of the tensors of all ranks.
+        rows: ``[world]`` addresses of the rows of ``received``.
     """
 
     begin: int
@@ -42,10 +43,13 @@ class _Parts:
     sent: list[int]
     own: list[int]
     received: Tensor
+    rows: list[int]
 
 
 class RankMean:
     """Averages tensors over the ranks of a ``freescale`` group that nothing else uses.
+
+    It keeps memory for each length of tensors that it has averaged, of that length and type.
 
     Args:
         group: the group. All ranks average the same tensors in the same order.
@@ -63,6 +67,8 @@ class RankMean:
     def start(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Replace the values of ``tensor [n]`` by their mean over the ranks, after the work of the current stream.
 
+        The caller keeps ``tensor`` until the future is complete, as DDP keeps its buckets.
+
         Returns:
             A future of ``tensor``. On CUDA its ``wait()`` makes the current stream wait. On a CPU it is complete.
         """
@@ -76,24 +82,14 @@ class RankMean:
         return future
 
     def _average(self, tensor: Tensor) -> None:
-        parts = self._parts(tensor)
+        parts, move = self._parts(tensor), self._mover.move
         own, memory = tensor[parts.begin : parts.end], parts.received
-        parts.received[self._rank].copy_(own)
-        parts_of_tensor = [tensor.data_ptr() + start for start in parts.starts]
-        row = memory.element_size() * memory.size(1)
-        rows = [memory.data_ptr() + rank * row for rank in range(self._world)]
-        self._move(
-            RankBuffers([tensor], parts_of_tensor, parts.sent),
-            RankBuffers([memory], rows, parts.own),
-        )
+        memory[self._rank].copy_(own)
+        at = tensor.data_ptr()
+        places = [at + start for start in parts.starts]
+        move("all_reduce", places, parts.sent, parts.rows, parts.own)
         torch.mean(memory, 0, out=own)
-        self._move(
-            RankBuffers([tensor], [parts_of_tensor[self._rank]] * self._world, parts.own),
-            RankBuffers([tensor], parts_of_tensor, parts.sent),
-        )
-
-    def _move(self, send: RankBuffers, receive: RankBuffers) -> None:
-        self._mover.exchange("all_reduce", send, receive).wait()
+        move("all_reduce", [places[self._rank]] * self._world, parts.own, places, parts.sent)
 
     def _parts(self, tensor: Tensor) -> _Parts:
         key = (tensor.numel(), tensor.dtype)
@@ -101,6 +97,7 @@ class RankMean:
             sizes = divide(tensor.numel(), self._world)
             starts = list(accumulate(sizes, initial=0))
             begin, end, width = starts[self._rank], starts[self._rank + 1], tensor.element_size()
+            received = tensor.new_empty((self._world, end - begin))
             others = [int(rank != self._rank) for rank in range(self._world)]
             self._known[key] = _Parts(
                 begin,
@@ -108,7 +105,8 @@ class RankMean:
                 [start * width for start in starts[:-1]],
                 [size * width * other for size, other in zip(sizes, others, strict=True)],
                 [(end - begin) * width * other for other in others],
-                tensor.new_empty((self._world, end - begin)),
+                received,
+                [row.data_ptr() for row in received],
             )
         return self._known[key]
 
