@@ -26,9 +26,15 @@ from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKi
 from lightning_freescale.embedding.cpp_index import CppIndex
 from lightning_freescale.embedding.fused_index import FusedIndex
 from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
-from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, PairOfBatches
+from lightning_freescale.embedding.index_results import FusedMarks, PairOfBatches, PartOfFeatures
 from lightning_freescale.embedding.local_tables import LocalTables
-from lightning_freescale.embedding.stages import CollisionMarks, CountedMarks, Requests, RoutedBatch, RowSet
+from lightning_freescale.embedding.stages import (
+    CollisionMarks,
+    CountedMarks,
+    Requests,
+    RoutedBatch,
+    RowSet,
+)
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
 
@@ -94,10 +100,12 @@ class CollisionFinder:
         self._device, self._group, self._timeline = tables.device, ids_group, timeline
         self._ids_stream, self._table_stream = ids_stream, table_stream
         self.fused = _fused_indices(tables, ids_group) if self.fuses else []
+        self.has_new_ids = False  # whether the ids stream has results for which the table stream has not waited
         self.detectors = [] if self.fused else [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
     def find(self, first: RoutedBatch, second: RoutedBatch) -> None:
         """Find the rows that two consecutive batches share, and send the result to the requesters. All ranks must call it."""
+        self.has_new_ids = True
         if self.fused:
             self._find_fused(self.fused, first, second)
             return
@@ -185,22 +193,32 @@ class CollisionFinder:
         requests: list[Requests],
         marks: Sequence[CollisionMarks | FusedMarks] | None,
         without_marks: RowKind,
+        complete: Callable[[int, Requests, RowSet], RowSet],
     ) -> list[dict[RowKind, RowSet]]:
         """Divide the rows of a batch into collision rows and exclusive rows, for each sharding group.
 
         Args:
             marks: the collisions with one neighbouring batch. None if there is no neighbour: all rows are then of the kind
                 ``without_marks``, and the other kind has no entry.
+            complete: adds to the rows of one kind what the caller needs. Its arguments are the number of the sharding group,
+                its requests, and the rows.
         """
-        with self._table_stream.work(self._ids_stream), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
-            if marks is None:
-                return [{without_marks: _all_rows(group)} for group in requests]
-            return [
-                self._divide_fused(self.fused[group], requests_of, marks_of)
-                if isinstance(marks_of, FusedMarks)
-                else self._divide(requests_of, marks_of)
-                for group, (requests_of, marks_of) in enumerate(zip(requests, marks, strict=True))
-            ]
+        divided = []
+        after = self._ids_stream if self.has_new_ids else None
+        self.has_new_ids = False
+        with self._table_stream.work(after), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            for group, of_group in enumerate(requests):
+                found = marks[group] if marks is not None else None
+                if found is None:
+                    sets = {without_marks: _all_rows(of_group)}
+                elif isinstance(found, FusedMarks):
+                    sets = self._divide_fused(self.fused[group], of_group, found)
+                else:
+                    sets = self._divide(of_group, found)
+                for kind in sets:
+                    sets[kind] = complete(group, of_group, sets[kind])
+                divided.append(sets)
+        return divided
 
     def _divide_fused(self, index: FusedIndex, requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
         features, rows = requests.features, index.divide(requests, marks)
@@ -213,18 +231,17 @@ class CollisionFinder:
 
         def part(number: int, counts: tuple[list[int], ...]) -> RowSet:
             by_requester, by_feature, by_owner = counts
-            kjt = KeyedJaggedTensor(
-                features.keys(),
-                rows.values[number],
-                lengths=rows.lengths[number],
-                offsets=rows.offsets[number],
-                stride=features.stride(),
-                length_per_key=by_feature,
+            return RowSet(
+                PartOfFeatures(features, rows.values[number], rows.lengths[number], rows.offsets[number], by_feature),
+                rows.wire_order[number],
+                by_requester,
+                rows.request_order[number],
+                by_owner,
+                rows.wire_ids[number],
+                rows.wire_position[number],
+                rows.batch_position[number],
+                rows.batch_order,
             )
-            known = KnownPlaces(
-                rows.wire_ids[number], rows.wire_position[number], rows.batch_position[number], rows.batch_order
-            )
-            return RowSet(kjt, rows.wire_order[number], by_requester, rows.request_order[number], by_owner, known)
 
         return {COLLISION: part(0, collisions), EXCLUSIVE: part(1, exclusives)}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.runtime.streams import Readback
 
@@ -80,10 +81,52 @@ class DividedIds:
     by_owner: list[int]
 
 
-class KnownPlaces(NamedTuple):
-    """Places of the collision rows, or of the exclusive rows, of a batch."""
+class PartOfFeatures:
+    """Some ids of the features that an owner must look up. It has the methods of a ``KeyedJaggedTensor`` that reads need.
 
-    wire_ids: Tensor  # [n] owner: id of each row in wire order
-    wire_position: Tensor  # [n] owner: position in wire order of each row in lookup order
-    batch_position: Tensor  # [m] requester: position in the batch of each row in wire order
-    batch_order: Tensor  # [all m] requester: for each id of the batch, its position among the rows of both kinds
+    The exchange makes four of them in each step. To make a ``KeyedJaggedTensor`` takes the host longer than all of its uses
+    here, and most steps do not need one.
+
+    Args:
+        whole: the features.
+        values: ``[n]`` the chosen ids, in lookup order.
+        lengths: ``[T * B]`` chosen ids of each feature and sample.
+        offsets: ``[T * B + 1]`` where they start.
+        length_per_key: ``[T]`` chosen ids of each feature.
+    """
+
+    __slots__ = ("_length_per_key", "_lengths", "_offsets", "_values", "_whole")
+
+    def __init__(
+        self, whole: KeyedJaggedTensor, values: Tensor, lengths: Tensor, offsets: Tensor, length_per_key: list[int]
+    ):
+        self._whole, self._values, self._lengths, self._offsets = whole, values, lengths, offsets
+        self._length_per_key = length_per_key
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        return self._offsets
+
+    def length_per_key(self) -> list[int]:
+        return self._length_per_key
+
+    def kjt(self) -> KeyedJaggedTensor:
+        """The same ids in TorchRec's type."""
+        return KeyedJaggedTensor(
+            self._whole.keys(),
+            self._values,
+            lengths=self._lengths,
+            offsets=self._offsets,
+            stride=self._whole.stride(),
+            length_per_key=self._length_per_key,
+        )
+
+
+Features: TypeAlias = KeyedJaggedTensor | PartOfFeatures
+
+
+def as_kjt(features: Features) -> KeyedJaggedTensor:
+    """The features in TorchRec's type."""
+    return features.kjt() if isinstance(features, PartOfFeatures) else features

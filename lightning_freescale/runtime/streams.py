@@ -45,10 +45,13 @@ class SideStream:
             self.stream.wait_event(event)
         return _Selected(self.stream)
 
-    def join(self) -> None:
-        """Make the current stream wait for the work that is queued here. The host does not wait."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+    def join(self) -> torch.cuda.Stream | None:
+        """Make the current stream wait for the work that is queued here, and return it. The host does not wait."""
+        if self.stream is None:
+            return None
+        current = torch.cuda.current_stream()
+        current.wait_stream(self.stream)
+        return current
 
 
 class _Selected:

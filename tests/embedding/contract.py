@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    KeyedJaggedTensor,
 )
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -86,11 +86,15 @@ PINNED = {
     "_is_weighted": ShardedEmbeddingBagCollection,
     "_version": torch.Tensor,
     "_input_dists": ShardedEmbeddingCollection,
-    "_dist": RwSparseFeaturesDist,
+    "_has_feature_processor": RwSparseFeaturesDist,
+    "_is_sequence": RwSparseFeaturesDist,
+    "_keep_original_indices": RwSparseFeaturesDist,
+    "_need_pos": RwSparseFeaturesDist,
     "_feature_block_sizes_tensor": RwSparseFeaturesDist,
     "_has_multiple_blocks_per_shard": RwSparseFeaturesDist,
     "_world_size": RwSparseFeaturesDist,
-    "_length_per_key": KeyedJaggedTensor,
+    "_module_fqn": KJTListSplitsAwaitable,
+    "_wait_impl": KJTListSplitsAwaitable,
     "_backward_hooks": nn.Module,
     "_backward_pre_hooks": nn.Module,
     "_buffers": nn.Module,
@@ -145,8 +149,8 @@ def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int
         assert exchange._feature_block_sizes_tensor.tolist() == [-(-count // world) for count in rows]
         assert not exchange._has_multiple_blocks_per_shard
         assert exchange._world_size == world
-        assert callable(exchange._dist.forward)
-    assert to_kjt([[[1], [], [2]]])._length_per_key is None
+        assert exchange._is_sequence
+        assert not any((exchange._has_feature_processor, exchange._need_pos, exchange._keep_original_indices))
 
 
 def check_bags(rank: int, world: int) -> None:
