@@ -9,7 +9,6 @@ first prioritized step: the counts that the host needs are copied to it one step
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKi
 from lightning_freescale.embedding.cpp_index import CppIndex
 from lightning_freescale.embedding.fused_index import FusedIndex
 from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
-from lightning_freescale.embedding.index_results import FusedMarks, PairOfBatches, PartOfFeatures
+from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PartOfFeatures
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.stages import (
     CollisionMarks,
@@ -125,15 +124,11 @@ class CollisionFinder:
         with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             for index, a, b in zip(indices, first.requests, second.requests, strict=True):
                 pairs.append(self._pair(index, a, b))
-                if (
-                    self._device.type == "cuda"
-                ):  # elsewhere the wait would block the host: it waits when it needs the counts
-                    mark_used_on(self._table_stream, pairs[-1]().tensors())
         first.with_next = [FusedMarks(pair, second=False) for pair in pairs]
         second.with_previous = [FusedMarks(pair, second=True) for pair in pairs]
 
-    def _pair(self, index: FusedIndex, a: Requests, b: Requests) -> Callable[[], PairOfBatches]:
-        """Send the marks of two batches to the requesters. The result waits for those of other ranks, and counts all."""
+    def _pair(self, index: FusedIndex, a: Requests, b: Requests) -> Callable[[], tuple[DividedIds, DividedIds]]:
+        """Send the marks of two batches to the requesters. The result divides both batches by the marks of all ranks."""
         bounds = index.bounds(a, b)
         marks, sent = index.mark(a, b, bounds)
         received_from = a.row_keys.numel() + b.row_keys.numel()
@@ -147,12 +142,23 @@ class CollisionFinder:
             Kind.ID_EXCHANGE,
         )
 
-        @functools.cache
-        def pair() -> PairOfBatches:
+        pair: PairOfBatches | None = None
+        if self._device.type == "cuda":  # elsewhere the wait would block the host: it waits when it needs the counts
             transfer.wait()
-            return index.count(a, b, marks, bounds)
+            pair = index.count(a, b, marks, bounds)
+            mark_used_on(self._table_stream, pair.tensors())
+        result: tuple[DividedIds, DividedIds] | None = None
 
-        return pair
+        def divided() -> tuple[DividedIds, DividedIds]:
+            nonlocal pair, result
+            if result is None:
+                if pair is None:
+                    transfer.wait()
+                    pair = index.count(a, b, marks, bounds)
+                result = index.divide(a, b, pair)
+            return result
+
+        return divided
 
     def _tell_requesters(self, requests: Requests, collides: Tensor) -> CollisionMarks:
         transfer = all_to_all.start(
@@ -212,38 +218,13 @@ class CollisionFinder:
                 if found is None:
                     sets = {without_marks: _all_rows(of_group)}
                 elif isinstance(found, FusedMarks):
-                    sets = self._divide_fused(self.fused[group], of_group, found)
+                    sets = _divide_fused(of_group, found)
                 else:
                     sets = self._divide(of_group, found)
                 for kind in sets:
                     sets[kind] = complete(group, of_group, sets[kind])
                 divided.append(sets)
         return divided
-
-    def _divide_fused(self, index: FusedIndex, requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
-        features, rows = requests.features, index.divide(requests, marks)
-        collisions = rows.by_requester, rows.by_feature, rows.by_owner
-        exclusives = (
-            _minus(requests.by_requester, rows.by_requester),
-            _minus(rows.all_by_feature, rows.by_feature),
-            _minus(requests.by_owner, rows.by_owner),
-        )
-
-        def part(number: int, counts: tuple[list[int], ...]) -> RowSet:
-            by_requester, by_feature, by_owner = counts
-            return RowSet(
-                PartOfFeatures(features, rows.values[number], rows.lengths[number], rows.offsets[number], by_feature),
-                rows.wire_order[number],
-                by_requester,
-                rows.request_order[number],
-                by_owner,
-                rows.wire_ids[number],
-                rows.wire_position[number],
-                rows.batch_position[number],
-                rows.batch_order,
-            )
-
-        return {COLLISION: part(0, collisions), EXCLUSIVE: part(1, exclusives)}
 
     def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
         counted = marks.counted or self._count(requests, marks)
@@ -285,6 +266,35 @@ class CollisionFinder:
                 _minus(requests.by_owner, by_owner),
             ),
         }
+
+
+def _divide_fused(requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
+    rows = marks.divided()[marks.second]
+
+    def part(number: int, by_requester: list[int], by_feature: list[int], by_owner: list[int]) -> RowSet:
+        return RowSet(
+            PartOfFeatures(
+                requests.features, rows.values[number], rows.lengths[number], rows.offsets[number], by_feature
+            ),
+            rows.wire_order[number],
+            by_requester,
+            rows.request_order[number],
+            by_owner,
+            rows.wire_ids[number],
+            rows.wire_position[number],
+            rows.batch_position[number],
+            rows.batch_order,
+        )
+
+    return {
+        COLLISION: part(0, rows.by_requester, rows.by_feature, rows.by_owner),
+        EXCLUSIVE: part(
+            1,
+            _minus(requests.by_requester, rows.by_requester),
+            _minus(rows.all_by_feature, rows.by_feature),
+            _minus(requests.by_owner, rows.by_owner),
+        ),
+    }
 
 
 def _all_rows(requests: Requests) -> RowSet:

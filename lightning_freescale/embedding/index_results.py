@@ -45,7 +45,6 @@ class PairOfBatches(NamedTuple):
     owned: tuple[int, int]  # n_a, n_b
     on_host: Readback | None = None  # ``counts`` of both batches one after the other, if they are not on the host
     prefix: Tensor | None = None  # sums of the marks, on CUDA
-    starts: tuple[Tensor, Tensor] | None = None  # where the parts of each batch begin, on CUDA
 
     def tensors(self) -> list[Tensor | None]:
         """One tensor of each allocation."""
@@ -55,15 +54,15 @@ class PairOfBatches(NamedTuple):
 class FusedMarks(NamedTuple):
     """Which rows of one of the two batches collide with the other batch."""
 
-    pair: Callable[[], PairOfBatches]  # on a CPU, the first call waits for the marks of other ranks
+    divided: Callable[[], tuple[DividedIds, DividedIds]]  # both batches; the first call divides them
     second: bool  # whether this is the later batch
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one
 class DividedIds:
     """The rows of a batch: of each pair of arrays, the first is about the collision rows, the second about the exclusive rows.
 
-    ``divide_batch`` in ``index_triton.py`` explains each array.
+    ``divide_batches`` in ``index_triton.py`` explains each array.
     """
 
     values: tuple[Tensor, Tensor]

@@ -23,7 +23,7 @@ from lightning_freescale.embedding.index import (
     split_orders,
     wire_bounds,
 )
-from lightning_freescale.embedding.index_results import DividedIds, FusedMarks
+from lightning_freescale.embedding.index_results import DividedIds
 from lightning_freescale.embedding.stages import Requests, with_places
 
 ROWS = 7  # of each feature's table on each rank
@@ -174,13 +174,8 @@ def fused_divide(
             marks[place : place + len(part)] = part.flip(0) if swap else part
             place += len(part)
         pairs.append(fused[rank].count(first[rank], second[rank], marks, bounds[rank]))
-    return [
-        [
-            index.divide(requests, FusedMarks(lambda pair=pair: pair, number == 1))  # type: ignore[misc]
-            for index, pair, requests in zip(fused, pairs, batch, strict=True)
-        ]
-        for number, batch in enumerate((first, second))
-    ]
+    divided = [index.divide(a, b, pair) for index, a, b, pair in zip(fused, first, second, pairs, strict=True)]
+    return [[batches[number] for batches in divided] for number in range(2)]
 
 
 def differences(expected: DividedIds, got: DividedIds) -> list[str]:
