@@ -148,7 +148,6 @@ def _divide_with_operators(rank: RankInCluster, request: Requests, collides: Ten
         *(values[:owned], values[owned:]),
         *parts,
         *ids,
-        *(orders.request[:requested], orders.request[requested:]),
         *(batch_position[:requested], batch_position[requested:]),
         inverse_permutation(batch_position),
         lengths,
@@ -177,9 +176,9 @@ def with_fused(rank: RankInCluster, index: FusedIndex) -> list[Tensor]:
     pair = index.count(requests[0], requests[1], marks, bounds)
     found: list[Tensor] = []
     for number, rows in enumerate(index.divide(requests[0], requests[1], pair)):
-        for parts in (rows.values, rows.wire_order, rows.wire_ids, rows.request_order, rows.batch_position):
+        for parts in (rows.values, rows.wire_order, rows.wire_ids, rows.batch_position):
             found += parts
-        found += [rows.batch_order, rows.lengths[1], pair.counts[number]]
+        found += [rows.batch_order, rows.offsets[1].diff(), pair.counts[number]]
     return found
 
 

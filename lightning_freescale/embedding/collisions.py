@@ -273,12 +273,10 @@ def _divide_fused(requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet
 
     def part(number: int, by_requester: list[int], by_feature: list[int], by_owner: list[int]) -> RowSet:
         return RowSet(
-            PartOfFeatures(
-                requests.features, rows.values[number], rows.lengths[number], rows.offsets[number], by_feature
-            ),
+            PartOfFeatures(requests.features, rows.values[number], rows.offsets[number], by_feature),
             rows.wire_order[number],
             by_requester,
-            rows.request_order[number],
+            None,
             by_owner,
             rows.wire_ids[number],
             rows.wire_position[number],

@@ -96,35 +96,33 @@ class CppIndex(FusedIndex):
         def divided(requests: Requests, first: int, places: PlacesInBounds, counted: Tensor) -> DividedIds:
             assert requests.segments is not None
             unbucketize, counts = requests.request_position, counted.numpy()
-            *arrays, batch_order, offsets, lengths = _C.exchange_divide(
-                marks,
-                first,
-                received_from,
-                _ints(requests.features.values()),
-                _offsets(requests.features),
-                requests.segments.lookup.numpy(),
-                counts,
-                None if unbucketize is None else _ints(unbucketize),
-                rows[places.receive_start],
-                rows[places.receive_end],
-                rows[places.receive_shift],
-                self._num_features,
-                self._rank,
+            values, wire_order, wire_position, wire_ids, _, batch_position, batch_order, offsets, _ = (
+                _C.exchange_divide(
+                    marks,
+                    first,
+                    received_from,
+                    _ints(requests.features.values()),
+                    _offsets(requests.features),
+                    requests.segments.lookup.numpy(),
+                    counts,
+                    None if unbucketize is None else _ints(unbucketize),
+                    rows[places.receive_start],
+                    rows[places.receive_end],
+                    rows[places.receive_shift],
+                    self._num_features,
+                    self._rank,
+                )
             )
             parts = self._parts(counts.tolist())
             owned, requested = sum(parts[0]), sum(parts[3])  # number of collision rows
-            values, wire_order, wire_position, wire_ids = (_parts_of(array, owned) for array in arrays[:4])
-            request_order, batch_position = (_parts_of(array, requested) for array in arrays[4:])
             return DividedIds(
-                values,
-                wire_order,
-                wire_position,
-                wire_ids,
-                request_order,
-                batch_position,
+                _parts_of(values, owned),
+                _parts_of(wire_order, owned),
+                _parts_of(wire_position, owned),
+                _parts_of(wire_ids, owned),
+                _parts_of(batch_position, requested),
                 torch.from_numpy(batch_order),
                 _parts_of(offsets, offsets.size // 2),
-                _parts_of(lengths, lengths.size // 2),
                 *parts,
             )
 

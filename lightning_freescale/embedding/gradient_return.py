@@ -109,6 +109,7 @@ class GradientReturn:
             rows.wire_position = inverse_permutation(rows.owner_wire_order)
         if rows.batch_position is None:
             order, to_batch = rows.requester_wire_order, requests.batch_position
+            assert order is not None
             rows.batch_position = order if to_batch is None else to_batch[order]
         return rows
 
@@ -210,7 +211,6 @@ class GradientReturn:
             for group, (gradient, sets) in enumerate(zip(batch.computing.gradients, batch.row_sets, strict=True)):
                 if kind in sets and gradient is not None:
                     self.update(group, sets[kind], next(transfers).wait(), batch.computing)
-            optimizer.restore_count()
         if other_rates:
             optimizer.set_learning_rates(present_rates)
 

@@ -69,11 +69,9 @@ class DividedIds:
     wire_order: tuple[Tensor, Tensor]
     wire_position: tuple[Tensor, Tensor]
     wire_ids: tuple[Tensor, Tensor]
-    request_order: tuple[Tensor, Tensor]
     batch_position: tuple[Tensor, Tensor]
     batch_order: Tensor
     offsets: tuple[Tensor, Tensor]  # [T * B + 1]
-    lengths: tuple[Tensor, Tensor]
     by_requester: list[int]  # [W] collision rows
     by_feature: list[int]
     all_by_feature: list[int]
@@ -89,18 +87,14 @@ class PartOfFeatures:
     Args:
         whole: the features.
         values: ``[n]`` the chosen ids, in lookup order.
-        lengths: ``[T * B]`` chosen ids of each feature and sample.
-        offsets: ``[T * B + 1]`` where they start.
+        offsets: ``[T * B + 1]`` where the chosen ids of each feature and sample start.
         length_per_key: ``[T]`` chosen ids of each feature.
     """
 
-    __slots__ = ("_length_per_key", "_lengths", "_offsets", "_values", "_whole")
+    __slots__ = ("_length_per_key", "_offsets", "_values", "_whole")
 
-    def __init__(
-        self, whole: KeyedJaggedTensor, values: Tensor, lengths: Tensor, offsets: Tensor, length_per_key: list[int]
-    ):
-        self._whole, self._values, self._lengths, self._offsets = whole, values, lengths, offsets
-        self._length_per_key = length_per_key
+    def __init__(self, whole: KeyedJaggedTensor, values: Tensor, offsets: Tensor, length_per_key: list[int]):
+        self._whole, self._values, self._offsets, self._length_per_key = whole, values, offsets, length_per_key
 
     def values(self) -> Tensor:
         return self._values
@@ -116,7 +110,7 @@ class PartOfFeatures:
         return KeyedJaggedTensor(
             self._whole.keys(),
             self._values,
-            lengths=self._lengths,
+            lengths=self._offsets.diff(),
             offsets=self._offsets,
             stride=self._whole.stride(),
             length_per_key=self._length_per_key,

@@ -222,18 +222,13 @@ def _divide_ids(
 
 
 @triton.jit
-def _divide_lengths(place, prefix, offsets, offsets_out, lengths_out, first_mark, base, num_lengths):
+def _divide_offsets(place, prefix, offsets, offsets_out, first_mark, base, num_lengths):
     """At the owner: every feature and sample."""
     mask = place <= num_lengths
     offset = tl.load(offsets + place, mask=mask, other=0).to(tl.int64)
     collisions = _before(prefix, first_mark + offset, mask) - base
     tl.store(offsets_out + place, collisions, mask=mask)
     tl.store(offsets_out + num_lengths + 1 + place, offset - collisions, mask=mask)
-    mask = place < num_lengths
-    end = tl.load(offsets + place + 1, mask=mask, other=0).to(tl.int64)
-    length = _before(prefix, first_mark + end, mask) - base - collisions
-    tl.store(lengths_out + place, length, mask=mask)
-    tl.store(lengths_out + num_lengths + place, end - offset - length, mask=mask)
 
 
 @triton.jit
@@ -246,11 +241,9 @@ def _divide_batch(
     wire_order = out + num_owned
     wire_position = wire_order + num_owned
     wire_ids = wire_position + num_owned
-    request_order = wire_ids + num_owned
-    batch_position = request_order + num_requested
+    batch_position = wire_ids + num_owned
     batch_order = batch_position + num_requested
     offsets_out = batch_order + num_requested
-    lengths_out = offsets_out + 2 * num_lengths + 2
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     num_segments = num_features * num_ranks
     ranks = tl.arange(0, BLOCK_RANKS)
@@ -260,7 +253,7 @@ def _divide_batch(
         place, marks, prefix, values, lookup, starts, out, wire_order, wire_position, wire_ids,
         first_mark, base, num_owned, owned_collisions, num_segments, STEPS,
     )  # fmt: skip
-    _divide_lengths(place, prefix, offsets, offsets_out, lengths_out, first_mark, base, num_lengths)
+    _divide_offsets(place, prefix, offsets, offsets_out, first_mark, base, num_lengths)
 
     # at the requester: every id, in batch order
     by_owner = tl.load(counts + num_ranks + 2 * num_features + ranks, mask=ranks < num_ranks, other=0)
@@ -275,7 +268,6 @@ def _divide_batch(
     part = 2 * num_segments + tl.where(mark, 0, num_ranks)
     arrives = tl.load(starts + part + owner, mask=mask, other=0) + tl.where(mark, before, within - before)
     arrives += tl.where(mark, 0, tl.sum(by_owner, 0))
-    tl.store(request_order + arrives, request, mask=mask)
     tl.store(batch_position + arrives, place, mask=mask)
     tl.store(batch_order + place, arrives, mask=mask)
 
@@ -291,9 +283,9 @@ def divide_batches(
 
     ``counts`` is that of :func:`count_marks`, with the starts after it. ``out`` has these arrays for A, and then the same for B.
     Each lists the collision rows first. At the owner ``[n]``: ids in lookup order, the place in lookup order of each row in wire
-    order, the reverse, and ids in wire order, each within its part. At the requester ``[m]``: the place in request order of each
-    row in wire order, its place in the batch, and for each id of the batch, the place of its row among all rows that arrive. At
-    last offsets ``[2, T * B + 1]`` and lengths ``[2, T * B]``.
+    order, the reverse, and ids in wire order, each within its part. At the requester ``[m]``: the place in the batch of each row
+    in wire order, and for each id of the batch, the place of its row among all rows that arrive. At last the offsets
+    ``[2, T * B + 1]``.
     """
     counted, started = 2 * num_ranks + 2 * num_features, 2 * num_features * num_ranks + 2 * num_ranks
     starts, received_from = counts + 2 * counted, owned_a + owned_b
@@ -308,7 +300,7 @@ def divide_batches(
         _divide_batch(
             marks, prefix, values_b, offsets_b, unbucketize_b, lookup_b,
             bounds + 9 * num_ranks, bounds + 6 * num_ranks, bounds + 5 * num_ranks, starts + started, counts + counted,
-            out + 4 * owned_a + 3 * requested_a + 4 * lengths_a + 2,
+            out + 4 * owned_a + 2 * requested_a + 2 * lengths_a + 2,
             owned_a, received_from, owned_b, requested_b, lengths_b, num_features, num_ranks,
             PERMUTED, STEPS, RANK_STEPS, BLOCK, BLOCK_RANKS,
         )  # fmt: skip

@@ -101,10 +101,12 @@ class LocalTables:
         """
         update = self._row_updates[group]
         if update is not None:
-            update(features.values(), features.offsets(), gradient, settings.step)
+            if update(features.values(), features.offsets(), gradient, settings.step):
+                self.optimizer.restore_count()
             return
         self.optimizer.count_next_lookup_as(settings.step)
         with torch.enable_grad():
             rows = self.module._lookups[group](as_kjt(features)).view(-1, self.dims[group])
         with torch.autograd.set_multithreading_enabled(False):  # saves a switch of threads
             rows.backward(gradient)  # the fused optimizer runs in here
+        self.optimizer.restore_count()

@@ -148,8 +148,9 @@ class PrioritizedEmbedding:
             ahead: whether the batch is still to be trained, on all ranks.
         """
         context = self.module.create_context()
-        parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
-        mark_used_on(self.ids_stream, parts)
+        if self.ids_stream.stream is not None:
+            parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
+            mark_used_on(self.ids_stream, parts)
         with self.ids_stream.work(self.copies):
             return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt, ahead), contents_version(kjt))
 
@@ -331,5 +332,6 @@ def _batch_order(requests: Requests, sets: dict[RowKind, RowSet]) -> Tensor:
     for rows in sets.values():
         if rows.batch_order is not None:
             return rows.batch_order
-    order = inverse_permutation(torch.cat([rows.requester_wire_order for rows in sets.values()]))
+    orders = [rows.requester_wire_order for rows in sets.values() if rows.requester_wire_order is not None]
+    order = inverse_permutation(torch.cat(orders))
     return order if requests.request_position is None else order[requests.request_position]

@@ -177,6 +177,7 @@ class BagGradientReturn(GradientReturn):
             updated = rows.marks.ids == (rows.kind == COLLISION)
             features = choose_ids(features, updated, rows.ids_by_feature(of_bags=False))
         assert requests.batch_position is not None
+        assert rows.requester_wire_order is not None
         return RowSet(
             features=features,
             owner_wire_order=rows.owner_wire_order,

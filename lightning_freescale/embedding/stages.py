@@ -97,13 +97,14 @@ class CollisionMarks:
 class RowSet:
     """The collision rows, or the exclusive rows, of a batch: which rows they are, and between which ranks they travel.
 
-    The last four are None until they are needed, unless fused index work has found them before.
+    The last four are None until they are needed, unless fused index work has found them before. It needs no
+    ``requester_wire_order``.
     """
 
     features: Features  # owner: ids of these rows, in lookup order
     owner_wire_order: Tensor  # [n] owner: position in ``features`` of each row in wire order
     by_requester: list[int]  # [W] owner: rows for each requester
-    requester_wire_order: Tensor  # [m] requester: position in request order of each row in wire order
+    requester_wire_order: Tensor | None  # [m] requester: position in request order of each row in wire order
     by_owner: list[int]  # [W] requester: rows from each owner
     wire_ids: Tensor | None = None  # [n] owner: id of each row in wire order
     wire_position: Tensor | None = None  # [n] owner: position in wire order of each row in lookup order

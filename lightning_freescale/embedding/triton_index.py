@@ -124,20 +124,27 @@ class TritonIndex(FusedIndex):
 
 def _size(owned: int, requested: int, lengths: int) -> int:
     """Memory for one batch in ``divide_batches``, whose kernel computes the same."""
-    return 4 * owned + 3 * requested + 4 * lengths + 2
+    return 4 * owned + 2 * requested + 2 * lengths + 2
 
 
 def _parts_of(owned: int, requested: int, lengths: int, counts: Sequence[list[int]]) -> list[int]:
     """Sizes of the arrays of one batch in this memory: of collision rows and of exclusive rows in turn."""
     of_owner, of_requester = sum(counts[0]), sum(counts[3])  # collision rows
     at_owner, at_requester = [of_owner, owned - of_owner], [of_requester, requested - of_requester]
-    return [*at_owner * 4, *at_requester * 2, requested, lengths + 1, lengths + 1, lengths, lengths]
+    return [*at_owner * 4, *at_requester, requested, lengths + 1, lengths + 1]
 
 
-def _divided(arrays: Sequence[Tensor], counts: Sequence[list[int]]) -> DividedIds:
-    v0, v1, w0, w1, p0, p1, i0, i1, r0, r1, b0, b1, batch_order, o0, o1, l0, l1 = arrays
-    pairs = (v0, v1), (w0, w1), (p0, p1), (i0, i1), (r0, r1), (b0, b1)
-    return DividedIds(*pairs, batch_order, (o0, o1), (l0, l1), *counts)
+def _divided(arrays: Sequence[Tensor], counts: tuple[list[int], list[int], list[int], list[int]]) -> DividedIds:
+    return DividedIds(
+        (arrays[0], arrays[1]),
+        (arrays[2], arrays[3]),
+        (arrays[4], arrays[5]),
+        (arrays[6], arrays[7]),
+        (arrays[8], arrays[9]),
+        arrays[10],
+        (arrays[11], arrays[12]),
+        *counts,
+    )
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -22,7 +22,11 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device, high_priority: bool = False):
-        self.stream = torch.cuda.Stream(device, priority=-int(high_priority)) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=-int(high_priority))
+            # Recorded again for each wait, on this stream and on the compute stream: a wait is for what was recorded last.
+            self._queued, self._computed = torch.cuda.Event(), torch.cuda.Event()
 
     def work(
         self, *after: SideStream | None, compute: bool = False, event: torch.cuda.Event | None = None
@@ -38,9 +42,11 @@ class SideStream:
             return _AT_ONCE
         for other in after:
             if other is not None and other.stream is not None:
-                self.stream.wait_stream(other.stream)
+                other._queued.record(other.stream)
+                self.stream.wait_event(other._queued)
         if compute:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._computed.record(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_event(self._computed)
         if event is not None:
             self.stream.wait_event(event)
         return _Selected(self.stream)
@@ -50,7 +56,8 @@ class SideStream:
         if self.stream is None:
             return None
         current = torch.cuda.current_stream()
-        current.wait_stream(self.stream)
+        self._queued.record(self.stream)
+        current.wait_event(self._queued)
         return current
 
 

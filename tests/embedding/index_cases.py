@@ -133,7 +133,6 @@ def reference_divide(requests: Requests, marks: tuple[Tensor, Tensor], rank: int
     parts = orders.wire[:owned], orders.wire[owned:]
     values_parts = values[:owned], values[owned:]
     batch = orders.request if requests.batch_position is None else requests.batch_position[orders.request]
-    exclusive = features.lengths() - orders.collisions
 
     def starts(lengths: Tensor) -> Tensor:
         return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -144,11 +143,9 @@ def reference_divide(requests: Requests, marks: tuple[Tensor, Tensor], rank: int
         parts,
         (inverse_permutation(parts[0]), inverse_permutation(parts[1])),
         (values_parts[0][parts[0]], values_parts[1][parts[1]]),
-        (orders.request[:requested], orders.request[requested:]),
         (batch[:requested], batch[requested:]),
         inverse_permutation(batch),
-        (starts(orders.collisions), starts(exclusive)),
-        (orders.collisions, exclusive),
+        (starts(orders.collisions), starts(features.lengths() - orders.collisions)),
         by_requester,
         by_feature,
         all_by_feature,
