@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import _C
@@ -105,6 +107,7 @@ class KnownCounts:
         self._possible = type(module) in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
         self._countable = not getattr(module, "_use_index_dedup", False)  # dedup changes the numbers of ids
         self._installed = self._active = self._ahead = False
+        self._only: RwSparseFeaturesDist | None = None  # the exchange of all ids of the module, if it is a single one
 
     def input_dist(self, context: Any, kjt: KeyedJaggedTensor, ahead: bool = False) -> Any:
         """What ``module.input_dist(context, kjt)`` does, with the counts of ``kjt`` if they are known.
@@ -124,11 +127,32 @@ class KnownCounts:
             _check_unchanged(kjt, self._module._env.process_group.rank())
         self._active = True
         try:
-            sent = self._module.input_dist(context, kjt)
+            return (
+                self._only_exchange(context, kjt) if self._has_one_exchange(kjt) else self._all_exchanges(context, kjt)
+            )
         finally:
             self._counts, self._active = None, False
+
+    def _all_exchanges(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
+        sent = self._module.input_dist(context, kjt)
         sent._module_fqn = None  # a name for ranges of the profiler, which take the host some time
         return sent
+
+    def _has_one_exchange(self, kjt: KeyedJaggedTensor) -> bool:
+        """Whether ``module.input_dist`` would call a single exchange with ``kjt`` itself."""
+        if self._only is None or self._module._use_index_dedup or kjt.variable_stride_per_key():
+            return False
+        return len(kjt.keys()) == self._only._feature_block_sizes_tensor.numel()
+
+    def _only_exchange(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
+        """What ``module.input_dist`` does then, without its further work for the host."""
+        assert self._only is not None
+        sizes = self._only.forward(kjt)
+        position = self._only.unbucketize_permute_tensor
+        context.sharding_contexts.append(
+            SequenceShardingContext(features_before_input_dist=kjt, unbucketize_permute_tensor=position)
+        )
+        return KJTListSplitsAwaitable([sizes], context)
 
     def _install(self) -> None:
         """TorchRec makes the exchanges of ids when the module is called for the first time.
@@ -142,6 +166,9 @@ class KnownCounts:
                 ids = RowWiseIds(self._module._env.process_group, sizes.numel())
                 forward = partial(type(exchange).forward, exchange)
                 exchange.forward = partial(self._send, forward, exchange, ids, sizes.tolist())
+                alone = len(self._module._input_dists) == 1 and not self._module._features_order
+                if alone and type(self._module) is ShardedEmbeddingCollection:
+                    self._only = exchange
 
     def _send(
         self,

@@ -30,7 +30,7 @@ from lightning_freescale.runtime.streams import Readback
 
 
 # ---- what a stage holds for each sharding group --------------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one
 class Requests:
     """Who requests what: the ids that this rank requests from each owner, and the ids that each requester asks of this rank."""
 
@@ -68,12 +68,17 @@ def with_places(
     request_position: Tensor | None,
 ) -> Requests:
     """The requests of a batch whose places the fused index work has computed."""
+    keys, owner_wire_order, requester_wire_order, batch_position, segments = placed
     return Requests(
-        features=features,
-        by_requester=by_requester,
-        by_owner=by_owner,
-        request_position=request_position,
-        **placed._asdict(),
+        features,
+        keys,
+        owner_wire_order,
+        requester_wire_order,
+        by_requester,
+        by_owner,
+        request_position,
+        batch_position,
+        segments,
     )
 
 

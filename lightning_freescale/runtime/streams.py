@@ -70,15 +70,15 @@ class _Selected:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._before = torch._C._cuda_getCurrentStream(self._stream.device_index)
-        _select(self._stream.stream_id, self._stream.device_index, self._stream.device_type)
+        stream = self._stream
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+        torch._C._cuda_setStream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def __exit__(self, *error: object) -> None:
-        _select(*self._before)
-
-
-def _select(stream_id: int, device_index: int, device_type: int) -> None:
-    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        stream_id, device_index, device_type = self._before
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def mark_used_on(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Tensor | None]) -> None:

@@ -58,6 +58,7 @@ PINNED = {
     "_embedding_dim_for_sharding_type": ShardedEmbeddingCollection,
     "_embedding_names_per_sharding": ShardedEmbeddingCollection,
     "_env": ShardedEmbeddingCollection,
+    "_features_order": ShardedEmbeddingCollection,
     "_features_to_permute_indices": ShardedEmbeddingCollection,
     "_lookups": ShardedEmbeddingCollection,
     "_need_indices": ShardedEmbeddingCollection,
@@ -144,6 +145,7 @@ def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int
     """The exchange of the ids of row-wise tables. ``test_owner_counts.py`` tests the numbers of ids that it sends."""
     exchanges = [part for part in module._input_dists if isinstance(part, RwSparseFeaturesDist)]
     assert len(exchanges) == (kind in ("row_wise", "mixed")), "_input_dists"
+    assert not module._features_order
     for exchange in exchanges:
         rows = [ROWS["one"], *([ROWS["two"]] * 2 if kind == "row_wise" else [])]
         assert exchange._feature_block_sizes_tensor.tolist() == [-(-count // world) for count in rows]
