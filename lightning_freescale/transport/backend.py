@@ -74,10 +74,7 @@ class FreeScaleGroup(_ProcessGroup):
         world = self.size()
         send = RankBuffers.split(input, input_splits, world, "input")
         receive = RankBuffers.split(output, output_splits, world, "output")
-        device = input.device
-        if device != output.device:
-            self._check_one_device("all_to_all", [input, output])
-        return self._mover(device).exchange("all_to_all", send, receive)
+        return self._exchange("all_to_all", [input, output], send, receive)
 
     @override
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -160,14 +157,12 @@ class FreeScaleGroup(_ProcessGroup):
         return self._exchange("all_gather", [input, *outputs], send, receive)
 
     def _exchange(self, kind: str, tensors: list[Tensor], send: RankBuffers, receive: RankBuffers) -> Any:
-        self._check_one_device(kind, tensors)
-        return self._mover(tensors[0].device).exchange(kind, send, receive)
-
-    @staticmethod
-    def _check_one_device(kind: str, tensors: list[Tensor]) -> None:
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            raise InputError(f"{kind}: all tensors must be on one device, not {sorted(map(str, devices))}")
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device:
+                devices = sorted({str(tensor.device) for tensor in tensors})
+                raise InputError(f"{kind}: all tensors must be on one device, not {devices}")
+        return self._mover(device).exchange(kind, send, receive)
 
     def _mover(self, device: torch.device) -> GlooMover | HostStagedMover:
         """The mover of this device's tensors. Making a host-staged mover is a collective: all ranks do it in their first call."""
