@@ -42,7 +42,6 @@ from lightning_freescale.embedding.index import (
     split_orders,
     wire_bounds,
 )
-from lightning_freescale.embedding.index_results import FusedMarks
 from lightning_freescale.embedding.stages import Requests, with_places
 from lightning_freescale.runtime.streams import Readback, int64_on_device
 
@@ -149,7 +148,6 @@ def _divide_with_operators(rank: RankInCluster, request: Requests, collides: Ten
         *(values[:owned], values[owned:]),
         *parts,
         *ids,
-        *(orders.request[:requested], orders.request[requested:]),
         *(batch_position[:requested], batch_position[requested:]),
         inverse_permutation(batch_position),
         lengths,
@@ -177,11 +175,10 @@ def with_fused(rank: RankInCluster, index: FusedIndex) -> list[Tensor]:
     marks[len(marks) - len(rank.received) :] = rank.received
     pair = index.count(requests[0], requests[1], marks, bounds)
     found: list[Tensor] = []
-    for number, request in enumerate(requests):
-        rows = index.divide(request, FusedMarks(lambda: pair, second=number == 1))
-        for parts in (rows.values, rows.wire_order, rows.wire_ids, rows.request_order, rows.batch_position):
+    for number, rows in enumerate(index.divide(requests[0], requests[1], pair)):
+        for parts in (rows.values, rows.wire_order, rows.wire_ids, rows.batch_position):
             found += parts
-        found += [rows.batch_order, rows.lengths[1], pair.counts[number]]
+        found += [rows.batch_order, rows.offsets[1].diff(), pair.counts[number]]
     return found
 
 

@@ -46,8 +46,16 @@ class TrackedTransfer:
 
     __slots__ = ("_issued", "_kind", "_timeline")
 
-    def __init__(self, timeline: Timeline, kind: Kind, issued: Moment | None):
+    def __init__(self, timeline: Timeline, kind: Kind | str, issued: Moment | None):
         self._timeline, self._kind, self._issued = timeline, kind, issued
+
+    def wait(self, work: Any) -> None:
+        """``work.wait()``, and record it. ``work`` is that of the collective."""
+        if self._timeline.active:
+            with self.waiting():
+                work.wait()
+        else:
+            work.wait()
 
     def waiting(self) -> AbstractContextManager[None]:
         """Put it around the wait for the collective: ``with transfer.waiting(): work.wait()``."""
@@ -184,10 +192,10 @@ class Timeline:
         The collective shows on a track of its own from start to end. The wait for it (:meth:`TrackedTransfer.waiting`) shows
         on the track that waits. ``nbytes`` is what this rank sends.
         """
-        kind = Kind(kind)
         if not self.active:
             # The next step may be recorded and wait for this collective. It then needs the time at which this rank joined.
             return TrackedTransfer(self, kind, self.clock() if self._compute is None else None)
+        kind = Kind(kind)
         self.count("bytes", nbytes)
         issued, pending, track = self.mark(), self._pending, f"{kind.value} (async)"
 

@@ -48,8 +48,7 @@ class PendingAllToAll(NamedTuple):
 
     def wait(self) -> Tensor:
         """Wait for the transfer, and return what this rank has received: ``[sum(receive), ...]`` in wire order."""
-        with self.tracked.waiting():
-            self.work.wait()
+        self.tracked.wait(self.work)
         return self.received
 
 
@@ -77,17 +76,20 @@ def start(
         wire: the type that the rows have while they travel; that of ``source`` by default.
     """
     wire = wire or source.dtype
-    own = send[group.rank()]
+    rank, rounds = group.rank(), wire != source.dtype
+    own = send[rank]
     order, kept = _divide(order, own)
-    sent = to_wire(source.index_select(0, order), wire)
+    sent = source.index_select(0, order)
+    if rounds:
+        sent = to_wire(sent, wire)
     received = source.new_empty((sum(receive), *source.shape[1:]), dtype=wire) if into is None else into
     from_others, from_self = _divide(received, own)
-    pending = _start(sent, received, from_others, send, receive, group, timeline, kind)
+    pending = _start(sent, received, from_others, send, receive, rank, group, timeline, kind)
     if own:  # copied while the other rows travel; rounded like them, so that a result does not depend on the owner
-        if wire == source.dtype:
-            torch.index_select(source, 0, kept, out=from_self)
-        else:
+        if rounds:
             from_self.copy_(to_wire(source.index_select(0, kept), wire))
+        else:
+            torch.index_select(source, 0, kept, out=from_self)
     return pending
 
 
@@ -107,8 +109,9 @@ def start_packed(
         received: ``[sum(receive), ...]`` receive buffer, with this rank's own rows at its end.
         send, receive, group, timeline, kind: as for :func:`start`.
     """
-    from_others, _ = _divide(received, receive[group.rank()])
-    return _start(sent, received, from_others, send, receive, group, timeline, kind)
+    rank = group.rank()
+    from_others, _ = _divide(received, receive[rank])
+    return _start(sent, received, from_others, send, receive, rank, group, timeline, kind)
 
 
 def _divide(rows: Tensor, own: int) -> tuple[Tensor, Tensor]:
@@ -125,11 +128,11 @@ def _start(
     from_others: Tensor,
     send: list[int],
     receive: list[int],
+    rank: int,
     group: dist.ProcessGroup,
     timeline: Timeline,
     kind: Kind,
 ) -> PendingAllToAll:
-    rank = group.rank()
     send, receive = send.copy(), receive.copy()
     send[rank] = receive[rank] = 0
     work = direct_calls.start_all_to_all(from_others, sent, receive, send, group)

@@ -108,6 +108,7 @@ class BagTables(LocalTables):
             rows = self.module._lookups[group](features)
         with torch.autograd.set_multithreading_enabled(False):  # as in the base class
             rows.backward(pooled)  # the fused optimizer runs in here
+        self.optimizer.restore_count()
 
     def _one_id_per_bag(
         self, group: int, bags: KeyedJaggedTensor, features: KeyedJaggedTensor, gradient: Tensor

@@ -9,7 +9,6 @@ first prioritized step: the counts that the host needs are copied to it one step
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -26,9 +25,15 @@ from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKi
 from lightning_freescale.embedding.cpp_index import CppIndex
 from lightning_freescale.embedding.fused_index import FusedIndex
 from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
-from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, PairOfBatches
+from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PartOfFeatures
 from lightning_freescale.embedding.local_tables import LocalTables
-from lightning_freescale.embedding.stages import CollisionMarks, CountedMarks, Requests, RoutedBatch, RowSet
+from lightning_freescale.embedding.stages import (
+    CollisionMarks,
+    CountedMarks,
+    Requests,
+    RoutedBatch,
+    RowSet,
+)
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import Readback, SideStream, int64_on_device, mark_used_on
 
@@ -94,10 +99,12 @@ class CollisionFinder:
         self._device, self._group, self._timeline = tables.device, ids_group, timeline
         self._ids_stream, self._table_stream = ids_stream, table_stream
         self.fused = _fused_indices(tables, ids_group) if self.fuses else []
+        self.has_new_ids = False  # whether the ids stream has results for which the table stream has not waited
         self.detectors = [] if self.fused else [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
     def find(self, first: RoutedBatch, second: RoutedBatch) -> None:
         """Find the rows that two consecutive batches share, and send the result to the requesters. All ranks must call it."""
+        self.has_new_ids = True
         if self.fused:
             self._find_fused(self.fused, first, second)
             return
@@ -117,15 +124,11 @@ class CollisionFinder:
         with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
             for index, a, b in zip(indices, first.requests, second.requests, strict=True):
                 pairs.append(self._pair(index, a, b))
-                if (
-                    self._device.type == "cuda"
-                ):  # elsewhere the wait would block the host: it waits when it needs the counts
-                    mark_used_on(self._table_stream, pairs[-1]().tensors())
         first.with_next = [FusedMarks(pair, second=False) for pair in pairs]
         second.with_previous = [FusedMarks(pair, second=True) for pair in pairs]
 
-    def _pair(self, index: FusedIndex, a: Requests, b: Requests) -> Callable[[], PairOfBatches]:
-        """Send the marks of two batches to the requesters. The result waits for those of other ranks, and counts all."""
+    def _pair(self, index: FusedIndex, a: Requests, b: Requests) -> Callable[[], tuple[DividedIds, DividedIds]]:
+        """Send the marks of two batches to the requesters. The result divides both batches by the marks of all ranks."""
         bounds = index.bounds(a, b)
         marks, sent = index.mark(a, b, bounds)
         received_from = a.row_keys.numel() + b.row_keys.numel()
@@ -139,12 +142,23 @@ class CollisionFinder:
             Kind.ID_EXCHANGE,
         )
 
-        @functools.cache
-        def pair() -> PairOfBatches:
+        pair: PairOfBatches | None = None
+        if self._device.type == "cuda":  # elsewhere the wait would block the host: it waits when it needs the counts
             transfer.wait()
-            return index.count(a, b, marks, bounds)
+            pair = index.count(a, b, marks, bounds)
+            mark_used_on(self._table_stream, pair.tensors())
+        result: tuple[DividedIds, DividedIds] | None = None
 
-        return pair
+        def divided() -> tuple[DividedIds, DividedIds]:
+            nonlocal pair, result
+            if result is None:
+                if pair is None:
+                    transfer.wait()
+                    pair = index.count(a, b, marks, bounds)
+                result = index.divide(a, b, pair)
+            return result
+
+        return divided
 
     def _tell_requesters(self, requests: Requests, collides: Tensor) -> CollisionMarks:
         transfer = all_to_all.start(
@@ -185,48 +199,32 @@ class CollisionFinder:
         requests: list[Requests],
         marks: Sequence[CollisionMarks | FusedMarks] | None,
         without_marks: RowKind,
+        complete: Callable[[int, Requests, RowSet], RowSet],
     ) -> list[dict[RowKind, RowSet]]:
         """Divide the rows of a batch into collision rows and exclusive rows, for each sharding group.
 
         Args:
             marks: the collisions with one neighbouring batch. None if there is no neighbour: all rows are then of the kind
                 ``without_marks``, and the other kind has no entry.
+            complete: adds to the rows of one kind what the caller needs. Its arguments are the number of the sharding group,
+                its requests, and the rows.
         """
-        with self._table_stream.work(self._ids_stream), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
-            if marks is None:
-                return [{without_marks: _all_rows(group)} for group in requests]
-            return [
-                self._divide_fused(self.fused[group], requests_of, marks_of)
-                if isinstance(marks_of, FusedMarks)
-                else self._divide(requests_of, marks_of)
-                for group, (requests_of, marks_of) in enumerate(zip(requests, marks, strict=True))
-            ]
-
-    def _divide_fused(self, index: FusedIndex, requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
-        features, rows = requests.features, index.divide(requests, marks)
-        collisions = rows.by_requester, rows.by_feature, rows.by_owner
-        exclusives = (
-            _minus(requests.by_requester, rows.by_requester),
-            _minus(rows.all_by_feature, rows.by_feature),
-            _minus(requests.by_owner, rows.by_owner),
-        )
-
-        def part(number: int, counts: tuple[list[int], ...]) -> RowSet:
-            by_requester, by_feature, by_owner = counts
-            kjt = KeyedJaggedTensor(
-                features.keys(),
-                rows.values[number],
-                lengths=rows.lengths[number],
-                offsets=rows.offsets[number],
-                stride=features.stride(),
-                length_per_key=by_feature,
-            )
-            known = KnownPlaces(
-                rows.wire_ids[number], rows.wire_position[number], rows.batch_position[number], rows.batch_order
-            )
-            return RowSet(kjt, rows.wire_order[number], by_requester, rows.request_order[number], by_owner, known)
-
-        return {COLLISION: part(0, collisions), EXCLUSIVE: part(1, exclusives)}
+        divided = []
+        after = self._ids_stream if self.has_new_ids else None
+        self.has_new_ids = False
+        with self._table_stream.work(after), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            for group, of_group in enumerate(requests):
+                found = marks[group] if marks is not None else None
+                if found is None:
+                    sets = {without_marks: _all_rows(of_group)}
+                elif isinstance(found, FusedMarks):
+                    sets = _divide_fused(of_group, found)
+                else:
+                    sets = self._divide(of_group, found)
+                for kind in sets:
+                    sets[kind] = complete(group, of_group, sets[kind])
+                divided.append(sets)
+        return divided
 
     def _divide(self, requests: Requests, marks: CollisionMarks) -> dict[RowKind, RowSet]:
         counted = marks.counted or self._count(requests, marks)
@@ -268,6 +266,33 @@ class CollisionFinder:
                 _minus(requests.by_owner, by_owner),
             ),
         }
+
+
+def _divide_fused(requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:
+    rows = marks.divided()[marks.second]
+
+    def part(number: int, by_requester: list[int], by_feature: list[int], by_owner: list[int]) -> RowSet:
+        return RowSet(
+            PartOfFeatures(requests.features, rows.values[number], rows.offsets[number], by_feature),
+            rows.wire_order[number],
+            by_requester,
+            None,
+            by_owner,
+            rows.wire_ids[number],
+            rows.wire_position[number],
+            rows.batch_position[number],
+            rows.batch_order,
+        )
+
+    return {
+        COLLISION: part(0, rows.by_requester, rows.by_feature, rows.by_owner),
+        EXCLUSIVE: part(
+            1,
+            _minus(requests.by_requester, rows.by_requester),
+            _minus(rows.all_by_feature, rows.by_feature),
+            _minus(requests.by_owner, rows.by_owner),
+        ),
+    }
 
 
 def _all_rows(requests: Requests) -> RowSet:

@@ -13,7 +13,6 @@ from lightning_freescale import _C
 from lightning_freescale.embedding.fused_index import PLACES_A, PLACES_B, FusedIndex, PlacesInBounds
 from lightning_freescale.embedding.index_results import (
     DividedIds,
-    FusedMarks,
     PairOfBatches,
     PlacedIds,
     RankBounds,
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
 class CppIndex(FusedIndex):
     """One pass over the ids for each call."""
 
+    def __init__(self, num_rows: int, first_key: Tensor, rank: int, world_size: int):
+        super().__init__(num_rows, first_key, rank, world_size)
+        self._stamp_array, self._first_keys = self._stamps.numpy(), _ints(first_key)
+
     def place(
         self, features: KeyedJaggedTensor, samples: list[int], by_owner: list[int], unbucketize: Tensor | None
     ) -> PlacedIds:
@@ -35,8 +38,8 @@ class CppIndex(FusedIndex):
             _C.exchange_place(
                 _ints(features.values()),
                 _offsets(features),
-                _ints(self._bounds_of(samples)),
-                _ints(self._first_key),
+                self._bounds_of(samples).numpy(),
+                self._first_keys,
                 np.array(by_owner, dtype=np.int64),
                 None if unbucketize is None else _ints(unbucketize),
                 self._rank,
@@ -46,19 +49,18 @@ class CppIndex(FusedIndex):
         return PlacedIds(keys, owner_order, requester_order, position, Segments(lookup, wire))
 
     def _note(self, keys: Tensor, stamp: int) -> None:
-        _C.exchange_note(keys.numpy(), stamp, self._stamps.numpy())
+        _C.exchange_note(keys.numpy(), stamp, self._stamp_array)
 
     def _look(
         self, batch: Requests, marks: Tensor, sent: Tensor, shifts: Tensor, first: int, stamp: int, kept_from: int
     ) -> None:
         assert batch.segments is not None
-        lookup, wire = (part.numpy() for part in batch.segments)
         _C.exchange_look(
             batch.row_keys.numpy(),
-            lookup,
-            wire,
+            batch.segments.lookup.numpy(),
+            batch.segments.wire.numpy(),
             shifts.numpy(),
-            self._stamps.numpy(),
+            self._stamp_array,
             stamp,
             self._rank,
             marks.numpy(),
@@ -73,50 +75,67 @@ class CppIndex(FusedIndex):
 
         def counts(batch: Requests, first: int, places: PlacesInBounds) -> Tensor:
             assert batch.segments is not None
-            _, start, end, shift = (rows[place] for place in places)
-            lookup = batch.segments.lookup.numpy()
-            return torch.from_numpy(
-                _C.exchange_count(all_marks, first, sum(owned), lookup, start, end, shift, features, self._rank)
+            found = _C.exchange_count(
+                all_marks,
+                first,
+                sum(owned),
+                batch.segments.lookup.numpy(),
+                rows[places.receive_start],
+                rows[places.receive_end],
+                rows[places.receive_shift],
+                features,
+                self._rank,
             )
+            return torch.from_numpy(found)
 
         return PairOfBatches(marks, bounds, (counts(a, 0, PLACES_A), counts(b, owned[0], PLACES_B)), owned)
 
-    def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
-        assert requests.segments is not None
-        pair, which, unbucketize = marks.pair(), int(marks.second), requests.request_position
-        rows = pair.bounds.table.numpy()
-        _, start, end, shift = (rows[place] for place in (PLACES_B if marks.second else PLACES_A))
-        counts = pair.counts[which]
-        *arrays, batch_order, offsets, lengths = _C.exchange_divide(
-            pair.marks.numpy(),
-            which * pair.owned[0],
-            sum(pair.owned),
-            _ints(requests.features.values()),
-            _offsets(requests.features),
-            requests.segments.lookup.numpy(),
-            counts.numpy(),
-            None if unbucketize is None else _ints(unbucketize),
-            start,
-            end,
-            shift,
-            self._num_features,
-            self._rank,
-        )
-        parts = self._parts(counts.tolist())
-        owned, requested = sum(parts[0]), sum(parts[3])  # number of collision rows
-        firsts = (owned,) * 4 + (requested,) * 2 + (offsets.size // 2, lengths.size // 2)
-        pairs = [_parts_of(array, first) for array, first in zip((*arrays, offsets, lengths), firsts, strict=True)]
-        return self._divided(pairs, torch.from_numpy(batch_order), parts)
+    def divide(self, a: Requests, b: Requests, pair: PairOfBatches) -> tuple[DividedIds, DividedIds]:
+        marks, rows, received_from = pair.marks.numpy(), pair.bounds.table.numpy(), sum(pair.owned)
+
+        def divided(requests: Requests, first: int, places: PlacesInBounds, counted: Tensor) -> DividedIds:
+            assert requests.segments is not None
+            unbucketize, counts = requests.request_position, counted.numpy()
+            values, wire_order, wire_position, wire_ids, _, batch_position, batch_order, offsets, _ = (
+                _C.exchange_divide(
+                    marks,
+                    first,
+                    received_from,
+                    _ints(requests.features.values()),
+                    _offsets(requests.features),
+                    requests.segments.lookup.numpy(),
+                    counts,
+                    None if unbucketize is None else _ints(unbucketize),
+                    rows[places.receive_start],
+                    rows[places.receive_end],
+                    rows[places.receive_shift],
+                    self._num_features,
+                    self._rank,
+                )
+            )
+            parts = self._parts(counts.tolist())
+            owned, requested = sum(parts[0]), sum(parts[3])  # number of collision rows
+            return DividedIds(
+                _parts_of(values, owned),
+                _parts_of(wire_order, owned),
+                _parts_of(wire_position, owned),
+                _parts_of(wire_ids, owned),
+                _parts_of(batch_position, requested),
+                torch.from_numpy(batch_order),
+                _parts_of(offsets, offsets.size // 2),
+                *parts,
+            )
+
+        return divided(a, 0, PLACES_A, pair.counts[0]), divided(b, pair.owned[0], PLACES_B, pair.counts[1])
 
 
-def _parts_of(array: Any, first: int) -> tuple[Tensor, Tensor]:
+def _parts_of(array: Any, first: int) -> Any:
     """The first elements of the array, and the others."""
-    flat = array.reshape(-1)
-    return torch.from_numpy(flat[:first]), torch.from_numpy(flat[first:])
+    return torch.from_numpy(array).split_with_sizes((first, array.size - first))
 
 
 def _ints(tensor: Tensor) -> Any:
-    return tensor.to(torch.int64).contiguous().numpy()
+    return np.ascontiguousarray(tensor.numpy(), np.int64)
 
 
 def _offsets(features: KeyedJaggedTensor) -> Any:

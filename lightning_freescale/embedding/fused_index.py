@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PlacedIds, RankBounds
+from lightning_freescale.embedding.index_results import DividedIds, PairOfBatches, PlacedIds, RankBounds
 from lightning_freescale.runtime.streams import int64_on_device
 
 if TYPE_CHECKING:
@@ -127,35 +125,18 @@ class FusedIndex(ABC):
         """When all marks are there: count them, and start to copy the sizes of all parts to the host."""
 
     @abstractmethod
-    def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
-        """Divide a batch into collision rows and exclusive rows."""
+    def divide(self, a: Requests, b: Requests, pair: PairOfBatches) -> tuple[DividedIds, DividedIds]:
+        """Divide both batches into collision rows and exclusive rows."""
 
-    def _parts(self, counts: list[int]) -> list[list[int]]:
+    def _parts(self, counts: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
         """The counts of a batch in the order of ``index.split_counts``: by requester, by feature (twice), by owner."""
         ranks, features = self._world_size, self._num_features
-        starts = accumulate((ranks, features, features, ranks), initial=0)
-        return [counts[start:end] for start, end in pairwise(starts)]
-
-    def _divided(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], batch_order: Tensor, counts: Sequence[list[int]]
-    ) -> DividedIds:
-        """The result of :meth:`divide`: all pairs of arrays in the order of its fields, and what :meth:`_parts` returns."""
-        values, wire_order, wire_position, wire_ids, request_order, batch_position, offsets, lengths = pairs
-        by_requester, by_feature, all_by_feature, by_owner = counts
-        return DividedIds(
-            values,
-            wire_order,
-            wire_position,
-            wire_ids,
-            request_order,
-            batch_position,
-            batch_order,
-            offsets,
-            lengths,
-            by_requester,
-            by_feature,
-            all_by_feature,
-            by_owner,
+        by_owner = ranks + 2 * features
+        return (
+            counts[:ranks],
+            counts[ranks : ranks + features],
+            counts[ranks + features : by_owner],
+            counts[by_owner : by_owner + ranks],
         )
 
     def _bounds_of(self, samples: list[int]) -> Tensor:

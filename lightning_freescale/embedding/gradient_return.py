@@ -28,7 +28,7 @@ from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, Excha
 from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.index import inverse_permutation
 from lightning_freescale.embedding.local_tables import LocalTables
-from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturningBatch, ReturnSet, RowSet
+from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturningBatch, RowSet
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.host_pacing import HostPacer
 from lightning_freescale.runtime.streams import SideStream, mark_used_on
@@ -96,22 +96,22 @@ class GradientReturn:
     def expect(self, batch: ComputingBatch) -> ReturningBatch:
         """Before the backward: decide which gradients leave first. Without a next batch all of them do."""
         requests = batch.routed.requests
-        row_sets = self._finder.divide(requests, batch.routed.with_next, COLLISION)
-        with self._stream.work():
-            returning = ReturningBatch(
-                batch,
-                [
-                    {kind: self.return_set(group, rows) for kind, rows in sets.items()}
-                    for group, sets in zip(requests, row_sets, strict=True)
-                ],
-            )
+        returning = ReturningBatch(
+            batch, self._finder.divide(requests, batch.routed.with_next, COLLISION, self.return_set)
+        )
         self._pacer.backward_starts()
         self._expected = returning
         return returning
 
-    def return_set(self, requests: Requests, rows: RowSet) -> ReturnSet:
-        """What is needed to return the gradients of ``rows``."""
-        return _return_set(requests, rows)
+    def return_set(self, group: int, requests: Requests, rows: RowSet) -> RowSet:
+        """Add what is needed to return the gradients of ``rows``."""
+        if rows.wire_position is None:
+            rows.wire_position = inverse_permutation(rows.owner_wire_order)
+        if rows.batch_position is None:
+            order, to_batch = rows.requester_wire_order, requests.batch_position
+            assert order is not None
+            rows.batch_position = order if to_batch is None else to_batch[order]
+        return rows
 
     def hand_over(self, batch: ComputingBatch, group: int, gradient: Tensor) -> None:
         """In the backward: autograd has computed the gradient of one sharding group, ``[m, D]`` in batch order."""
@@ -174,13 +174,15 @@ class GradientReturn:
         """As requester: start to send the gradients of one kind of rows to the owners."""
         batch.transfers[kind] = []
         gradients = batch.computing.gradients
-        mark_used_on(self._stream, gradients)
-        # Collision gradients are sent first, so only they must wait for the compute stream.
+        # Collision gradients are sent first, so only then the compute stream is awaited, and the memory marked.
+        if kind == COLLISION:
+            mark_used_on(self._stream, gradients)
         with self._stream.work(compute=kind == COLLISION):
             for gradient, sets in zip(gradients, batch.row_sets, strict=True):
                 if kind not in sets or gradient is None:  # no gradient: the loss does not depend on this group
                     continue
                 rows = sets[kind]
+                assert rows.batch_position is not None
                 batch.transfers[kind].append(
                     all_to_all.start(
                         gradient,
@@ -209,28 +211,15 @@ class GradientReturn:
             for group, (gradient, sets) in enumerate(zip(batch.computing.gradients, batch.row_sets, strict=True)):
                 if kind in sets and gradient is not None:
                     self.update(group, sets[kind], next(transfers).wait(), batch.computing)
-            optimizer.restore_count()
         if other_rates:
             optimizer.set_learning_rates(present_rates)
 
-    def update(self, group: int, rows: ReturnSet, received: Tensor, batch: ComputingBatch) -> None:
+    def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
         """Update rows with ``received``, the ``[n, D]`` gradients in wire order."""
         if not received.numel():
             return
+        assert rows.wire_position is not None
         gradient = received.index_select(0, rows.wire_position).float()  # a gather of rows is faster than a scatter
         if batch.settings.divide_by_ranks:
             gradient.div_(self._world_size)
         self._tables.update(group, rows.features, gradient, batch.settings)
-
-
-def _return_set(requests: Requests, rows: RowSet) -> ReturnSet:
-    if rows.known is not None:
-        return ReturnSet(**vars(rows), wire_position=rows.known.wire_position, batch_position=rows.known.batch_position)
-    request_to_batch = requests.batch_position
-    return ReturnSet(
-        **vars(rows),
-        wire_position=inverse_permutation(rows.owner_wire_order),
-        batch_position=rows.requester_wire_order
-        if request_to_batch is None
-        else request_to_batch[rows.requester_wire_order],
-    )

@@ -40,8 +40,8 @@ class RowWiseIds:
         self.rank, self.world_size = group.rank(), group.size()
         self._orders: dict[tuple[int, ...], Tensor] = {}
 
-    def send(self, divided: KeyedJaggedTensor, announced: AnnouncedSizes | None = None) -> SizesOfIds:
-        """Start the exchange of ids that are ordered by owner, then by feature: ``W * T`` keys with one batch size.
+    def send(self, divided: IdsByOwner, announced: AnnouncedSizes | None = None) -> SizesOfIds:
+        """Start the exchange.
 
         Args:
             divided: the ids.
@@ -69,6 +69,17 @@ class RowWiseIds:
         return self._orders[key]
 
 
+class IdsByOwner(NamedTuple):
+    """Ids that are ordered by owner, then by feature, then by sample. All features have the same batch size ``B``."""
+
+    keys: list[str]  # [T] names of the features
+    lengths: Tensor  # [W * T * B]
+    values: Tensor  # [m]
+    weights: Tensor | None  # [m]
+    samples: int  # B
+    by_owner: list[int] | None  # [W] number of ids; None if the host does not know it
+
+
 class AnnouncedSizes(NamedTuple):
     """What arrives at this rank.
 
@@ -88,6 +99,14 @@ class _DirectWait:
         return self._wait_impl()  # type: ignore[attr-defined]
 
 
+def wait_directly(awaitable: Awaitable[Any]) -> Any:
+    """The same for an awaitable of TorchRec."""
+    result = awaitable._wait_impl()
+    for callback in awaitable.callbacks:
+        result = callback(result)
+    return result
+
+
 class NoWaitDirect(_DirectWait, NoWait):
     """TorchRec's ``NoWait``: a result that is there already."""
 
@@ -95,18 +114,21 @@ class NoWaitDirect(_DirectWait, NoWait):
 class SizesOfIds(_DirectWait, Awaitable[KJTAllToAllTensorsAwaitable]):
     """The sizes of all transfers travel, unless they were announced. ``wait()`` starts to send the ids."""
 
-    def __init__(self, ids: RowWiseIds, divided: KeyedJaggedTensor, announced: AnnouncedSizes | None = None):
+    def __init__(self, ids: RowWiseIds, divided: IdsByOwner, announced: AnnouncedSizes | None = None):
         super().__init__()
-        self._ids, self._divided, self._announced = ids, divided, announced
-        features, samples = ids.num_features, divided.stride()
-        lengths, owned = [samples * features] * ids.world_size, _sums(divided.length_per_key(), features)
-        weights = divided.weights_or_none()
-        self._tensors = [divided.lengths(), divided.values(), *([] if weights is None else [weights])]
-        self._splits = [lengths, owned, *([] if weights is None else [owned])]
+        self._ids, self._keys, self._announced = ids, divided.keys, announced
+        world, of_owner = ids.world_size, divided.samples * ids.num_features
+        owned = divided.by_owner
+        if owned is None:
+            owned = divided.lengths.view(world, of_owner).sum(1).tolist()
+        self._tensors, self._splits = [divided.lengths, divided.values], [[of_owner] * world, owned]
+        if divided.weights is not None:
+            self._tensors.append(divided.weights)
+            self._splits.append(owned)
         if announced is not None:
             return
-        by_rank = zip(*self._splits, [samples] * ids.world_size, strict=True)
-        self._sent = int64_on_device([size for sizes in by_rank for size in sizes], divided.values().device)
+        by_rank = zip(*self._splits, [divided.samples] * world, strict=True)
+        self._sent = int64_on_device([size for sizes in by_rank for size in sizes], divided.values.device)
         self._received = torch.empty_like(self._sent)
         self._work = direct_calls.start_all_to_all(self._received, self._sent, [], [], ids.group)
 
@@ -115,12 +137,12 @@ class SizesOfIds(_DirectWait, Awaitable[KJTAllToAllTensorsAwaitable]):
             counts, samples = self._announced
             lengths = [number * self._ids.num_features for number in samples]
             splits = [lengths, *[counts] * (len(self._splits) - 1)]
-            return ArrivingIds(self._ids, self._divided, self._tensors, self._splits, splits, samples)
+            return ArrivingIds(self._ids, self._keys, self._tensors, self._splits, splits, samples)
         self._work.wait()
         columns = len(self._splits) + 1
         received = self._received.tolist()
         *splits, samples = (received[column::columns] for column in range(columns))
-        return ArrivingIds(self._ids, self._divided, self._tensors, self._splits, splits, samples)
+        return ArrivingIds(self._ids, self._keys, self._tensors, self._splits, splits, samples)
 
 
 class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
@@ -132,7 +154,7 @@ class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
     def __init__(
         self,
         ids: RowWiseIds,
-        divided: KeyedJaggedTensor,
+        keys: list[str],
         tensors: list[Tensor],
         sent: list[list[int]],
         received: list[list[int]],
@@ -144,7 +166,7 @@ class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
         self._output_splits = dict(zip(labels, received, strict=False))
         self._stride_per_rank = samples
         self._recat = ids.order(samples, tensors[0].device)
-        self._ids_keys = divided.keys()[: ids.num_features]
+        self._ids_keys = keys
         self._kept = tensors  # must stay alive until the transfers are complete
         self._arriving = [tensor.new_empty(sum(sizes)) for tensor, sizes in zip(tensors, received, strict=True)]
         self._works = [
@@ -159,17 +181,12 @@ class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
         samples = self._stride_per_rank
         assert lengths is not None
         assert values is not None
-        if len(set(samples)) > 1:
+        if len(self._ids_keys) == 1 or not any(samples):  # they are in order
+            permuted = lengths, values, weights
+        elif len(set(samples)) > 1:
             permuted = torch.ops.fbgemm.permute_1D_sparse_data(self._recat, lengths, values, weights, values.numel())
-        elif samples[0]:
+        else:
             rows = lengths.view(-1, samples[0])
             permuted = torch.ops.fbgemm.permute_2D_sparse_data(self._recat, rows, values, weights, values.numel())
-        else:
-            permuted = lengths, values, weights
         lengths, values, weights = permuted
         return KeyedJaggedTensor(self._ids_keys, values, weights, lengths=lengths.view(-1), stride=sum(samples))
-
-
-def _sums(counts: list[int], size: int) -> list[int]:
-    """The sum of each ``size`` counts in a row."""
-    return [sum(counts[start : start + size]) for start in range(0, len(counts), size)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.runtime.streams import Readback
 
@@ -44,7 +45,6 @@ class PairOfBatches(NamedTuple):
     owned: tuple[int, int]  # n_a, n_b
     on_host: Readback | None = None  # ``counts`` of both batches one after the other, if they are not on the host
     prefix: Tensor | None = None  # sums of the marks, on CUDA
-    starts: tuple[Tensor, Tensor] | None = None  # where the parts of each batch begin, on CUDA
 
     def tensors(self) -> list[Tensor | None]:
         """One tensor of each allocation."""
@@ -54,36 +54,72 @@ class PairOfBatches(NamedTuple):
 class FusedMarks(NamedTuple):
     """Which rows of one of the two batches collide with the other batch."""
 
-    pair: Callable[[], PairOfBatches]  # on a CPU, the first call waits for the marks of other ranks
+    divided: Callable[[], tuple[DividedIds, DividedIds]]  # both batches; the first call divides them
     second: bool  # whether this is the later batch
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one
 class DividedIds:
     """The rows of a batch: of each pair of arrays, the first is about the collision rows, the second about the exclusive rows.
 
-    ``divide_batch`` in ``index_triton.py`` explains each array.
+    ``divide_batches`` in ``index_triton.py`` explains each array.
     """
 
     values: tuple[Tensor, Tensor]
     wire_order: tuple[Tensor, Tensor]
     wire_position: tuple[Tensor, Tensor]
     wire_ids: tuple[Tensor, Tensor]
-    request_order: tuple[Tensor, Tensor]
     batch_position: tuple[Tensor, Tensor]
     batch_order: Tensor
     offsets: tuple[Tensor, Tensor]  # [T * B + 1]
-    lengths: tuple[Tensor, Tensor]
     by_requester: list[int]  # [W] collision rows
     by_feature: list[int]
     all_by_feature: list[int]
     by_owner: list[int]
 
 
-class KnownPlaces(NamedTuple):
-    """Places of the collision rows, or of the exclusive rows, of a batch."""
+class PartOfFeatures:
+    """Some ids of the features that an owner must look up. It has the methods of a ``KeyedJaggedTensor`` that reads need.
 
-    wire_ids: Tensor  # [n] owner: id of each row in wire order
-    wire_position: Tensor  # [n] owner: position in wire order of each row in lookup order
-    batch_position: Tensor  # [m] requester: position in the batch of each row in wire order
-    batch_order: Tensor  # [all m] requester: for each id of the batch, its position among the rows of both kinds
+    The exchange makes four of them in each step. To make a ``KeyedJaggedTensor`` takes the host longer than all of its uses
+    here, and most steps do not need one.
+
+    Args:
+        whole: the features.
+        values: ``[n]`` the chosen ids, in lookup order.
+        offsets: ``[T * B + 1]`` where the chosen ids of each feature and sample start.
+        length_per_key: ``[T]`` chosen ids of each feature.
+    """
+
+    __slots__ = ("_length_per_key", "_offsets", "_values", "_whole")
+
+    def __init__(self, whole: KeyedJaggedTensor, values: Tensor, offsets: Tensor, length_per_key: list[int]):
+        self._whole, self._values, self._offsets, self._length_per_key = whole, values, offsets, length_per_key
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        return self._offsets
+
+    def length_per_key(self) -> list[int]:
+        return self._length_per_key
+
+    def kjt(self) -> KeyedJaggedTensor:
+        """The same ids in TorchRec's type."""
+        return KeyedJaggedTensor(
+            self._whole.keys(),
+            self._values,
+            lengths=self._offsets.diff(),
+            offsets=self._offsets,
+            stride=self._whole.stride(),
+            length_per_key=self._length_per_key,
+        )
+
+
+Features: TypeAlias = KeyedJaggedTensor | PartOfFeatures
+
+
+def as_kjt(features: Features) -> KeyedJaggedTensor:
+    """The features in TorchRec's type."""
+    return features.kjt() if isinstance(features, PartOfFeatures) else features

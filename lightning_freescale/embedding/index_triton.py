@@ -21,7 +21,8 @@ BLOCK_IDS = 512  # ids of one program
 # Sizes of batches: a kernel must not be compiled again because a number happens to be 1 or a multiple of 16.
 _SIZES = (
     "num_features", "num_ranks", "num_samples", "rank", "num_owned", "num_requested", "own_start", "own_count", "count",
-    "stamp", "num_sent", "kept_from", "owned_a", "owned_b", "first_mark", "received_from", "num_lengths",
+    "stamp", "num_sent", "kept_from", "first_mark",
+    "owned_a", "owned_b", "requested_a", "requested_b", "lengths_a", "lengths_b",
 )  # fmt: skip
 
 
@@ -175,16 +176,16 @@ def _count_batch(
 
 @_kernel
 def count_marks(
-    prefix, lookup_a, lookup_b, bounds, counts, starts, owned_a, owned_b, num_features, num_ranks, rank,
-    BLOCK: tl.constexpr,
+    prefix, lookup_a, lookup_b, bounds, counts, owned_a, owned_b, num_features, num_ranks, rank, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The sizes of both parts of both batches, and where each segment of a part starts in wire order. One program.
 
     ``prefix`` counts the marks of A in lookup order, of B in lookup order, and those that this rank has received. ``counts`` is
-    ``[2, 2 W + 2 T]``, each row as :func:`~lightning_freescale.embedding.index.split_counts` gives it. ``starts`` is
+    ``[2, 2 W + 2 T]``, each row as :func:`~lightning_freescale.embedding.index.split_counts` gives it. After it come the starts,
     ``[2, 2 T W + 2 W]``: of the collision rows and of the exclusive rows, at the owner and then at the requester.
     """
     received_from = owned_a + owned_b
+    starts = counts + 4 * num_ranks + 4 * num_features
     _count_batch(
         prefix, lookup_a, 0, bounds + 4 * num_ranks, bounds + 5 * num_ranks, bounds + 6 * num_ranks, received_from,
         counts, starts, num_features, num_ranks, rank, BLOCK,
@@ -221,46 +222,38 @@ def _divide_ids(
 
 
 @triton.jit
-def _divide_lengths(place, prefix, offsets, offsets_out, lengths_out, first_mark, base, num_lengths):
+def _divide_offsets(place, prefix, offsets, offsets_out, first_mark, base, num_lengths):
     """At the owner: every feature and sample."""
     mask = place <= num_lengths
     offset = tl.load(offsets + place, mask=mask, other=0).to(tl.int64)
     collisions = _before(prefix, first_mark + offset, mask) - base
     tl.store(offsets_out + place, collisions, mask=mask)
     tl.store(offsets_out + num_lengths + 1 + place, offset - collisions, mask=mask)
-    mask = place < num_lengths
-    end = tl.load(offsets + place + 1, mask=mask, other=0).to(tl.int64)
-    length = _before(prefix, first_mark + end, mask) - base - collisions
-    tl.store(lengths_out + place, length, mask=mask)
-    tl.store(lengths_out + num_lengths + place, end - offset - length, mask=mask)
 
 
-@_kernel
-def divide_batch(
+@triton.jit
+def _divide_batch(
     marks, prefix, values, offsets, unbucketize, lookup, request_start, receive_start, receive_shift, starts, counts,
-    values_out, wire_order, wire_position, wire_ids, request_order, batch_position, batch_order,
-    offsets_out, lengths_out,
-    first_mark, received_from, num_owned, num_requested, num_lengths, num_features, num_ranks,
+    out, first_mark, received_from, num_owned, num_requested, num_lengths, num_features, num_ranks,
     PERMUTED: tl.constexpr, STEPS: tl.constexpr, RANK_STEPS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Divide a batch into collision rows and exclusive rows. Every result lists the collision rows first.
-
-    At the owner ``[n]``: ids in lookup order (``values_out``) and in wire order (``wire_ids``), the place in lookup order of each
-    row in wire order and the reverse, each within its part. At the requester ``[m]``: the place in request order and in the batch
-    of each row in wire order; and for each id of the batch, the place of its row among all rows that arrive (``batch_order``).
-    ``offsets_out`` is ``[2, T * B + 1]``, ``lengths_out`` ``[2, T * B]``.
-    """
+    wire_order = out + num_owned
+    wire_position = wire_order + num_owned
+    wire_ids = wire_position + num_owned
+    batch_position = wire_ids + num_owned
+    batch_order = batch_position + num_requested
+    offsets_out = batch_order + num_requested
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     num_segments = num_features * num_ranks
     ranks = tl.arange(0, BLOCK_RANKS)
     owned_collisions = tl.sum(tl.load(counts + ranks, mask=ranks < num_ranks, other=0), 0)
     base = _before(prefix, first_mark, first_mark >= 0)
     _divide_ids(
-        place, marks, prefix, values, lookup, starts, values_out, wire_order, wire_position, wire_ids,
+        place, marks, prefix, values, lookup, starts, out, wire_order, wire_position, wire_ids,
         first_mark, base, num_owned, owned_collisions, num_segments, STEPS,
     )  # fmt: skip
-    _divide_lengths(place, prefix, offsets, offsets_out, lengths_out, first_mark, base, num_lengths)
+    _divide_offsets(place, prefix, offsets, offsets_out, first_mark, base, num_lengths)
 
     # at the requester: every id, in batch order
     by_owner = tl.load(counts + num_ranks + 2 * num_features + ranks, mask=ranks < num_ranks, other=0)
@@ -275,6 +268,39 @@ def divide_batch(
     part = 2 * num_segments + tl.where(mark, 0, num_ranks)
     arrives = tl.load(starts + part + owner, mask=mask, other=0) + tl.where(mark, before, within - before)
     arrives += tl.where(mark, 0, tl.sum(by_owner, 0))
-    tl.store(request_order + arrives, request, mask=mask)
     tl.store(batch_position + arrives, place, mask=mask)
     tl.store(batch_order + place, arrives, mask=mask)
+
+
+@_kernel
+def divide_batches(
+    marks, prefix, bounds, counts, out, values_a, offsets_a, unbucketize_a, lookup_a,
+    values_b, offsets_b, unbucketize_b, lookup_b, owned_a, requested_a, lengths_a, owned_b, requested_b, lengths_b,
+    num_features, num_ranks, PERMUTED: tl.constexpr, STEPS: tl.constexpr, RANK_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+):  # fmt: skip
+    """Divide two batches into collision rows and exclusive rows. The second dimension of the grid is the batch.
+
+    ``counts`` is that of :func:`count_marks`, with the starts after it. ``out`` has these arrays for A, and then the same for B.
+    Each lists the collision rows first. At the owner ``[n]``: ids in lookup order, the place in lookup order of each row in wire
+    order, the reverse, and ids in wire order, each within its part. At the requester ``[m]``: the place in the batch of each row
+    in wire order, and for each id of the batch, the place of its row among all rows that arrive. At last the offsets
+    ``[2, T * B + 1]``.
+    """
+    counted, started = 2 * num_ranks + 2 * num_features, 2 * num_features * num_ranks + 2 * num_ranks
+    starts, received_from = counts + 2 * counted, owned_a + owned_b
+    if tl.program_id(1) == 0:
+        _divide_batch(
+            marks, prefix, values_a, offsets_a, unbucketize_a, lookup_a,
+            bounds + 8 * num_ranks, bounds + 4 * num_ranks, bounds + 6 * num_ranks, starts, counts,
+            out, 0, received_from, owned_a, requested_a, lengths_a, num_features, num_ranks,
+            PERMUTED, STEPS, RANK_STEPS, BLOCK, BLOCK_RANKS,
+        )  # fmt: skip
+    else:
+        _divide_batch(
+            marks, prefix, values_b, offsets_b, unbucketize_b, lookup_b,
+            bounds + 9 * num_ranks, bounds + 6 * num_ranks, bounds + 5 * num_ranks, starts + started, counts + counted,
+            out + 4 * owned_a + 2 * requested_a + 2 * lengths_a + 2,
+            owned_a, received_from, owned_b, requested_b, lengths_b, num_features, num_ranks,
+            PERMUTED, STEPS, RANK_STEPS, BLOCK, BLOCK_RANKS,
+        )  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.embedding.index_results import Features, as_kjt
 from lightning_freescale.embedding.row_update import RowUpdate
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
 
@@ -67,7 +67,7 @@ class LocalTables:
         """``[rows, D]``, the table that all features of the group use; None if they use several tables, or a cache."""
         return None if self.cached[group] else self._only_table[group]
 
-    def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
+    def read(self, group: int, features: Features) -> Tensor:
         """The rows of all ids of ``features``: ``[n, D]`` float32 in lookup order, whatever the type of the table.
 
         Plain reads of the tables are faster than the forward of FBGEMM's kernels, which prepares an update. Rows behind a
@@ -85,14 +85,14 @@ class LocalTables:
                 into.copy_(table.index_select(0, ids))
         return rows
 
-    def look_up(self, group: int, features: KeyedJaggedTensor) -> Tensor:
+    def look_up(self, group: int, features: Features) -> Tensor:
         """What FBGEMM's kernels return for ``features``, without an update to follow."""
         with torch.no_grad():
-            rows: Tensor = self.module._lookups[group](features)
+            rows: Tensor = self.module._lookups[group](as_kjt(features))
         self.optimizer.restore_count()  # the kernels have counted a step
         return rows
 
-    def update(self, group: int, features: KeyedJaggedTensor, gradient: Tensor, settings: UpdateSettings) -> None:
+    def update(self, group: int, features: Features, gradient: Tensor, settings: UpdateSettings) -> None:
         """Update the rows of all ids of ``features``. Several gradients of one row are summed first.
 
         Args:
@@ -101,10 +101,12 @@ class LocalTables:
         """
         update = self._row_updates[group]
         if update is not None:
-            update(features.values(), features.offsets(), gradient, settings.step)
+            if update(features.values(), features.offsets(), gradient, settings.step):
+                self.optimizer.restore_count()
             return
         self.optimizer.count_next_lookup_as(settings.step)
         with torch.enable_grad():
-            rows = self.module._lookups[group](features).view(-1, self.dims[group])
+            rows = self.module._lookups[group](as_kjt(features)).view(-1, self.dims[group])
         with torch.autograd.set_multithreading_enabled(False):  # saves a switch of threads
             rows.backward(gradient)  # the fused optimizer runs in here
+        self.optimizer.restore_count()

@@ -3,7 +3,7 @@
 The row-wise exchange of ids first tells every rank how many ids it will get. TorchRec counts the ids on the device, and
 the host waits for the result. In short steps this wait is a large part of the host's time: the kernels that count share the GPU
 with the compute of the step. A batch that comes from a loader is in host memory before, so the ids are counted there, and
-TorchRec's tensor gets the counts before ``id_exchange.py`` asks for them.
+``id_exchange.py`` gets the counts with the ids.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import _C
-from lightning_freescale.embedding.id_exchange import AnnouncedSizes, RowWiseIds
+from lightning_freescale.embedding.id_exchange import AnnouncedSizes, IdsByOwner, RowWiseIds
 from lightning_freescale.embedding.stages import contents_version
 from lightning_freescale.runtime.errors import InputError
 
@@ -104,6 +107,7 @@ class KnownCounts:
         self._possible = type(module) in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
         self._countable = not getattr(module, "_use_index_dedup", False)  # dedup changes the numbers of ids
         self._installed = self._active = self._ahead = False
+        self._only: RwSparseFeaturesDist | None = None  # the exchange of all ids of the module, if it is a single one
 
     def input_dist(self, context: Any, kjt: KeyedJaggedTensor, ahead: bool = False) -> Any:
         """What ``module.input_dist(context, kjt)`` does, with the counts of ``kjt`` if they are known.
@@ -123,9 +127,32 @@ class KnownCounts:
             _check_unchanged(kjt, self._module._env.process_group.rank())
         self._active = True
         try:
-            return self._module.input_dist(context, kjt)
+            return (
+                self._only_exchange(context, kjt) if self._has_one_exchange(kjt) else self._all_exchanges(context, kjt)
+            )
         finally:
             self._counts, self._active = None, False
+
+    def _all_exchanges(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
+        sent = self._module.input_dist(context, kjt)
+        sent._module_fqn = None  # a name for ranges of the profiler, which take the host some time
+        return sent
+
+    def _has_one_exchange(self, kjt: KeyedJaggedTensor) -> bool:
+        """Whether ``module.input_dist`` would call a single exchange with ``kjt`` itself."""
+        if self._only is None or self._module._use_index_dedup or kjt.variable_stride_per_key():
+            return False
+        return len(kjt.keys()) == self._only._feature_block_sizes_tensor.numel()
+
+    def _only_exchange(self, context: Any, kjt: KeyedJaggedTensor) -> Any:
+        """What ``module.input_dist`` does then, without its further work for the host."""
+        assert self._only is not None
+        sizes = self._only.forward(kjt)
+        position = self._only.unbucketize_permute_tensor
+        context.sharding_contexts.append(
+            SequenceShardingContext(features_before_input_dist=kjt, unbucketize_permute_tensor=position)
+        )
+        return KJTListSplitsAwaitable([sizes], context)
 
     def _install(self) -> None:
         """TorchRec makes the exchanges of ids when the module is called for the first time.
@@ -134,37 +161,45 @@ class KnownCounts:
         """
         self._installed = True
         for exchange in self._module._input_dists:
-            if isinstance(exchange, RwSparseFeaturesDist) and exchange._world_size > 1:
+            if isinstance(exchange, RwSparseFeaturesDist) and exchange._world_size > 1 and _is_plain(exchange):
                 sizes = exchange._feature_block_sizes_tensor
-                blocks = sizes.tolist() if _in_equal_blocks(exchange) else []
                 ids = RowWiseIds(self._module._env.process_group, sizes.numel())
-                forward = partial(type(exchange._dist).forward, exchange._dist)
-                exchange._dist.forward = partial(self._send, forward, ids, blocks)
+                forward = partial(type(exchange).forward, exchange)
+                exchange.forward = partial(self._send, forward, exchange, ids, sizes.tolist())
+                alone = len(self._module._input_dists) == 1 and not self._module._features_order
+                if alone and type(self._module) is ShardedEmbeddingCollection:
+                    self._only = exchange
 
     def _send(
         self,
         forward: Callable[[KeyedJaggedTensor], Any],
+        exchange: RwSparseFeaturesDist,
         ids: RowWiseIds,
         blocks: list[int],
-        divided: KeyedJaggedTensor,
+        features: KeyedJaggedTensor,
     ) -> Any:
-        """The exchange of ids that are ordered by owner, then by feature."""
-        if not self._active or divided.variable_stride_per_key():
-            return forward(divided)
-        names = divided.keys()[: len(blocks)]
+        """What ``exchange(features)`` does: order the ids by owner, and start to send them."""
+        if not self._active or features.variable_stride_per_key():
+            return forward(features)
+        values, sizes = features.values(), exchange._feature_block_sizes_tensor
+        lengths, values, weights, _, position = torch.ops.fbgemm.block_bucketize_sparse_features(
+            features.lengths().view(-1),
+            values,
+            False,  # positions in the bags
+            exchange._is_sequence,
+            sizes.to(values.dtype),
+            ids.world_size,
+            features.weights_or_none(),
+        )
+        vars(exchange)["unbucketize_permute_tensor"] = position  # ``setattr`` of a module takes longer
+        names, by_owner, announced = features.keys(), None, None
         known = self._counts
-        if known is not None and blocks and [known.blocks.get(name) for name in names] == blocks:
-            divided._length_per_key = list(
-                chain.from_iterable(
-                    [known.by_feature[name][owner] for name in names] for owner in range(ids.world_size)
-                )
-            )
+        if known is not None and [known.blocks.get(name) for name in names] == blocks:
+            by_owner = _sum_columns([known.by_feature[name] for name in names])
             if self._ahead and all(name in known.arriving for name in names):
-                counts, samples = zip(*(known.arriving[name] for name in names), strict=True)
-                return ids.send(
-                    divided, AnnouncedSizes([sum(column) for column in zip(*counts, strict=True)], samples[0])
-                )
-        return ids.send(divided)
+                arriving = [known.arriving[name] for name in names]
+                announced = AnnouncedSizes(_sum_columns([counts for counts, _ in arriving]), arriving[0][1])
+        return ids.send(IdsByOwner(names, lengths, values, weights, features.stride(), by_owner), announced)
 
 
 def _check_unchanged(kjt: KeyedJaggedTensor, rank: int) -> None:
@@ -177,7 +212,12 @@ def _check_unchanged(kjt: KeyedJaggedTensor, rank: int) -> None:
         )
 
 
-def _in_equal_blocks(exchange: RwSparseFeaturesDist) -> bool:
-    """Whether owner ``r`` of a row is the row's number divided by the rows of a rank."""
+def _sum_columns(rows: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _is_plain(exchange: RwSparseFeaturesDist) -> bool:
+    """Whether owner ``r`` of a row is the row's number divided by the rows of a rank, and nothing but ids and weights travels."""
     positions = any(getattr(exchange, name, None) is not None for name in _ROW_POSITIONS)
-    return not positions and not exchange._has_multiple_blocks_per_shard
+    further = exchange._has_feature_processor or exchange._need_pos or exchange._keep_original_indices
+    return not positions and not exchange._has_multiple_blocks_per_shard and not further

@@ -25,15 +25,15 @@ from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
 from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.gradient_return import GradientReturn, JoinRows
-from lightning_freescale.embedding.id_exchange import NoWaitDirect
+from lightning_freescale.embedding.id_exchange import NoWaitDirect, wait_directly
 from lightning_freescale.embedding.index import feature_and_requester, inverse_permutation, own_rank_last
+from lightning_freescale.embedding.index_results import as_kjt
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.owner_counts import KnownCounts
 from lightning_freescale.embedding.row_stats import RowExchangeStats
 from lightning_freescale.embedding.stages import (
     ComputingBatch,
     FetchingBatch,
-    FetchSet,
     RequestedBatch,
     Requests,
     RoutedBatch,
@@ -42,9 +42,9 @@ from lightning_freescale.embedding.stages import (
     with_places,
 )
 from lightning_freescale.embedding.wire import wire_types_of
-from lightning_freescale.embedding.zero_collision.ahead import RemapsAhead
+from lightning_freescale.embedding.zero_collision.ahead import BatchAhead, RemapsAhead
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
-from lightning_freescale.runtime.streams import SideStream, current_stream, int64_on_device, mark_used_on
+from lightning_freescale.runtime.streams import SideStream, int64_on_device, mark_used_on
 
 _SPAN_OF = {COLLISION: Kind.ROW_EXCHANGE_COLLISION, EXCLUSIVE: Kind.ROW_EXCHANGE_EXCLUSIVE}
 
@@ -86,6 +86,7 @@ class PrioritizedEmbedding:
         self.stats = RowExchangeStats()
         self.tables: Any = self.tables_type(self.collection)
         self.device = self.tables.device
+        self._full_dim = getattr(self.collection, "_embedding_dim", 0)  # of rows that are not divided; bags have none
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)  # see JoinRows
         self.ids_stream, self.table_stream = (SideStream(self.device, high_priority=True) for _ in range(2))
         self.finder = self.finder_type(
@@ -147,8 +148,9 @@ class PrioritizedEmbedding:
             ahead: whether the batch is still to be trained, on all ranks.
         """
         context = self.module.create_context()
-        parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
-        mark_used_on(self.ids_stream, parts)
+        if self.ids_stream.stream is not None:
+            parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
+            mark_used_on(self.ids_stream, parts)
         with self.ids_stream.work(self.copies):
             return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt, ahead), contents_version(kjt))
 
@@ -156,24 +158,26 @@ class PrioritizedEmbedding:
         """Wait for the numbers of ids, and start to send the ids themselves, unless they are on their way."""
         if batch.arriving is None:
             with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE):
-                batch.arriving = batch.ids.wait()
+                batch.arriving = wait_directly(batch.ids)
         return batch.arriving
 
     def route(self, batch: RequestedBatch) -> RoutedBatch:
         """Wait for the ids, and work out which rows this rank owes to which requester."""
         arriving = self.send_ids(batch)
         with self.ids_stream.work(), self.timeline.span(Kind.ID_EXCHANGE):
-            received, ahead = list(arriving.wait()), None
+            received, ahead = list(wait_directly(arriving)), None
             if self.remaps is not None:  # from here on, slots take the place of ids
                 received, ahead = self.remaps.remap(received)
             requests = [
                 self._requests(group, features, context)
                 for group, (features, context) in enumerate(zip(received, batch.context.sharding_contexts, strict=True))
             ]
-        for group_requests in requests:
-            mark_used_on(self.table_stream, group_requests.tensors())
-        if ahead is not None:
-            mark_used_on(self.table_stream, ahead.tensors())
+        self.finder.has_new_ids = True
+        if self.table_stream.stream is not None:
+            for group_requests in requests:
+                mark_used_on(self.table_stream, group_requests.tensors())
+            if ahead is not None:
+                mark_used_on(self.table_stream, ahead.tensors())
         return RoutedBatch(batch.kjt, batch.context, requests, batch.ids_version, ahead=ahead)
 
     def await_ids(self, batch: RequestedBatch) -> None:
@@ -212,52 +216,45 @@ class PrioritizedEmbedding:
     # ---- rows -------------------------------------------------------------------------------------------------------
     def plan_rows(self, batch: RoutedBatch) -> FetchingBatch:
         """Decide when the rows of a batch are read: collisions with the previous batch late, all others early."""
-        row_sets = self.finder.divide(batch.requests, batch.with_previous, EXCLUSIVE)
-        with self.table_stream.work():
-            planned = [
-                {kind: self._fetch_set(group, rows) for kind, rows in sets.items()}
-                for group, sets in enumerate(row_sets)
-            ]
-        if batch.with_previous is not None:
-            for sets in planned:
-                self.timeline.count("rows", sum(sum(rows.by_requester) for rows in sets.values()))
+        planned = self.finder.divide(batch.requests, batch.with_previous, EXCLUSIVE, self._fetch_set)
+        if batch.with_previous is not None and self.timeline.active:
+            for requests, sets in zip(batch.requests, planned, strict=True):
+                self.timeline.count("rows", sum(requests.by_requester))
                 self.timeline.count("collisions", sum(sets[COLLISION].by_requester))
-        self.stats.add_batch(batch.kjt.values().numel(), getattr(self.collection, "_embedding_dim", 0))
-        for sets, dim in zip(planned, self.tables.dims, strict=True):
+        self.stats.add_batch(batch.kjt.values().numel(), self._full_dim)
+        for requests, sets, dim in zip(batch.requests, planned, self.tables.dims, strict=True):
             collisions = sum(sets[COLLISION].by_owner) if COLLISION in sets else 0
-            self.stats.add_rows(sum(sum(rows.by_owner) for rows in sets.values()), collisions, dim)
+            self.stats.add_rows(sum(requests.by_owner), collisions, dim)
         return FetchingBatch(batch, planned)
 
-    def _fetch_set(self, group: int, rows: RowSet) -> FetchSet:
-        if self.tables.only_table(group) is None:
-            return FetchSet(**vars(rows))
-        known = rows.known
-        ids = rows.features.values()[rows.owner_wire_order] if known is None else known.wire_ids
-        return FetchSet(**vars(rows), ids=ids)
+    def _fetch_set(self, group: int, requests: Requests, rows: RowSet) -> RowSet:
+        """Add what is needed to read ``rows``."""
+        if rows.wire_ids is None and self.tables.only_table(group) is not None:
+            rows.wire_ids = rows.features.values()[rows.owner_wire_order]
+        return rows
 
-    @torch.no_grad()
     def send_rows(self, batch: FetchingBatch, kind: RowKind) -> None:
         """As owner: read the rows of one kind, and start to send them to their requesters."""
         batch.transfers[kind] = []
         with self.table_stream.work(), self.timeline.span(Kind.LOOKUP):
             if not batch.buffers:
                 batch.buffers = [
-                    torch.empty(
-                        sum(sum(rows.by_owner) for rows in sets.values()), dim, dtype=self.wire.rows, device=self.device
-                    )
-                    for sets, dim in zip(batch.row_sets, self.tables.dims, strict=True)
+                    torch.empty(sum(requests.by_owner), dim, dtype=self.wire.rows, device=self.device)
+                    for requests, dim in zip(batch.routed.requests, self.tables.dims, strict=True)
                 ]
-            self._write_fresh_rows(batch, kind)
+            if batch.routed.ahead is not None:
+                self._write_fresh_rows(batch.routed.ahead, batch, kind)
             for group, (sets, buffer) in enumerate(zip(batch.row_sets, batch.buffers, strict=True)):
                 if kind not in sets:
                     continue
                 rows = sets[kind]
                 table = self.tables.only_table(group)
-                if table is not None and rows.ids is not None:  # one read gives the rows in wire order
-                    source, order = table, rows.ids
+                if table is not None and rows.wire_ids is not None:  # one read gives the rows in wire order
+                    source, order = table, rows.wire_ids
                 else:
                     source, order = self.tables.read(group, rows.features), rows.owner_wire_order
-                places = buffer.split([sum(other.by_owner) for other in sets.values()])
+                count = sum(rows.by_owner)
+                start = 0 if kind == next(iter(sets)) else buffer.size(0) - count  # one kind after the other
                 batch.transfers[kind].append(
                     all_to_all.start(
                         source,
@@ -267,27 +264,24 @@ class PrioritizedEmbedding:
                         self._groups.of(kind),
                         self.timeline,
                         _SPAN_OF[kind],
-                        places[list(sets).index(kind)],
+                        buffer.narrow(0, start, count),
                         self.wire.rows,
                     )
                 )
 
-    def _write_fresh_rows(self, batch: FetchingBatch, kind: RowKind) -> None:
+    @torch.no_grad()
+    def _write_fresh_rows(self, ahead: BatchAhead, batch: FetchingBatch, kind: RowKind) -> None:
         """Write the fresh rows of one kind, if ids were inserted: from here on, no earlier batch needs the old rows."""
-        ahead = batch.routed.ahead
-        if ahead is None or self.remaps is None:
-            return
+        assert self.remaps is not None
         if batch.routed.with_previous is None:  # all rows are of one kind
             self.remaps.write(ahead, None)
             return
-        self.remaps.write(ahead, [sets[kind].features for sets in batch.row_sets])
+        self.remaps.write(ahead, [as_kjt(sets[kind].features) for sets in batch.row_sets])
 
     def await_rows(self, batch: FetchingBatch) -> None:
         """Make the table stream wait for the rows: their memory is reused there."""
         with self.table_stream.work():
-            for transfers in batch.transfers.values():
-                for transfer in transfers:
-                    transfer.wait()
+            _wait_for_rows(batch)
 
     def join(self, batch: FetchingBatch) -> tuple[ComputingBatch, EmbeddingCollectionAwaitable]:
         """As requester: put the rows of both kinds together to the output of the module. Its gradients go to ``gradients``."""
@@ -300,12 +294,12 @@ class PrioritizedEmbedding:
             orders = [
                 _batch_order(requests, sets) for requests, sets in zip(routed.requests, batch.row_sets, strict=True)
             ]
-        self.await_rows(batch)
+            _wait_for_rows(batch)
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here; on CPU it waited above
-            self.table_stream.join()
-        compute_stream = current_stream(self.device)
-        mark_used_on(compute_stream, getattr(routed.context, "reverse_indices", ()))  # of dedup
-        mark_used_on(compute_stream, (*batch.buffers, *orders))
+            compute_stream = self.table_stream.join()
+        if compute_stream is not None:
+            reverse_indices = getattr(routed.context, "reverse_indices", ())  # of dedup
+            mark_used_on(compute_stream, (*reverse_indices, *batch.buffers, *orders))
         outputs = [
             NoWaitDirect(JoinRows.apply(self._anchor, self.gradients, computing, group, order, rows))
             for group, (rows, order) in enumerate(zip(batch.buffers, orders, strict=True))
@@ -327,10 +321,17 @@ class PrioritizedEmbedding:
         )
 
 
-def _batch_order(requests: Requests, sets: dict[RowKind, FetchSet]) -> Tensor:
+def _wait_for_rows(batch: FetchingBatch) -> None:
+    for transfers in batch.transfers.values():
+        for transfer in transfers:
+            transfer.wait()
+
+
+def _batch_order(requests: Requests, sets: dict[RowKind, RowSet]) -> Tensor:
     """``[m]``: for each id of the batch, its position in the buffer that holds the rows of all ``sets``."""
     for rows in sets.values():
-        if rows.known is not None:
-            return rows.known.batch_order
-    order = inverse_permutation(torch.cat([rows.requester_wire_order for rows in sets.values()]))
+        if rows.batch_order is not None:
+            return rows.batch_order
+    orders = [rows.requester_wire_order for rows in sets.values() if rows.requester_wire_order is not None]
+    order = inverse_permutation(torch.cat(orders))
     return order if requests.request_position is None else order[requests.request_position]

@@ -41,15 +41,14 @@ from lightning_freescale.embedding.index import (
     true_first,
     wire_bounds,
 )
+from lightning_freescale.embedding.index_results import as_kjt
 from lightning_freescale.embedding.partial_sums import SumOfPartials, own_segments
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
     CollisionMarks,
     ComputingBatch,
     CountedMarks,
-    FetchSet,
     Requests,
-    ReturnSet,
     RoutedBatch,
     RowSet,
 )
@@ -68,7 +67,7 @@ class BagMarks(CollisionMarks):
     by_feature: Readback  # [3, T] int64, owner: ids of these bags, these ids, all ids
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BagSet(RowSet):
     """The pieces of one kind of bags. Its ``features`` are the ids of all bags."""
 
@@ -172,23 +171,23 @@ class BagGradientReturn(GradientReturn):
 
     _tables: BagTables
 
-    def return_set(self, requests: Requests, rows: RowSet) -> ReturnSet:
-        features = rows.features
+    def return_set(self, group: int, requests: Requests, rows: RowSet) -> RowSet:
+        features = as_kjt(rows.features)
         if isinstance(rows, BagSet):
             updated = rows.marks.ids == (rows.kind == COLLISION)
             features = choose_ids(features, updated, rows.ids_by_feature(of_bags=False))
         assert requests.batch_position is not None
-        return ReturnSet(
+        assert rows.requester_wire_order is not None
+        return RowSet(
             features=features,
             owner_wire_order=rows.owner_wire_order,
             by_requester=rows.by_requester,
             requester_wire_order=rows.requester_wire_order,
             by_owner=rows.by_owner,
-            wire_position=rows.owner_wire_order,  # not used: the pieces are put to their places, see update()
             batch_position=requests.batch_position[rows.requester_wire_order],
         )
 
-    def update(self, group: int, rows: ReturnSet, received: Tensor, batch: ComputingBatch) -> None:
+    def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
         """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them."""
         requests = batch.routed.requests[group]
         pieces = requests.owner_wire_order.numel()
@@ -260,12 +259,12 @@ class PrioritizedBags(PrioritizedEmbedding):
             batch_position=place.view(samples[rank], sum(pieces)).t().flatten(),
         )
 
-    def _fetch_set(self, group: int, rows: RowSet) -> FetchSet:
-        features = rows.features
+    def _fetch_set(self, group: int, requests: Requests, rows: RowSet) -> RowSet:
+        features = as_kjt(rows.features)
         if isinstance(rows, BagSet):
             pooled = rows.marks.bags == (rows.kind == COLLISION)
             features = choose_bags(features, pooled, rows.ids_by_feature(of_bags=True))
-        return FetchSet(
+        return RowSet(
             features=features,
             owner_wire_order=rows.owner_wire_order,
             by_requester=rows.by_requester,

@@ -56,7 +56,7 @@ class RowUpdate:
         self._call: _RepeatedCall | None = None
         self._possible = True
 
-    def __call__(self, ids: Tensor, offsets: Tensor, gradient: Tensor, step: int) -> None:
+    def __call__(self, ids: Tensor, offsets: Tensor, gradient: Tensor, step: int) -> bool:
         """Update the rows of ``ids``. Several gradients of one row are summed first.
 
         Args:
@@ -64,16 +64,22 @@ class RowUpdate:
             offsets: ``[T * B + 1]``.
             gradient: ``[n, D]`` float32.
             step: number of the training step, from 1.
+
+        Returns:
+            whether a look-up was made, which the kernel counts as a step.
         """
         kernel = self._kernel
+        if self._call is not None and self._call.holds():
+            self._call(ids, offsets, gradient, step)
+            return False
         if isinstance(kernel, MomentKernel) and kernel.updates_rows:
             kernel.update_rows(ids, offsets, gradient, step)
-        elif self._call is not None and self._call.holds():
-            self._call(ids, offsets, gradient, step)
-        elif self._possible:
+            return False
+        if self._possible:
             self._record(ids, offsets, gradient, step)
         else:
             update_by_look_up(kernel, ids, offsets, gradient, step)
+        return True
 
     @property
     def repeats(self) -> bool:
@@ -171,7 +177,7 @@ class _RepeatedCall:
     def holds(self) -> bool:
         """Whether the kernel still has the tensors and options that were recorded."""
         for holder, name, tensor in self._held:  # a loop of its own: ``all`` would take several times as long
-            if holder.get(name) is not tensor:
+            if name not in holder or holder[name] is not tensor:  # ``get`` would be a call
                 return False
         return self._kernel.optimizer_args is self._options
 
@@ -183,7 +189,7 @@ class _RepeatedCall:
         arguments[self._rate] = self._kernel.learning_rate_tensor
         if self._step is not None:
             arguments[self._step] = step
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):  # ``no_grad`` does the same with twice as many calls
             self._operator(*arguments)
 
 

@@ -23,14 +23,14 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
-from lightning_freescale.embedding.index_results import FusedMarks, KnownPlaces, PlacedIds, Segments
+from lightning_freescale.embedding.index_results import Features, FusedMarks, PlacedIds, Segments
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
 from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
 from lightning_freescale.runtime.streams import Readback
 
 
 # ---- what a stage holds for each sharding group --------------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one
 class Requests:
     """Who requests what: the ids that this rank requests from each owner, and the ids that each requester asks of this rank."""
 
@@ -68,12 +68,17 @@ def with_places(
     request_position: Tensor | None,
 ) -> Requests:
     """The requests of a batch whose places the fused index work has computed."""
+    keys, owner_wire_order, requester_wire_order, batch_position, segments = placed
     return Requests(
-        features=features,
-        by_requester=by_requester,
-        by_owner=by_owner,
-        request_position=request_position,
-        **placed._asdict(),
+        features,
+        keys,
+        owner_wire_order,
+        requester_wire_order,
+        by_requester,
+        by_owner,
+        request_position,
+        batch_position,
+        segments,
     )
 
 
@@ -93,31 +98,25 @@ class CollisionMarks:
     counted: CountedMarks | None  # already counted on CUDA, so that the counts reach the host early; None on CPU
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one
 class RowSet:
-    """The collision rows, or the exclusive rows, of a batch: which rows they are, and between which ranks they travel."""
+    """The collision rows, or the exclusive rows, of a batch: which rows they are, and between which ranks they travel.
 
-    features: KeyedJaggedTensor  # owner: ids of these rows, in lookup order
+    The last four are None until they are needed, unless fused index work has found them before. It needs no
+    ``requester_wire_order``.
+    """
+
+    features: Features  # owner: ids of these rows, in lookup order
     owner_wire_order: Tensor  # [n] owner: position in ``features`` of each row in wire order
     by_requester: list[int]  # [W] owner: rows for each requester
-    requester_wire_order: Tensor  # [m] requester: position in request order of each row in wire order
+    requester_wire_order: Tensor | None  # [m] requester: position in request order of each row in wire order
     by_owner: list[int]  # [W] requester: rows from each owner
-    known: KnownPlaces | None = None  # further places, if the index work is fused
-
-
-@dataclass(frozen=True)
-class FetchSet(RowSet):
-    """Rows that travel from owners to requesters."""
-
-    ids: Tensor | None = None  # [n] owner: id of each row in wire order; None if the features use several tables
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReturnSet(RowSet):
-    """Gradients that travel from requesters to owners."""
-
-    wire_position: Tensor  # [n] owner: position in wire order of each id of ``features``
-    batch_position: Tensor  # [m] requester: position in the batch of each row in wire order
+    wire_ids: Tensor | None = None  # [n] owner: id of each row in wire order
+    wire_position: Tensor | None = None  # [n] owner: position in wire order of each row in lookup order
+    batch_position: Tensor | None = None  # [m] requester: position in the batch of each row in wire order
+    batch_order: Tensor | None = (
+        None  # [all m] requester: for each id of the batch, its position among the rows of both kinds
+    )
 
 
 def contents_version(kjt: KeyedJaggedTensor) -> int:
@@ -159,7 +158,7 @@ class FetchingBatch:
     """Rows travel to this rank. ``transfers`` has an entry for each kind of row that has been sent."""
 
     routed: RoutedBatch
-    row_sets: list[dict[RowKind, FetchSet]]
+    row_sets: list[dict[RowKind, RowSet]]
     buffers: list[Tensor] = field(default_factory=list)  # [m, D] the rows of all sets, one set after the other
     transfers: dict[RowKind, list[PendingAllToAll]] = field(default_factory=dict)
 
@@ -189,7 +188,7 @@ class ReturningBatch:
     """Gradients return to the owners. ``transfers`` has an entry for each kind of row that is sent and not applied yet."""
 
     computing: ComputingBatch
-    row_sets: list[dict[RowKind, ReturnSet]]
+    row_sets: list[dict[RowKind, RowSet]]
     transfers: dict[RowKind, list[PendingAllToAll]] = field(default_factory=dict)
 
     @property

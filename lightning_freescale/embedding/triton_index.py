@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding import index_triton as kernels
-from lightning_freescale.embedding.fused_index import PLACES_A, PLACES_B, FusedIndex
+from lightning_freescale.embedding.fused_index import FusedIndex
 from lightning_freescale.embedding.index_results import (
     DividedIds,
-    FusedMarks,
     PairOfBatches,
     PlacedIds,
     RankBounds,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TritonIndex(FusedIndex):
-    """Six kernels for each batch. The host does not wait for the device, except for the sizes in :meth:`divide`."""
+    """Seven kernels for each pair of batches. The host does not wait for the device, except for the sizes in :meth:`divide`."""
 
     @property
     def _block_ranks(self) -> int:
@@ -80,63 +79,72 @@ class TritonIndex(FusedIndex):
         counted, started = 2 * ranks + 2 * num_features, 2 * num_features * ranks + 2 * ranks
         prefix = marks.cumsum(0, dtype=torch.int32)
         found = torch.empty(2 * (counted + started), dtype=torch.int64, device=self._device)
-        counts_a, counts_b, starts_a, starts_b = found.split_with_sizes((counted, counted, started, started))
         owned = a.row_keys.numel(), b.row_keys.numel()
-        kernels.count_marks[(1,)](  # it writes the counts, and the starts, of both batches
-            _some(prefix), a.segments.lookup, b.segments.lookup, bounds.table, counts_a, starts_a,
+        kernels.count_marks[(1,)](
+            _some(prefix), a.segments.lookup, b.segments.lookup, bounds.table, found,
             *owned, num_features, ranks, self._rank, BLOCK=self._block_ranks,
         )  # fmt: skip
+        counts_a, counts_b, _ = found.split_with_sizes((counted, counted, 2 * started))
         on_host = Readback(found.narrow(0, 0, 2 * counted))
-        return PairOfBatches(marks, bounds, (counts_a, counts_b), owned, on_host, prefix, (starts_a, starts_b))
+        return PairOfBatches(marks, bounds, (counts_a, counts_b), owned, on_host, prefix)
 
-    def divide(self, requests: Requests, marks: FusedMarks) -> DividedIds:
-        assert requests.segments is not None
-        pair, which, ranks, num_features = marks.pair(), int(marks.second), self._world_size, self._num_features
-        assert pair.starts is not None
+    def divide(self, a: Requests, b: Requests, pair: PairOfBatches) -> tuple[DividedIds, DividedIds]:
+        assert a.segments is not None
+        assert b.segments is not None
         assert pair.prefix is not None
         assert pair.on_host is not None
-        num_owned, num_requested = requests.row_keys.numel(), sum(requests.by_owner)
-        offsets, unbucketize = requests.features.offsets(), requests.request_position
-        lengths = max(0, offsets.numel() - 1)
-        sizes = (num_owned,) * 4 + (num_requested,) * 3 + (2 * (lengths + 1), 2 * lengths)
-        memory = self._memory(sizes)
-        places, rows = PLACES_B if marks.second else PLACES_A, pair.bounds.rows
-        request_start = rows[places.request_start]
-        kernels.divide_batch[_grid(num_owned, num_requested, lengths + 1)](
-            pair.marks, _some(pair.prefix), requests.features.values(), _some(offsets),
-            unbucketize if unbucketize is not None else request_start,
-            requests.segments.lookup, request_start, rows[places.receive_start], rows[places.receive_shift],
-            pair.starts[which], pair.counts[which], *_arrays(memory, sizes),
-            which * pair.owned[0], sum(pair.owned), num_owned, num_requested, lengths, num_features, ranks,
-            PERMUTED=unbucketize is not None, STEPS=_steps(num_features * ranks), RANK_STEPS=_steps(ranks),
+        num_features, ranks = self._num_features, self._world_size
+        offsets_a, offsets_b = _some(a.features.offsets()), _some(b.features.offsets())
+        numbers_a = a.row_keys.numel(), sum(a.by_owner), offsets_a.numel() - 1
+        numbers_b = b.row_keys.numel(), sum(b.by_owner), offsets_b.numel() - 1
+        memory = torch.empty(_size(*numbers_a) + _size(*numbers_b), dtype=torch.int64, device=self._device)
+        permuted = a.request_position is not None and b.request_position is not None
+        (blocks,) = _grid(*numbers_a[:2], *numbers_b[:2], 1 + numbers_a[2], 1 + numbers_b[2])
+        kernels.divide_batches[(blocks, 2)](
+            pair.marks, _some(pair.prefix), pair.bounds.table, pair.counts[0], memory,
+            a.features.values(), offsets_a, a.request_position if permuted else memory, a.segments.lookup,
+            b.features.values(), offsets_b, b.request_position if permuted else memory, b.segments.lookup,
+            *numbers_a, *numbers_b, num_features, ranks,
+            PERMUTED=permuted, STEPS=_steps(num_features * ranks), RANK_STEPS=_steps(ranks),
             BLOCK=BLOCK_IDS, BLOCK_RANKS=self._block_ranks,
         )  # fmt: skip
         counts = pair.on_host.wait().tolist()
         half = len(counts) // 2
-        parts = self._parts(counts[half:] if marks.second else counts[:half])
-        owned, requested = sum(parts[0]), sum(parts[3])  # number of collision rows
-        firsts = (owned,) * 4 + (requested,) * 2 + (num_requested, lengths + 1, lengths)
-        *pairs, (batch_order, _), of_offsets, of_lengths = _pairs(memory, sizes, firsts)
-        return self._divided([*pairs, of_offsets, of_lengths], batch_order, parts)
-
-    def _memory(self, sizes: Iterable[int]) -> Tensor:
-        """Memory for arrays of these sizes. Each begins at a multiple of 16 bytes."""
-        return torch.empty(sum(size + size % 2 for size in sizes), dtype=torch.int64, device=self._device)
+        counts_a, counts_b = self._parts(counts[:half]), self._parts(counts[half:])
+        sizes = [*_parts_of(*numbers_a, counts_a), *_parts_of(*numbers_b, counts_b)]
+        arrays = memory.split_with_sizes(sizes)  # one call makes all of them
+        half = len(arrays) // 2
+        return _divided(arrays[:half], counts_a), _divided(arrays[half:], counts_b)
 
     def _int64(self, *sizes: int) -> Sequence[Tensor]:
-        """Arrays of these sizes in one allocation."""
-        return _arrays(self._memory(sizes), sizes)
+        """Arrays of these sizes in one allocation. Each begins at a multiple of 16 bytes."""
+        memory = torch.empty(sum([size + size % 2 for size in sizes]), dtype=torch.int64, device=self._device)
+        return memory.split_with_sizes([step for size in sizes for step in (size, size % 2)])[::2]
 
 
-def _arrays(memory: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return memory.split_with_sizes([step for size in sizes for step in (size, size % 2)])[::2]
+def _size(owned: int, requested: int, lengths: int) -> int:
+    """Memory for one batch in ``divide_batches``, whose kernel computes the same."""
+    return 4 * owned + 2 * requested + 2 * lengths + 2
 
 
-def _pairs(memory: Tensor, sizes: Sequence[int], firsts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """The arrays of :func:`_arrays`, each divided after its ``firsts`` elements. One call makes all parts."""
-    steps = [step for size, first in zip(sizes, firsts, strict=True) for step in (first, size - first, size % 2)]
-    parts = memory.split_with_sizes(steps)
-    return list(zip(parts[::3], parts[1::3], strict=True))
+def _parts_of(owned: int, requested: int, lengths: int, counts: Sequence[list[int]]) -> list[int]:
+    """Sizes of the arrays of one batch in this memory: of collision rows and of exclusive rows in turn."""
+    of_owner, of_requester = sum(counts[0]), sum(counts[3])  # collision rows
+    at_owner, at_requester = [of_owner, owned - of_owner], [of_requester, requested - of_requester]
+    return [*at_owner * 4, *at_requester, requested, lengths + 1, lengths + 1]
+
+
+def _divided(arrays: Sequence[Tensor], counts: tuple[list[int], list[int], list[int], list[int]]) -> DividedIds:
+    return DividedIds(
+        (arrays[0], arrays[1]),
+        (arrays[2], arrays[3]),
+        (arrays[4], arrays[5]),
+        (arrays[6], arrays[7]),
+        (arrays[8], arrays[9]),
+        arrays[10],
+        (arrays[11], arrays[12]),
+        *counts,
+    )
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -22,7 +22,11 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device, high_priority: bool = False):
-        self.stream = torch.cuda.Stream(device, priority=-int(high_priority)) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=-int(high_priority))
+            # Recorded again for each wait, on this stream and on the compute stream: a wait is for what was recorded last.
+            self._queued, self._computed = torch.cuda.Event(), torch.cuda.Event()
 
     def work(
         self, *after: SideStream | None, compute: bool = False, event: torch.cuda.Event | None = None
@@ -38,17 +42,23 @@ class SideStream:
             return _AT_ONCE
         for other in after:
             if other is not None and other.stream is not None:
-                self.stream.wait_stream(other.stream)
+                other._queued.record(other.stream)
+                self.stream.wait_event(other._queued)
         if compute:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._computed.record(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_event(self._computed)
         if event is not None:
             self.stream.wait_event(event)
         return _Selected(self.stream)
 
-    def join(self) -> None:
-        """Make the current stream wait for the work that is queued here. The host does not wait."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+    def join(self) -> torch.cuda.Stream | None:
+        """Make the current stream wait for the work that is queued here, and return it. The host does not wait."""
+        if self.stream is None:
+            return None
+        current = torch.cuda.current_stream()
+        self._queued.record(self.stream)
+        current.wait_event(self._queued)
+        return current
 
 
 class _Selected:
@@ -60,15 +70,15 @@ class _Selected:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._before = torch._C._cuda_getCurrentStream(self._stream.device_index)
-        _select(self._stream.stream_id, self._stream.device_index, self._stream.device_type)
+        stream = self._stream
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+        torch._C._cuda_setStream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def __exit__(self, *error: object) -> None:
-        _select(*self._before)
-
-
-def _select(stream_id: int, device_index: int, device_type: int) -> None:
-    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        stream_id, device_index, device_type = self._before
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def mark_used_on(stream: torch.cuda.Stream | SideStream | None, tensors: Iterable[Tensor | None]) -> None:

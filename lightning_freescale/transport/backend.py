@@ -157,10 +157,12 @@ class FreeScaleGroup(_ProcessGroup):
         return self._exchange("all_gather", [input, *outputs], send, receive)
 
     def _exchange(self, kind: str, tensors: list[Tensor], send: RankBuffers, receive: RankBuffers) -> Any:
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            raise InputError(f"{kind}: all tensors must be on one device, not {sorted(map(str, devices))}")
-        return self._mover(devices.pop()).exchange(kind, send, receive)
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device:
+                devices = sorted({str(tensor.device) for tensor in tensors})
+                raise InputError(f"{kind}: all tensors must be on one device, not {devices}")
+        return self._mover(device).exchange(kind, send, receive)
 
     def _mover(self, device: torch.device) -> GlooMover | HostStagedMover:
         """The mover of this device's tensors. Making a host-staged mover is a collective: all ranks do it in their first call."""

@@ -237,9 +237,11 @@ class HostStagedMover:
     def _keep_alive(self, exchange: _C.TransportExchange, send: RankBuffers, receive: RankBuffers) -> None:
         """Keep the memory of the tensors until the transfer is done, even if the caller drops them."""
         if self._streams:
-            for stream, buffers in zip(self._streams, (send, receive), strict=True):
-                for tensor in buffers.memory:
-                    tensor.record_stream(stream)
+            out, into = self._streams
+            for tensor in send.memory:
+                tensor.record_stream(out)
+            for tensor in receive.memory:
+                tensor.record_stream(into)
             return
         with contextlib.suppress(RuntimeError):  # wait() raises the failure
             while self._in_use and self._in_use[0][0].done():

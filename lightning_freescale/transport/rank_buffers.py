@@ -75,13 +75,13 @@ class RankBuffers:
 
     @classmethod
     def _in_one(cls, tensor: Tensor, sizes: list[int]) -> RankBuffers:
-        starts = accumulate(sizes[:-1], initial=tensor.data_ptr())
-        return cls([tensor], list(starts), sizes, in_one=True)
+        return cls([tensor], list(accumulate(sizes[:-1], initial=tensor.data_ptr())), sizes, True)
 
     @classmethod
     def split(cls, tensor: Tensor, splits: Sequence[int], world: int, name: str) -> RankBuffers:
         """Split along the first dimension: ``splits[i]`` rows for rank ``i``, or equal shares if ``splits`` is empty."""
-        rows = tensor.size(0) if tensor.dim() else 0
+        shape = tensor.shape
+        rows = shape[0] if shape else 0
         if not splits:
             if rows % world:
                 raise InputError(f"{name}: {rows} rows cannot be divided equally among {world} ranks; pass split sizes")

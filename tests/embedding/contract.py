@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    KeyedJaggedTensor,
 )
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -58,6 +58,7 @@ PINNED = {
     "_embedding_dim_for_sharding_type": ShardedEmbeddingCollection,
     "_embedding_names_per_sharding": ShardedEmbeddingCollection,
     "_env": ShardedEmbeddingCollection,
+    "_features_order": ShardedEmbeddingCollection,
     "_features_to_permute_indices": ShardedEmbeddingCollection,
     "_lookups": ShardedEmbeddingCollection,
     "_need_indices": ShardedEmbeddingCollection,
@@ -86,11 +87,15 @@ PINNED = {
     "_is_weighted": ShardedEmbeddingBagCollection,
     "_version": torch.Tensor,
     "_input_dists": ShardedEmbeddingCollection,
-    "_dist": RwSparseFeaturesDist,
+    "_has_feature_processor": RwSparseFeaturesDist,
+    "_is_sequence": RwSparseFeaturesDist,
+    "_keep_original_indices": RwSparseFeaturesDist,
+    "_need_pos": RwSparseFeaturesDist,
     "_feature_block_sizes_tensor": RwSparseFeaturesDist,
     "_has_multiple_blocks_per_shard": RwSparseFeaturesDist,
     "_world_size": RwSparseFeaturesDist,
-    "_length_per_key": KeyedJaggedTensor,
+    "_module_fqn": KJTListSplitsAwaitable,
+    "_wait_impl": KJTListSplitsAwaitable,
     "_backward_hooks": nn.Module,
     "_backward_pre_hooks": nn.Module,
     "_buffers": nn.Module,
@@ -140,13 +145,15 @@ def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int
     """The exchange of the ids of row-wise tables. ``test_owner_counts.py`` tests the numbers of ids that it sends."""
     exchanges = [part for part in module._input_dists if isinstance(part, RwSparseFeaturesDist)]
     assert len(exchanges) == (kind in ("row_wise", "mixed")), "_input_dists"
+    if kind in ("row_wise", "column_wise"):  # column-wise features occur more than once
+        assert bool(module._features_order) == (kind == "column_wise")
     for exchange in exchanges:
         rows = [ROWS["one"], *([ROWS["two"]] * 2 if kind == "row_wise" else [])]
         assert exchange._feature_block_sizes_tensor.tolist() == [-(-count // world) for count in rows]
         assert not exchange._has_multiple_blocks_per_shard
         assert exchange._world_size == world
-        assert callable(exchange._dist.forward)
-    assert to_kjt([[[1], [], [2]]])._length_per_key is None
+        assert exchange._is_sequence
+        assert not any((exchange._has_feature_processor, exchange._need_pos, exchange._keep_original_indices))
 
 
 def check_bags(rank: int, world: int) -> None:

@@ -23,7 +23,7 @@ from lightning_freescale.embedding.index import (
     split_orders,
     wire_bounds,
 )
-from lightning_freescale.embedding.index_results import DividedIds, FusedMarks
+from lightning_freescale.embedding.index_results import DividedIds
 from lightning_freescale.embedding.stages import Requests, with_places
 
 ROWS = 7  # of each feature's table on each rank
@@ -133,7 +133,6 @@ def reference_divide(requests: Requests, marks: tuple[Tensor, Tensor], rank: int
     parts = orders.wire[:owned], orders.wire[owned:]
     values_parts = values[:owned], values[owned:]
     batch = orders.request if requests.batch_position is None else requests.batch_position[orders.request]
-    exclusive = features.lengths() - orders.collisions
 
     def starts(lengths: Tensor) -> Tensor:
         return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -144,11 +143,9 @@ def reference_divide(requests: Requests, marks: tuple[Tensor, Tensor], rank: int
         parts,
         (inverse_permutation(parts[0]), inverse_permutation(parts[1])),
         (values_parts[0][parts[0]], values_parts[1][parts[1]]),
-        (orders.request[:requested], orders.request[requested:]),
         (batch[:requested], batch[requested:]),
         inverse_permutation(batch),
-        (starts(orders.collisions), starts(exclusive)),
-        (orders.collisions, exclusive),
+        (starts(orders.collisions), starts(features.lengths() - orders.collisions)),
         by_requester,
         by_feature,
         all_by_feature,
@@ -174,13 +171,8 @@ def fused_divide(
             marks[place : place + len(part)] = part.flip(0) if swap else part
             place += len(part)
         pairs.append(fused[rank].count(first[rank], second[rank], marks, bounds[rank]))
-    return [
-        [
-            index.divide(requests, FusedMarks(lambda pair=pair: pair, number == 1))  # type: ignore[misc]
-            for index, pair, requests in zip(fused, pairs, batch, strict=True)
-        ]
-        for number, batch in enumerate((first, second))
-    ]
+    divided = [index.divide(a, b, pair) for index, a, b, pair in zip(fused, first, second, pairs, strict=True)]
+    return [[batches[number] for batches in divided] for number in range(2)]
 
 
 def differences(expected: DividedIds, got: DividedIds) -> list[str]:

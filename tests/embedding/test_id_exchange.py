@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding import id_exchange
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
@@ -40,12 +41,18 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-def agree(rank: int, module: Any, samples: Callable[[int, int], int], weighted: bool = False) -> bool:
-    """Whether both exchanges give the same for the batches of this rank."""
+def agree(
+    rank: int,
+    module: Any,
+    samples: Callable[[int, int], int],
+    weighted: bool = False,
+    change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] = lambda kjt: kjt,
+) -> bool:
+    """Whether both exchanges give the same for the batches of this rank, after ``change``."""
     row_wise = 0
     known = KnownCounts(module)
     for batch in random_batches(rank, 3, 11, samples):
-        kjt = to_kjt(batch, weighted=weighted)
+        kjt = change(to_kjt(batch, weighted=weighted))
         theirs, their_context, number = arrived(module.input_dist, module, kjt)
         assert number == 0
         row_wise = sum(isinstance(part, RwSparseFeaturesDist) for part in module._input_dists)
@@ -55,6 +62,13 @@ def agree(rank: int, module: Any, samples: Callable[[int, int], int], weighted: 
             return False
     assert row_wise
     return True
+
+
+def with_another(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    other = KeyedJaggedTensor(
+        ["other"], torch.arange(kjt.stride()), lengths=torch.ones(kjt.stride(), dtype=torch.int64)
+    )
+    return KeyedJaggedTensor.concat([kjt, other])
 
 
 def check_ids(rank: int, world: int) -> None:
@@ -71,6 +85,9 @@ def check_ids(rank: int, world: int) -> None:
         assert agree(rank, module, lambda rank, step: 1 + step if rank else 4)  # other batch sizes on each rank
         assert agree(rank, module, lambda rank, step: 0 if rank else 2)  # ranks without samples
     assert agree(rank, build_bags("row_wise", "sgd", world, weighted=True), lambda rank, step: 3, weighted=True)
+    # Features in another order than the tables, and a feature without a table.
+    assert agree(rank, build("row_wise", "sgd", world), lambda rank, step: 3, change=lambda kjt: kjt.permute([2, 0, 1]))
+    assert agree(rank, build("row_wise", "sgd", world), lambda rank, step: 3, change=with_another)
 
     order = RowWiseIds.order
     RowWiseIds.order = lambda self, samples, device: order(self, samples, device).flip(0)  # type: ignore[method-assign]

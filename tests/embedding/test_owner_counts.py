@@ -13,7 +13,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 
 from lightning_freescale.embedding import owner_counts
-from lightning_freescale.embedding.id_exchange import RowWiseIds
+from lightning_freescale.embedding.id_exchange import IdsByOwner, RowWiseIds
 from lightning_freescale.embedding.owner_counts import KnownCounts
 from tests.embedding.training import ROWS, build, build_bags, random_batches, to_kjt
 from tests.ranks import run_ranks
@@ -24,18 +24,25 @@ FEATURE_ROWS = {"a": ROWS["one"], "b": ROWS["two"], "c": ROWS["two"]}
 WERE_KNOWN: list[bool] = []  # of every row-wise exchange: whether the counts were known before
 
 
-def note(forward: Any, divided: KeyedJaggedTensor) -> Any:
-    """Compare the counts, if they are known, with those of TorchRec, and exchange the ids."""
-    known, divided._length_per_key = divided._length_per_key, None
+def note(send: Any, divided: IdsByOwner) -> Any:
+    """Compare the counts, if they are known, with the ids, and exchange these."""
+    known = divided.by_owner
     WERE_KNOWN.append(known is not None)
-    assert known is None or known == list(divided.length_per_key())
-    divided._length_per_key = known
-    return forward(divided)
+    assert (
+        known is None or known == divided.lengths.view(len(known), len(divided.keys) * divided.samples).sum(1).tolist()
+    )
+    return send(divided)
 
 
 def noted(forward: Any, watched: Any) -> Any:
-    """:func:`note` for the exchange ``watched`` alone."""
-    return lambda self, ids: note(functools.partial(forward, self), ids) if self is watched else forward(self, ids)
+    """TorchRec's exchange ``watched`` does not know the counts."""
+
+    def noting(self: Any, features: KeyedJaggedTensor) -> Any:
+        if self is watched:
+            WERE_KNOWN.append(False)
+        return forward(self, features)
+
+    return noting
 
 
 def ids_that_arrive(input_dist: Any, module: Any, kjt: KeyedJaggedTensor) -> list[Tensor]:
@@ -50,10 +57,10 @@ def check_counts(rank: int, world: int, bags: bool) -> None:
     batches = [to_kjt(batch) for batch in random_batches(rank, 4, 5, lambda rank, step: 3 * step if rank else 4)]
     ids_that_arrive(module.input_dist, module, batches[0])  # TorchRec makes its exchanges here
     (row_wise,) = (part for part in module._input_dists if isinstance(part, RwSparseFeaturesDist))
-    kind = type(row_wise._dist)
-    kind.forward = noted(kind.forward, row_wise._dist)  # The counts are installed above both.
+    kind = type(row_wise)
+    kind.forward = noted(kind.forward, row_wise)  # The counts are installed above both.
     send = RowWiseIds.send
-    RowWiseIds.send = lambda self, ids: note(functools.partial(send, self), ids)  # type: ignore[method-assign]
+    RowWiseIds.send = lambda self, ids, _: note(functools.partial(send, self), ids)  # type: ignore[method-assign]
     ids_that_arrive(KnownCounts(module).input_dist, module, batches[0])  # as in an earlier fit
     for kjt in batches:
         owner_counts.attach(kjt, kjt, FEATURE_ROWS, world)
@@ -61,7 +68,7 @@ def check_counts(rank: int, world: int, bags: bool) -> None:
         assert WERE_KNOWN == [True]
         plain = ids_that_arrive(module.input_dist, module, kjt)
         assert WERE_KNOWN == [False]
-        assert row_wise._dist.forward.args[0].func is kind.forward  # TorchRec's, not the wrapper of the earlier fit
+        assert row_wise.forward.args[0].func is kind.forward  # TorchRec's, not the wrapper of the earlier fit
         assert all(torch.equal(a, b) for a, b in zip(arrived, plain, strict=True))
     # Ids that were changed in place, tensors without counts, and counts of other tables are counted on the device.
     batches[0].values().clamp_(max=1)

@@ -167,7 +167,7 @@ def look_up_the_next_row(schedule: ExchangeSchedule) -> None:
         fetching = plan_rows(batch)
         for sets in fetching.row_sets:
             for kind, rows in sets.items():
-                sets[kind] = replace(rows, ids=None if rows.ids is None else rows.ids.roll(1))
+                sets[kind] = replace(rows, wire_ids=None if rows.wire_ids is None else rows.wire_ids.roll(1))
         return fetching
 
     exchange.plan_rows = shifted  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embedding import prioritized_bags
 from lightning_freescale.embedding.schedule import ExchangeSchedule
-from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturnSet, RowSet
+from lightning_freescale.embedding.stages import ComputingBatch, Requests, RowSet
 from tests.embedding.comparison import case, compare
 from tests.embedding.training import (
     BAG_SHARDINGS,
@@ -113,10 +113,10 @@ def update_all_rows_of_urgent_bags(schedule: ExchangeSchedule) -> None:
     gradients = schedule.modules[0].exchange.gradients
     return_set = gradients.return_set
 
-    def whole_bags(requests: Requests, rows: RowSet) -> ReturnSet:
-        found = return_set(requests, rows)
+    def whole_bags(group: int, requests: Requests, rows: RowSet) -> RowSet:
+        found = return_set(group, requests, rows)
         exchange = schedule.modules[0].exchange
-        return replace(found, features=exchange._fetch_set(0, rows).features)
+        return replace(found, features=exchange._fetch_set(group, requests, rows).features)
 
     gradients.return_set = whole_bags  # type: ignore[method-assign]
 
