@@ -90,6 +90,7 @@ PINNED = {
     "_feature_block_sizes_tensor": RwSparseFeaturesDist,
     "_has_multiple_blocks_per_shard": RwSparseFeaturesDist,
     "_world_size": RwSparseFeaturesDist,
+    "_jt_dict": KeyedJaggedTensor,
     "_length_per_key": KeyedJaggedTensor,
     "_backward_hooks": nn.Module,
     "_backward_pre_hooks": nn.Module,
@@ -146,7 +147,11 @@ def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int
         assert not exchange._has_multiple_blocks_per_shard
         assert exchange._world_size == world
         assert callable(exchange._dist.forward)
-    assert to_kjt([[[1], [], [2]]])._length_per_key is None
+    kjt = to_kjt([[[1], [], [2]]])
+    assert kjt._length_per_key is None
+    assert kjt._jt_dict is None
+    by_key = kjt.to_dict()
+    assert kjt._jt_dict is by_key is kjt.to_dict()
 
 
 def check_bags(rank: int, world: int) -> None:
