@@ -26,10 +26,10 @@ def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
     while stack:
         item = stack.pop()
         # The exact types come first, because the test for an abstract class such as KeyedJaggedTensor takes long.
-        kind = type(item)
-        if kind in skipped or id(item) in seen:
+        kind, key = type(item), id(item)
+        if kind in skipped or key in seen:
             continue
-        seen.add(id(item))
+        seen.add(key)
         if kind in exact or isinstance(item, kinds):
             yield item
             continue
@@ -47,4 +47,7 @@ def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
 def find_tensors(batch: Any) -> Iterable[Tensor]:
     """Yield all tensors of a batch, including those inside jagged tensors."""
     for part in find_parts(batch, (Tensor, KeyedJaggedTensor)):
-        yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

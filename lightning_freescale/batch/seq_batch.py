@@ -92,7 +92,8 @@ class SeqBatch(Pipelineable):
 
     def _tensors(self) -> dict[str, Any]:
         """The tensors and jagged tensors, by field; also those of a subclass."""
-        return {name: part for name, part in vars(self).items() if isinstance(part, (Tensor, KeyedJaggedTensor))}
+        kinds = Tensor, KeyedJaggedTensor
+        return {name: part for name, part in vars(self).items() if part is not None and isinstance(part, kinds)}
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
         """The batch with every tensor changed by ``change``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -270,6 +271,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         if self._router_log:
             self.log_dict(self._router_log, batch_size=samples)
         return loss
+
+    # Lightning asks for the signature twice in every step. To make it takes longer than to find it here.
+    training_step.__signature__ = inspect.signature(training_step)  # type: ignore[attr-defined]
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """The loss of :meth:`training_step` after the lookup: all of its dense compute. ``embedded`` as in :meth:`encode`."""

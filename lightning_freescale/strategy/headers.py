@@ -26,6 +26,9 @@ class Status(IntEnum):
     ERROR = 2  # Fetching or checking the batch failed.
 
 
+_STATUSES = tuple(Status)  # by value
+
+
 class Header(NamedTuple):
     """What one rank tells all others about one batch."""
 
@@ -69,7 +72,7 @@ class PendingHeaders:
         except RuntimeError as error:
             raise self._control.missing_ranks(what, error) from error
         self._headers = [
-            Header(Status(status), weight, bool(stop), requeues, bad_step)
+            Header(_STATUSES[status], weight, bool(stop), requeues, bad_step)
             for status, weight, stop, requeues, bad_step in self._received[:, : len(Header._fields)].tolist()
         ]
         return self._headers

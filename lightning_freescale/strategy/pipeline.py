@@ -163,10 +163,10 @@ class BatchPipeline:
         batch = self._trainer.precision_plugin.convert_input(batch)
 
         def move() -> Any:
-            started = start_copy(batch, self._device) if self._device.type == "cuda" else batch
-            # Lightning would move a batch that is one of these types by the same call once more.
-            complete = self._device.type == "cuda" and isinstance(batch, COPIED_TYPES)
-            return started if complete else move_data_to_device(started, self._device)
+            on_cuda = self._device.type == "cuda"
+            if isinstance(batch, COPIED_TYPES):  # There is nothing else to be found in the batch.
+                return batch.to(self._device, non_blocking=on_cuda)
+            return move_data_to_device(start_copy(batch, self._device) if on_cuda else batch, self._device)
 
         with self._timeline.span("h2d", stream=self._copies.stream):
             moved, copied = copy_in_advance(move, self._copies)
@@ -254,8 +254,9 @@ class BatchPipeline:
         after_next: list[PreparedBatch | None] = []
         with self._timeline.span("id_exchange"):  # Waits for the header of the slowest rank.
             for part in prepared_batches(self._received):
-                following.append(part.follower(1))
-                after_next.append(part.follower(2))
+                follower = part.follower()
+                following.append(follower)
+                after_next.append(None if follower is None else follower.follower())
             self._note_announced([*following, *after_next])
         return features_of(following), features_of(after_next)
 

@@ -113,7 +113,7 @@ class PrefetchLoader:
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self) or not self._is_initialised():
+        if name in self.__dict__ or not self._is_initialised():
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)

@@ -85,14 +85,9 @@ class PreparedBatch:
         """Samples or tokens of this batch on each rank, ``[ranks]``."""
         return [header.weight for header in self.headers]
 
-    def follower(self, distance: int) -> PreparedBatch | None:
-        """The batch ``distance`` steps later, or ``None`` if any rank has no batch there. Equal on all ranks."""
-        batch: PreparedBatch | None = self
-        for _ in range(distance):
-            batch = batch.next  # type: ignore[union-attr]
-            if batch is None or not batch.on_all_ranks:
-                return None
-        return batch
+    def follower(self) -> PreparedBatch | None:
+        """The batch of the next step, or ``None`` if any rank has no batch there. Equal on all ranks."""
+        return self.next if self.next is not None and self.next.on_all_ranks else None
 
     def is_last(self) -> bool:
         """Whether the data of this rank end after this batch."""

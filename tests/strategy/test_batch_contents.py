@@ -124,7 +124,7 @@ def fit_replaced(rank: int, prioritize: bool) -> tuple[Any, list[tuple[bool, boo
 
     def noting_step(batch: toy.Batch, batch_idx: int) -> Tensor:
         if prioritize:
-            current, follower = pipeline.current[0], pipeline.current[0].follower(1)
+            current, follower = pipeline.current[0], pipeline.current[0].follower()
             (features,), following = given[-1]
             expected = [] if follower is None else list(follower.features)
             same = [id(part) for part in following] == [id(part) for part in expected]
@@ -150,3 +150,12 @@ def test_features_that_a_hook_replaces_are_those_of_the_step() -> None:
         assert [prepared for _, prepared, _ in noted] == [True, False] * 3
         for name, value in truth.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+
+
+def test_the_ids_by_key_are_those_of_the_present_features() -> None:
+    batch, other = seq_batch([2, 3]), seq_batch([1, 4])
+    first = batch.by_key
+    assert batch.by_key is first is batch.features.to_dict()
+    batch.features = other.features
+    assert batch.by_key is other.features.to_dict()
+    assert batch.by_key is not first
