@@ -16,8 +16,8 @@ def check_lengths(features: KeyedJaggedTensor) -> None:
     """Raise :class:`InputError` unless the lengths fit the values. ``features`` are in host memory."""
     lengths, values = features.lengths(), features.values()
     keys = features.keys()
-    if (bad := (lengths < 0).nonzero().flatten()).numel():
-        at, stride = int(bad[0]), features.stride()
+    if lengths.numel() and int(lengths.min()) < 0:
+        at, stride = int((lengths < 0).nonzero()[0]), features.stride()
         raise InputError(
             f"{keys[at // max(stride, 1)]}: negative length {int(lengths[at])} at sample {at % max(stride, 1)}"
         )

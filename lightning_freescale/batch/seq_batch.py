@@ -111,8 +111,9 @@ class SeqBatch(Pipelineable):
         check_lengths(self.features)
         by_key = dict(zip(keys, self.features.lengths().view(len(keys), samples), strict=True))
         lengths = by_key[HISTORY]
-        if (empty := (lengths == 0).nonzero().flatten()).numel():
-            raise InputError(f"{HISTORY}: length 0 at sample {int(empty[0])}; a history needs at least one event")
+        if int(lengths.min()) == 0:
+            at = int((lengths == 0).nonzero()[0])
+            raise InputError(f"{HISTORY}: length 0 at sample {at}; a history needs at least one event")
         total = int(lengths.sum())
         if self.timestamps.numel() != total:
             raise InputError(f"timestamps: {self.timestamps.numel()} values for {total} events in {HISTORY!r}")
@@ -126,9 +127,10 @@ class SeqBatch(Pipelineable):
                 raise InputError(f"{name}: {values.numel()} values for {samples} samples")
         if self.negatives_per_position and NEGATIVES in by_key:
             counts, size = by_key[NEGATIVES], self.negatives_per_position
-            if (bad := ((counts < size) | (counts % size != 0)).nonzero().flatten()).numel():
+            if int(counts.min()) < size or int((counts % size).max()) > 0:
+                at = int(((counts < size) | (counts % size != 0)).nonzero()[0])
                 raise InputError(
-                    f"{NEGATIVES}: {int(counts[bad[0]])} at sample {int(bad[0])}; each sample needs whole sets of "
+                    f"{NEGATIVES}: {int(counts[at])} at sample {at}; each sample needs whole sets of "
                     f"negatives_per_position={size}"
                 )
 
