@@ -4,5 +4,5 @@
 * ``torchrec_types.py``: TorchRec's jagged ids and tables; ``plain_jagged.py`` stands in for them where TorchRec is missing.
 * ``contents.py``: finds the tensors and jagged tensors inside a batch of any type.
 * ``checks.py``: ``check_batch`` refuses a batch that cannot be trained on. It accepts any type of batch.
-* ``jagged_checks.py``: ``check_jagged`` refuses a jagged tensor with wrong lengths or ids. The other checks use it.
+* ``jagged_checks.py``: refuses a jagged tensor with wrong lengths or ids. The other checks use it.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.batch.contents import find_parts
-from lightning_freescale.batch.jagged_checks import check_jagged
+from lightning_freescale.batch.jagged_checks import check_ids, check_lengths
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.errors import InputError
 
@@ -24,11 +24,15 @@ def check_batch(batch: Any, rows: Mapping[str, int]) -> None:
     """
     if batch is None:
         raise InputError("batch: None; the loader or its collate_fn returned no batch")
+    validated = None
     if isinstance(batch, SeqBatch) and batch.timestamps.device.type == "cpu":
         batch.validate()
+        validated = batch.features
     for features in find_parts(batch, KeyedJaggedTensor):
         if features.values().device.type != "cpu":
             continue
-        if features.stride() == 0:
-            raise InputError(f"{', '.join(features.keys())}: an empty batch (0 samples)")
-        check_jagged(features, rows)
+        if features is not validated:
+            if features.stride() == 0:
+                raise InputError(f"{', '.join(features.keys())}: an empty batch (0 samples)")
+            check_lengths(features)
+        check_ids(features, rows)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes, Tensor})  # They hold no other parts.
+
 
 def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
     """Yield the objects of type ``kinds`` inside ``batch``, each object once, in the order of the batch's fields.
@@ -17,26 +19,35 @@ def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
         batch: any nesting of tuples, lists, mappings and plain objects such as dataclasses.
         kinds: the type, or types, to find. The search does not look inside an object that it yields.
     """
+    exact = kinds if isinstance(kinds, tuple) else (kinds,)
+    skipped = _LEAVES.difference(exact)
     seen: set[int] = set()
     stack = [batch]
     while stack:
         item = stack.pop()
-        if id(item) in seen:
+        # The exact types come first, because the test for an abstract class such as KeyedJaggedTensor takes long.
+        kind, key = type(item), id(item)
+        if kind in skipped or key in seen:
             continue
-        seen.add(id(item))
-        if isinstance(item, kinds):
+        seen.add(key)
+        if kind in exact or isinstance(item, kinds):
             yield item
-        elif item is None or isinstance(item, (Tensor, type)):  # first, because the next test takes long
             continue
+        if isinstance(item, (Tensor, type)):
+            continue
+        if isinstance(item, (list, tuple)):
+            held: Any = item
         elif isinstance(item, Mapping):
-            stack.extend(reversed(list(item.values())))
-        elif isinstance(item, (list, tuple)):
-            stack.extend(reversed(item))
-        elif hasattr(item, "__dict__"):
-            stack.extend(reversed(list(vars(item).values())))
+            held = item.values()
+        else:
+            held = getattr(item, "__dict__", {}).values()
+        stack += [part for part in held if type(part) not in skipped][::-1]
 
 
 def find_tensors(batch: Any) -> Iterable[Tensor]:
     """Yield all tensors of a batch, including those inside jagged tensors."""
     for part in find_parts(batch, (Tensor, KeyedJaggedTensor)):
-        yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

@@ -39,13 +39,21 @@ class PlainKeyedJagged:
         values: int64, all ids of the first key, then of the second, and so on.
         lengths: ``[len(keys) * B]``, the number of ids of each key and sample, in the order of ``values``.
         stride: ``B``; by default it follows from the number of lengths.
+        length_per_key: the number of ids of each key; by default the sum of its lengths.
     """
 
-    def __init__(self, keys: Sequence[str], values: Tensor, lengths: Tensor, stride: int | None = None):
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        lengths: Tensor,
+        stride: int | None = None,
+        length_per_key: Sequence[int] | None = None,
+    ):
         self._keys, self._values, self._lengths = list(keys), values, lengths
         self._stride = len(lengths) // max(1, len(self._keys)) if stride is None else stride
         by_key = lengths.view(len(self._keys), self._stride)
-        parts = values.split(by_key.sum(dim=1).tolist())
+        parts = values.split(by_key.sum(dim=1).tolist() if length_per_key is None else list(length_per_key))
         self._parts = {key: PlainJagged(*pair) for key, *pair in zip(self._keys, parts, by_key, strict=True)}
 
     def keys(self) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from lightning_freescale.batch.jagged_checks import check_jagged
+from lightning_freescale.batch.jagged_checks import check_lengths
 from lightning_freescale.batch.torchrec_types import JaggedTensor, KeyedJaggedTensor, Pipelineable
 from lightning_freescale.runtime.errors import InputError
 
@@ -67,6 +67,9 @@ class SeqBatch(Pipelineable):
     @property
     def by_key(self) -> dict[str, JaggedTensor]:
         """The ids of each key, with offsets. TorchRec keeps the result: its ``features[key]`` does the same work every time."""
+        known = getattr(self.features, "_jt_dict", None)
+        if known is not None:  # TorchRec's to_dict returns it as well, after checks that take long.
+            return known
         if not self.num_samples:  # TorchRec's to_dict fails without samples
             return {key: self.features[key] for key in self.features.keys()}  # noqa: SIM118 - not a mapping
         return self.features.to_dict()
@@ -89,7 +92,8 @@ class SeqBatch(Pipelineable):
 
     def _tensors(self) -> dict[str, Any]:
         """The tensors and jagged tensors, by field; also those of a subclass."""
-        return {name: part for name, part in vars(self).items() if isinstance(part, (Tensor, KeyedJaggedTensor))}
+        kinds = Tensor, KeyedJaggedTensor
+        return {name: part for name, part in vars(self).items() if part is not None and isinstance(part, kinds)}
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
         """The batch with every tensor changed by ``change``."""
@@ -101,28 +105,32 @@ class SeqBatch(Pipelineable):
 
     def validate(self) -> None:
         """Raise :class:`InputError` if the fields do not fit together. The tensors must be in host memory."""
-        if self.num_samples == 0:
+        keys, samples = self.features.keys(), self.num_samples
+        if samples == 0:
             raise InputError("features: an empty batch (0 samples)")
-        check_jagged(self.features)
-        lengths = self.lengths
-        if (empty := (lengths == 0).nonzero().flatten()).numel():
-            raise InputError(f"{HISTORY}: length 0 at sample {int(empty[0])}; a history needs at least one event")
+        check_lengths(self.features)
+        by_key = dict(zip(keys, self.features.lengths().view(len(keys), samples), strict=True))
+        lengths = by_key[HISTORY]
+        if int(lengths.min()) == 0:
+            at = int((lengths == 0).nonzero()[0])
+            raise InputError(f"{HISTORY}: length 0 at sample {at}; a history needs at least one event")
         total = int(lengths.sum())
         if self.timestamps.numel() != total:
             raise InputError(f"timestamps: {self.timestamps.numel()} values for {total} events in {HISTORY!r}")
-        for key in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
-            if key not in (HISTORY, NEGATIVES) and not torch.equal(self._lengths_of(key), lengths):
+        for key in keys:
+            if key not in (HISTORY, NEGATIVES) and not torch.equal(by_key[key], lengths):
                 raise InputError(
                     f"{key}: its lengths differ from those of {HISTORY!r}; an event feature needs one value per event"
                 )
         for name, values in (("targets", self.targets), ("users", self.users)):
-            if values is not None and values.numel() != self.num_samples:
-                raise InputError(f"{name}: {values.numel()} values for {self.num_samples} samples")
-        if self.negatives_per_position and NEGATIVES in self.features.keys():  # noqa: SIM118
-            counts, size = self._lengths_of(NEGATIVES), self.negatives_per_position
-            if (bad := ((counts < size) | (counts % size != 0)).nonzero().flatten()).numel():
+            if values is not None and values.numel() != samples:
+                raise InputError(f"{name}: {values.numel()} values for {samples} samples")
+        if self.negatives_per_position and NEGATIVES in by_key:
+            counts, size = by_key[NEGATIVES], self.negatives_per_position
+            if int(counts.min()) < size or int((counts % size).max()) > 0:
+                at = int(((counts < size) | (counts % size != 0)).nonzero()[0])
                 raise InputError(
-                    f"{NEGATIVES}: {int(counts[bad[0]])} at sample {int(bad[0])}; each sample needs whole sets of "
+                    f"{NEGATIVES}: {int(counts[at])} at sample {at}; each sample needs whole sets of "
                     f"negatives_per_position={size}"
                 )
 

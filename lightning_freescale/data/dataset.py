@@ -65,7 +65,7 @@ class HistoryDataset(Dataset):
         The epoch of the negatives comes from :class:`~lightning_freescale.balance.sampler.BatchIndices`; for any other
         sequence it is 0.
         """
-        indices = np.atleast_1d(np.asarray(users, dtype=np.int64))
+        indices = np.array(users, dtype=np.int64, ndmin=1)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"users: {indices.min()} to {indices.max()}, but there are {len(self)} users")
         return collate(self._samples(indices), self.negatives, getattr(users, "epoch", 0), self.item_ids)

@@ -116,20 +116,20 @@ def collate(
         item_ids: ``[num_items]``, the id of each item in the batch. By default the items keep their numbers.
     """
     counts = np.zeros_like(samples.lengths) if negatives is None else negatives.counts(samples.lengths)
-    items, targets = [samples.items], samples.targets
-    if negatives is not None:
-        items.append(negatives.draw(samples.users, epoch, counts))
+    drawn = samples.items[:0] if negatives is None else negatives.draw(samples.users, epoch, counts)
+    items, targets = [samples.items, drawn], samples.targets
     if item_ids is not None:
         items = [item_ids[part] for part in items]
         targets = None if targets is None else item_ids[targets]
-    values = np.concatenate([*items, *samples.features.values()])
+    values = [*items, *samples.features.values()]
     lengths = [samples.lengths, counts, *[samples.lengths] * len(samples.features)]
     return SeqBatch(
         KeyedJaggedTensor(
             keys=[HISTORY, NEGATIVES, *samples.features],
-            values=torch.from_numpy(values),
+            values=torch.from_numpy(np.concatenate(values)),
             lengths=torch.from_numpy(np.concatenate(lengths)),
             stride=len(samples.users),
+            length_per_key=[len(part) for part in values],  # TorchRec would sum up the lengths.
         ),
         torch.from_numpy(samples.timestamps),
         torch.from_numpy(targets) if negatives is None and targets is not None else None,

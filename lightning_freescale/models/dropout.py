@@ -28,13 +28,13 @@ def row_keys(batch: SeqBatch, step: int) -> Tensor:
         batch: a sample is identified by the ids of its history and of its negatives.
         step: number of the training step.
     """
+    by_key = batch.by_key
     if batch.timestamps.is_cuda:
         from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
 
-        parts = [batch.by_key[name] for name in (HISTORY, NEGATIVES) if name in batch.by_key]
+        parts = [by_key[name] for name in (HISTORY, NEGATIVES) if name in by_key]
         history, *negatives = [(part.values(), part.offsets()) for part in parts]
         return dropout_triton.row_keys(history, negatives[0] if negatives else None, step)
-    by_key = batch.by_key
     lengths = batch.lengths.long()
     sample_keys = torch.full_like(lengths, step)
     for name in (HISTORY, NEGATIVES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -238,8 +239,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             from lightning_freescale.models.fused_layer import round_weights  # Triton is on CUDA machines only
 
             round_weights(self.layers, attention.plan, torch.get_autocast_dtype("cuda"))
-        for layer, after in zip_longest(self.layers, self.feed_forwards):
-            x = layer(x, attention, keys, total=after is not None or (add_up and layer is self.layers[-1]))
+        layers = list(self.layers)
+        for layer, after in zip_longest(layers, self.feed_forwards):
+            x = layer(x, attention, keys, total=after is not None or (add_up and layer is layers[-1]))
             x = x if after is None else after(x, keys)
         if ends is None:
             return unit_rows(x, rows)
@@ -264,9 +266,14 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         """Mean loss over the positions of this rank that predict an item."""
         self._check_features(batch, self.feature_names)
         loss = self.loss(self.embedding(batch.features), batch)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=batch.num_samples)
-        self.log_dict(self._router_log, batch_size=batch.num_samples)
+        samples = batch.num_samples
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=samples)
+        if self._router_log:
+            self.log_dict(self._router_log, batch_size=samples)
         return loss
+
+    # Lightning asks for the signature twice in every step. To make it takes longer than to find it here.
+    training_step.__signature__ = inspect.signature(training_step)  # type: ignore[attr-defined]
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         """The loss of :meth:`training_step` after the lookup: all of its dense compute. ``embedded`` as in :meth:`encode`."""

@@ -72,10 +72,15 @@ class WindowPosition(NamedTuple):
     last: bool  # the optimizer steps after this batch
 
 
+EVERY_BATCH = WindowPosition(1, True, True)  # the position without accumulation
+
+
 def accumulation_window(trainer: Any) -> WindowPosition:
     """Where the current batch is in its optimizer step. The last batch of an epoch always ends a step."""
-    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     number = trainer.accumulate_grad_batches
+    if number == 1:
+        return EVERY_BATCH
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return WindowPosition(number, (ready - 1) % number == 0, not trainer.fit_loop._should_accumulate())
 
 
@@ -169,10 +174,13 @@ def limit_prepare_data(trainer: Any, timeout: timedelta | None) -> None:
 
 
 # ---- logged values -------------------------------------------------------------------------------------------------
-def set_logged_batch_size(trainer: Any, size: int) -> None:
-    """Let values that are logged in this step count for ``size`` samples. Lightning would guess from some tensor."""
-    if trainer._results is not None:
-        trainer._results.batch_size = size
+def set_logged_batch_size(results: Any, size: int) -> None:
+    """Let values that are logged in this step count for ``size`` samples. Lightning would guess from some tensor.
+
+    Args:
+        results: the collection of logged values of the loop that runs.
+    """
+    results.batch_size = size
 
 
 def keep_logged_values_in_place(results: Any) -> None:

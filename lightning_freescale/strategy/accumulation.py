@@ -58,7 +58,7 @@ class GradientAccumulation:
     def __init__(self) -> None:
         self._tables: HeldTableGradients | None = None
         self._sizes: list[int] = []  # of the micro-batches of this window that had a backward
-        self._window = compat.WindowPosition(1, True, True)
+        self._window = compat.EVERY_BATCH
 
     def begin(self, trainer: Any, model: nn.Module) -> bool:
         """Before the forward of a micro-batch. Returns whether gradients are accumulated."""

@@ -26,6 +26,9 @@ class Status(IntEnum):
     ERROR = 2  # Fetching or checking the batch failed.
 
 
+_STATUSES = tuple(Status)  # by value
+
+
 class Header(NamedTuple):
     """What one rank tells all others about one batch."""
 
@@ -54,6 +57,7 @@ class PendingHeaders:
         self._sent = torch.from_numpy(sent)  # The tensor must live until the transfer is complete.
         self._received = torch.empty_like(self._sent)
         self._headers: list[Header] | None = None
+        self._all_batches: bool | None = None  # The answer of are_all_batches().
         self._work = direct_calls.start_all_to_all(self._received, self._sent, [], [], control.header_group)
         control.in_transit(self._work)
 
@@ -68,10 +72,16 @@ class PendingHeaders:
         except RuntimeError as error:
             raise self._control.missing_ranks(what, error) from error
         self._headers = [
-            Header(Status(status), weight, bool(stop), requeues, bad_step)
+            Header(_STATUSES[status], weight, bool(stop), requeues, bad_step)
             for status, weight, stop, requeues, bad_step in self._received[:, : len(Header._fields)].tolist()
         ]
         return self._headers
+
+    def are_all_batches(self) -> bool:
+        """Whether every rank has a sound batch."""
+        if self._all_batches is None:
+            self._all_batches = all(header.status == Status.BATCH for header in self.wait())
+        return self._all_batches
 
     def numbers(self) -> NDArray[np.int64]:
         """``[ranks, N]`` what each rank tells this one besides its header."""

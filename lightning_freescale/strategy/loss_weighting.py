@@ -67,7 +67,7 @@ def loss_weight(batch: Any, reduction: str) -> int:
             each history; for batches of other types it counts all ids.
     """
     if isinstance(batch, SeqBatch) and reduction == "token":
-        return int((batch.lengths - 1).sum())
+        return batch.timestamps.numel() - batch.num_samples
     for features in find_parts(batch, KeyedJaggedTensor):
         return features.values().numel() if reduction == "token" else features.stride()
     for tensor in find_parts(batch, Tensor):

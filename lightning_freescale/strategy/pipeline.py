@@ -38,7 +38,7 @@ from lightning_freescale.strategy.prepared_batch import (
     COPIED_TYPES,
     PreparedBatch,
     copy_in_advance,
-    following,
+    features_of,
     prepared_batches,
     start_copy,
     unpack,
@@ -163,20 +163,19 @@ class BatchPipeline:
         batch = self._trainer.precision_plugin.convert_input(batch)
 
         def move() -> Any:
-            started = start_copy(batch, self._device) if self._device.type == "cuda" else batch
-            # Lightning would move a batch that is one of these types by the same call once more.
-            complete = self._device.type == "cuda" and isinstance(batch, COPIED_TYPES)
-            return started if complete else move_data_to_device(started, self._device)
+            on_cuda = self._device.type == "cuda"
+            if isinstance(batch, COPIED_TYPES):  # There is nothing else to be found in the batch.
+                return batch.to(self._device, non_blocking=on_cuda)
+            return move_data_to_device(start_copy(batch, self._device) if on_cuda else batch, self._device)
 
         with self._timeline.span("h2d", stream=self._copies.stream):
             moved, copied = copy_in_advance(move, self._copies)
-        numbers = None
+        features, numbers = list(find_parts(moved, KeyedJaggedTensor)) if self.rows else [], None
         if self.rows and self._copies_ids():
-            given, copies = (list(find_parts(part, KeyedJaggedTensor)) for part in (batch, moved))
-            for host, copy in zip(given, copies, strict=True):
+            for host, copy in zip(find_parts(batch, KeyedJaggedTensor), features, strict=True):
                 owner_counts.attach(host, copy, self.rows, self._control.world_size)
-            numbers = announced_ids.to_announce(copies, self.rows, self._control.world_size)
-        return Prepared(moved, weight, moved=True, copied=copied, cost_sums=sums, numbers=numbers)
+            numbers = announced_ids.to_announce(features, self.rows, self._control.world_size)
+        return Prepared(moved, weight, features, moved=True, copied=copied, cost_sums=sums, numbers=numbers)
 
     def _copies_ids(self) -> bool:
         """Whether user code cannot change the ids of a batch that is not yet in training, because they are a copy."""
@@ -207,23 +206,24 @@ class BatchPipeline:
         return self._known_hooks[name]
 
     # ---- the batch in training -------------------------------------------------------------------------------------
-    def receive(self, batch: Any, dataloader_idx: int, transfer: Callable[[Any], Any]) -> Any:
+    def receive(self, batch: Any, dataloader_idx: int, transfer: Callable[[Any], Any], training: bool) -> Any:
         """Unpack the batch that Lightning is about to use.
 
         Args:
             batch: a :class:`PreparedBatch`, a nesting of them, or a plain batch.
             dataloader_idx: index of the loader in evaluation.
             transfer: moves a batch to the device as Lightning does, with the user's hooks.
+            training: whether the batch is for the training, and not for an evaluation.
         """
         self._control.check_ranks("a batch")
         prepared = prepared_batches(batch)
         if not prepared:
-            if self._trainer.training:
+            if training:
                 self._use([queue.popleft() for queue in self._handed_out.values() if queue])
                 self._received = None
             return transfer(batch)
         self._received = batch
-        if self._trainer.training:
+        if training:
             self._use(prepared)
         contents = unpack(batch)
         if not all(part.moved for part in prepared):
@@ -248,22 +248,24 @@ class BatchPipeline:
             if batch.loader is not None:
                 batch.loader.use(batch)
 
-    def features_ahead(self, batch: Any) -> list[list[KeyedJaggedTensor]]:
-        """The jagged tensors of this batch and of the next two. A list is empty if that batch is not known."""
+    def features_ahead(self) -> tuple[list[KeyedJaggedTensor], list[KeyedJaggedTensor]]:
+        """The jagged tensors of the next two batches. A list is empty if that batch is not known."""
+        following: list[PreparedBatch | None] = []
+        after_next: list[PreparedBatch | None] = []
         with self._timeline.span("id_exchange"):  # Waits for the header of the slowest rank.
-            ahead = [following(self._received, distance) for distance in (1, 2)]
-            self._note_announced()
-        return [list(find_parts(part, KeyedJaggedTensor)) for part in (batch, *ahead)]
+            for part in prepared_batches(self._received):
+                follower = part.follower()
+                following.append(follower)
+                after_next.append(None if follower is None else follower.follower())
+            self._note_announced([*following, *after_next])
+        return features_of(following), features_of(after_next)
 
-    def _note_announced(self) -> None:
-        """Keep what the headers say about the ids of the next two batches with their jagged tensors."""
-        for part in prepared_batches(self._received):
-            for distance in (1, 2):
-                follower = part.follower(distance)
-                if follower is not None and follower.pending is not None and not follower.announced:
-                    kjts = find_parts(follower.batch, KeyedJaggedTensor)
-                    announced_ids.note(kjts, self.rows, follower.pending.numbers())
-                    follower.announced = True
+    def _note_announced(self, batches: list[PreparedBatch | None]) -> None:
+        """Keep what the headers say about the ids of ``batches`` with their jagged tensors."""
+        for batch in batches:
+            if batch is not None and batch.pending is not None and not batch.announced:
+                announced_ids.note(batch.features, self.rows, batch.pending.numbers())
+                batch.announced = True
 
     @property
     def index(self) -> int:
@@ -278,6 +280,8 @@ class BatchPipeline:
     # ---- loss weights ----------------------------------------------------------------------------------------------
     def loss_weights(self) -> list[int]:
         """Samples or tokens of the current batch on each rank, ``[ranks]``; empty if they are not known."""
+        if len(self.current) == 1:
+            return self.current[0].weights
         weights = [batch.weights for batch in self.current]
         if not weights:
             return []

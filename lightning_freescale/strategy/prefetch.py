@@ -6,19 +6,20 @@ It can resume in the middle of an epoch, and it behaves equally on every rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.strategy.checkpoints.random_states import LoaderRandomStates
 from lightning_freescale.strategy.control import Control, Request
-from lightning_freescale.strategy.headers import Header, Status
+from lightning_freescale.strategy.headers import Status
 from lightning_freescale.strategy.prepared_batch import PreparedBatch
 
 # Batches fetched beyond the current one: two for the exchange to work on, and one whose header is in transit.
@@ -32,6 +33,7 @@ class Prepared(NamedTuple):
 
     batch: Any
     weight: int
+    features: Sequence[KeyedJaggedTensor] = ()
     moved: bool = False
     copied: torch.cuda.Event | None = None
     cost_sums: Any = None
@@ -111,7 +113,7 @@ class PrefetchLoader:
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self) or not self._is_initialised():
+        if name in self.__dict__ or not self._is_initialised():
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)
@@ -170,7 +172,7 @@ class PrefetchLoader:
                 batch = self._repeat_last(batch)
             # All ranks learn one batch early that a rank ends: Lightning may never ask for another batch.
             if self.uneven == "error":
-                self._refuse_uneven_end(self._queue[0].headers, batches=batch.index + 1)
+                self._refuse_uneven_end(self._queue[0], batches=batch.index + 1)
             if self.random_states is not None:
                 self.random_states.before_batch()
             yield self.hand_out(batch)
@@ -211,6 +213,7 @@ class PrefetchLoader:
             prepared.batch,
             index,
             self.control.send_header(Status.BATCH, prepared.weight, prepared.numbers),
+            features=prepared.features,
             copied=prepared.copied,
             moved=prepared.moved,
             cost_sums=prepared.cost_sums,
@@ -220,21 +223,27 @@ class PrefetchLoader:
 
     def _act_on(self, batch: PreparedBatch) -> None:
         """Do what the headers of ``batch`` ask for. All ranks do the same."""
-        headers = batch.headers
-        if any(header.bad_step >= 0 for header in headers):
+        diverged = failed = stop = False
+        requeues = 0
+        for header in batch.headers:
+            diverged = diverged or header.bad_step >= 0
+            failed = failed or header.status == Status.ERROR
+            stop = stop or header.stop
+            requeues = max(requeues, header.requeues)
+        if diverged:
             self.control.check_losses()
-        if any(header.status == Status.ERROR for header in headers):
+        if failed:
             self.control.agree(batch.error, where=f"batch {batch.index}")
         if batch.index == 0:
-            self._refuse_uneven_end(headers, batches=0)
-        request = self.control.requested(
-            any(header.stop for header in headers), max(header.requeues for header in headers)
-        )
+            self._refuse_uneven_end(batch, batches=0)
+        request = self.control.requested(stop, requeues)
         if request != Request.NONE:
             self.on_request(request)
 
     def _ends(self, batch: PreparedBatch) -> bool:
         """Whether the epoch ends before ``batch`` on this rank."""
+        if batch.on_all_ranks:
+            return False
         ended = [header.status == Status.END for header in batch.headers]
         if self.uneven == "stop" and any(ended):
             if not all(ended):
@@ -246,13 +255,15 @@ class PrefetchLoader:
         """A batch that keeps this rank in step with the others. Its header said that it has weight 0."""
         prepared = self.prepare(self._last_host_batch)
         repeated = PreparedBatch(prepared.batch, batch.index, batch.pending, copied=prepared.copied, loader=self)
-        repeated.next, repeated.moved = batch.next, prepared.moved
+        repeated.next, repeated.moved, repeated.features = batch.next, prepared.moved, prepared.features
         return repeated
 
     @staticmethod
-    def _refuse_uneven_end(headers: list[Header], batches: int) -> None:
-        ended = [rank for rank, header in enumerate(headers) if header.status == Status.END]
-        more = [rank for rank in range(len(headers)) if rank not in ended]
+    def _refuse_uneven_end(batch: PreparedBatch, batches: int) -> None:
+        if batch.on_all_ranks:
+            return
+        ended = [rank for rank, header in enumerate(batch.headers) if header.status == Status.END]
+        more = [rank for rank in range(len(batch.headers)) if rank not in ended]
         if ended and more:
             raise InputError(
                 f"rank {', '.join(map(str, ended))}: the loader ended after {batches} batches"

@@ -6,7 +6,7 @@ batch. So it does not matter how many batches Lightning fetches before it trains
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.batch.contents import find_tensors
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
+from lightning_freescale.strategy.headers import Header, PendingHeaders
 
 if TYPE_CHECKING:
     from lightning_freescale.strategy.prefetch import PrefetchLoader
@@ -36,6 +36,8 @@ class PreparedBatch:
         batch: what the loader yielded, on the device if it was copied. ``None`` if the loader yielded no batch.
         index: number of batches of this epoch that come before it.
         pending: the headers of all ranks for this batch; ``None`` if no other rank was told.
+        features: the jagged tensors in ``batch``, as they were when it was prepared. They announce the ids of the batch to
+            the steps before it. Its own step looks into ``batch`` once more, because hooks of the user may replace them.
         copied: recorded when the copy to the device is complete; ``None`` if nothing was copied in advance.
         moved: whether the batch was moved to the device in advance.
         cost_sums: sums of the batch for the cost model, see ``Balancer.sums``.
@@ -52,6 +54,7 @@ class PreparedBatch:
         index: int,
         pending: PendingHeaders | None = None,
         *,
+        features: Sequence[KeyedJaggedTensor] = (),
         copied: torch.cuda.Event | None = None,
         moved: bool = False,
         cost_sums: Any = None,
@@ -59,7 +62,7 @@ class PreparedBatch:
         loader_state: dict | None = None,
         error: Exception | None = None,
     ):
-        self.batch, self.index, self.pending = batch, index, pending
+        self.batch, self.index, self.pending, self.features = batch, index, pending, features
         self.copied, self.moved, self.cost_sums = copied, moved, cost_sums
         self.loader, self.loader_state, self.error = loader, loader_state, error
         self.next: PreparedBatch | None = None
@@ -72,18 +75,19 @@ class PreparedBatch:
         return self.pending.wait()
 
     @property
+    def on_all_ranks(self) -> bool:
+        """Whether all ranks have a sound batch here. Waits for the slowest rank."""
+        assert self.pending is not None
+        return self.pending.are_all_batches()
+
+    @property
     def weights(self) -> list[int]:
         """Samples or tokens of this batch on each rank, ``[ranks]``."""
         return [header.weight for header in self.headers]
 
-    def follower(self, distance: int) -> PreparedBatch | None:
-        """The batch ``distance`` steps later, or ``None`` if any rank has no batch there. Equal on all ranks."""
-        batch = self
-        for _ in range(distance):
-            if batch.next is None or any(header.status != Status.BATCH for header in batch.next.headers):
-                return None
-            batch = batch.next
-        return batch
+    def follower(self) -> PreparedBatch | None:
+        """The batch of the next step, or ``None`` if any rank has no batch there. Equal on all ranks."""
+        return self.next if self.next is not None and self.next.on_all_ranks else None
 
     def is_last(self) -> bool:
         """Whether the data of this rank end after this batch."""
@@ -106,22 +110,22 @@ def prepared_batches(batch: Any) -> list[PreparedBatch]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, PreparedBatch)]
 
 
-def unpack(batch: Any, get: Callable[[PreparedBatch], Any] = PreparedBatch.use) -> Any:
+def unpack(batch: Any) -> Any:
     """``batch`` with every :class:`PreparedBatch` in it replaced by its contents."""
-    return get(batch) if isinstance(batch, PreparedBatch) else tree_map_only(PreparedBatch, get, batch)
+    if isinstance(batch, PreparedBatch):
+        return batch.use()
+    return tree_map_only(PreparedBatch, PreparedBatch.use, batch)
 
 
-def following(batch: Any, distance: int) -> Any:
-    """The batch ``distance`` steps after ``batch``, in the same nesting; ``None`` if it is not known on all ranks.
-
-    Args:
-        batch: a :class:`PreparedBatch` or a nesting of them.
-        distance: at least 1.
-    """
-    followers = {id(part): part.follower(distance) for part in prepared_batches(batch)}
-    if not followers or any(follower is None or not follower.moved for follower in followers.values()):
-        return None
-    return unpack(batch, lambda part: followers[id(part)].batch)  # type: ignore[union-attr]
+def features_of(batches: Iterable[PreparedBatch | None]) -> list[KeyedJaggedTensor]:
+    """The jagged tensors of all ``batches``, each once; none if a batch is not known or was not moved in advance."""
+    found: dict[int, KeyedJaggedTensor] = {}
+    for batch in batches:
+        if batch is None or not batch.moved:
+            return []
+        for features in batch.features:
+            found[id(features)] = features
+    return list(found.values())
 
 
 def start_copy(batch: Any, device: torch.device) -> Any:

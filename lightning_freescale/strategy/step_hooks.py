@@ -71,38 +71,41 @@ class StepHooks(CheckpointHooks):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        compat.count_running_epoch(self._module.trainer)
+        trainer = self._module.trainer
+        compat.count_running_epoch(trainer)
         if self._has_tables and self._rates is not None:
-            log_table_rates(self._module.trainer, self._rates)
+            log_table_rates(trainer, self._rates)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        trainer = module.trainer
         if self._has_tables:
             assert self._rates is not None
             self._rates.apply()
-            accumulates = self._accumulation.begin(self._module.trainer, self._module)
+            accumulates = self._accumulation.begin(trainer, module)
             self._exchange_mode.accumulate(accumulates)
-            self._exchange_mode.before_step(_num_ids(args[0] if args else None))
-        if self.schedule is not None:
-            self.schedule.begin_step(*self._pipeline.features_ahead(args[0] if args else None))
+            # Hooks of the user may have replaced the features since the batch was prepared.
+            features = list(find_parts(args[0] if args else None, KeyedJaggedTensor))
+            self._exchange_mode.before_step(sum([part.values().numel() for part in features]))
+            if self.schedule is not None:
+                self.schedule.begin_step(features, *self._pipeline.features_ahead())
         if self._pipeline.current:
             self._balancer.begin_step(self._pipeline.cost_sums, self._pipeline.index)
-        with self._logging_over_the_global_batch():
+        self._log_over_the_global_batch(compat.train_results(trainer))
+        self._in_training_step = True
+        try:
             output = super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
         self._balancer.compute_timer.end_forward()
         return output
 
-    @contextmanager
-    def _logging_over_the_global_batch(self) -> Iterator[None]:
-        """Weight values that are logged inside by samples or tokens, as the loss is, unless ``log`` gets a batch size."""
+    def _log_over_the_global_batch(self, results: Any) -> None:
+        """Weight the values of the next step by samples or tokens, as the loss is, unless ``log`` gets a batch size."""
         weights = self._pipeline.loss_weights()
         if weights:
-            compat.set_logged_batch_size(self._module.trainer, weights[self.global_rank])
-        compat.keep_logged_values_in_place(compat.train_results(self._module.trainer))
-        self._in_training_step = True
-        try:
-            yield
-        finally:
-            self._in_training_step = False
+            compat.set_logged_batch_size(results, weights[self.global_rank])
+        compat.keep_logged_values_in_place(results)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A mean that ``training_step`` logs with ``sync_dist=True`` is a mean over the global batch."""
@@ -193,8 +196,3 @@ class StepHooks(CheckpointHooks):
     def on_predict_end(self) -> None:
         super().on_predict_end()
         self._pipeline.end_predictions()
-
-
-def _num_ids(batch: Any) -> int:
-    """Number of ids in a batch of any type."""
-    return sum(features.values().numel() for features in find_parts(batch, KeyedJaggedTensor))

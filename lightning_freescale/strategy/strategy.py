@@ -342,12 +342,15 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._module.trainer.training:
+        training = self._module.trainer.training
+        if training:
             self.before_training_batch()
         if self._is_plain_ddp:
             return super().batch_to_device(batch, device, dataloader_idx)
-        transfer = super().batch_to_device
-        return self._pipeline.receive(batch, dataloader_idx, lambda plain: transfer(plain, device, dataloader_idx))
+        move = super().batch_to_device
+        return self._pipeline.receive(
+            batch, dataloader_idx, lambda plain: move(plain, device, dataloader_idx), training
+        )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -122,8 +122,8 @@ class TableLearningRates:
 
 def log_table_rates(trainer: Any, rates: TableLearningRates) -> None:
     """Log the rates of the tables at the steps at which a ``LearningRateMonitor`` logs those of the optimizers."""
-    monitored = any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
-    if not monitored or not compat.should_update_logs(trainer):
+    monitors = [callback for callback in trainer.callbacks if type(callback).__name__ == "LearningRateMonitor"]
+    if not monitors or not compat.should_update_logs(trainer):
         return
     values = rates.rates()
     trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in values.items()})

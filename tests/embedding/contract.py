@@ -96,6 +96,7 @@ PINNED = {
     "_world_size": RwSparseFeaturesDist,
     "_module_fqn": KJTListSplitsAwaitable,
     "_wait_impl": KJTListSplitsAwaitable,
+    "_jt_dict": KeyedJaggedTensor,
     "_backward_hooks": nn.Module,
     "_backward_pre_hooks": nn.Module,
     "_buffers": nn.Module,
@@ -154,6 +155,10 @@ def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int
         assert exchange._world_size == world
         assert exchange._is_sequence
         assert not any((exchange._has_feature_processor, exchange._need_pos, exchange._keep_original_indices))
+    kjt = to_kjt([[[1], [], [2]]])
+    assert kjt._jt_dict is None
+    by_key = kjt.to_dict()
+    assert kjt._jt_dict is by_key is kjt.to_dict()
 
 
 def check_bags(rank: int, world: int) -> None:

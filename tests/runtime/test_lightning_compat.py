@@ -59,7 +59,7 @@ def make_model(pl: Any) -> Any:
             self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            compat.set_logged_batch_size(self.trainer, 1 if batch_idx else 10)
+            compat.set_logged_batch_size(compat.train_results(self.trainer), 1 if batch_idx else 10)
             self.log("seen", batch.sum(), on_step=True, on_epoch=True, prog_bar=True)
             return self.layer(batch).sum()
 
