@@ -23,6 +23,7 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding,
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
 from lightning_freescale.embedding.moment_kernel import MomentKernel
