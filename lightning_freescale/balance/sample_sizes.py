@@ -29,8 +29,8 @@ def sample_sizes(batch: Any, key: str | None = None) -> tuple[NDArray[np.int64],
     if isinstance(batch, SeqBatch):
         return _history_sizes(batch)
     for features in find_parts(batch, KeyedJaggedTensor):
-        jagged = features if key is None else features[key]
-        lengths = jagged.lengths().numpy().astype(np.int64).reshape(-1, features.stride()).sum(axis=0)
+        jagged, keys = (features, len(features.keys())) if key is None else (features[key], 1)
+        lengths = jagged.lengths().numpy().reshape(keys, features.stride()).sum(axis=0, dtype=np.int64)
         return lengths, np.zeros_like(lengths)
     raise CannotBalance(f"batch: a {type(batch).__name__} without a KeyedJaggedTensor has no lengths to balance by")
 

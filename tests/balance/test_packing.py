@@ -24,6 +24,7 @@ from lightning_freescale.balance.exchange.split_batch import (
     split_batch,
 )
 from lightning_freescale.balance.sample_sizes import sample_sizes
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.runtime.errors import InputError
 from tests.balance.batches import Ad, ad_batch, contents, lengths_of, seq_batch
 from tests.toy import Batch, Samples, collate
@@ -125,9 +126,38 @@ def test_sample_sizes() -> None:
     lengths, candidates = sample_sizes(ad_batch([3, 4, 5]))
     assert lengths.tolist() == [sum(lengths_of(index)[:2]) for index in (3, 4, 5)]
     assert candidates.tolist() == [0, 0, 0]
+    assert [part.shape for batch in (ad_batch([]), seq_batch([])) for part in sample_sizes(batch)] == [(0,)] * 4
     assert sample_sizes(ad_batch([3, 4, 5]), key="a")[0].tolist() == [lengths_of(index)[0] for index in (3, 4, 5)]
     with pytest.raises(CannotBalance, match="a dict without a KeyedJaggedTensor has no lengths to balance by"):
         sample_sizes({"x": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("negatives", [True, False])
+@pytest.mark.parametrize("per_position", [None, 2])
+def test_sample_sizes_are_the_lengths_and_candidates_of_a_batch(
+    dtype: torch.dtype, negatives: bool, per_position: int | None
+) -> None:
+    keys = [HISTORY, NEGATIVES] if negatives else [HISTORY]
+    lengths = torch.tensor([0, 1, 5, 4, 4, 6][: 3 * len(keys)], dtype=dtype)
+    features = KeyedJaggedTensor(keys, torch.arange(int(lengths.sum())), lengths=lengths, stride=3)
+    batch = SeqBatch(features, torch.arange(6), negatives_per_position=per_position)
+    for sizes, expected in zip(sample_sizes(batch), (batch.lengths, batch.candidates), strict=True):
+        assert sizes.dtype == np.int64
+        assert sizes.tolist() == expected.tolist()
+    assert batch.candidates.any() == (negatives or per_position is not None)  # not all of them are 0
+
+
+def test_a_wrong_number_of_bytes_is_an_error() -> None:
+    split = split_batch(ad_batch([3, 1, 4]))
+    columns, order = agree([split.layout]).columns, np.arange(3)
+    sizes = packed_sizes(split, columns)
+    for wrong in (-1, 1):
+        with pytest.raises(ValueError, match="bytes do not fit the samples"):
+            pack_samples(split, columns, order, sizes.sum() + wrong)
+    packed = pack_samples(split, columns, order, sizes.sum())
+    with pytest.raises(ValueError, match=r"starts\[2\] = \d+: the sample is not within the \d+ bytes"):
+        build_batch(split, columns, packed[:-1], sizes)
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,10 @@ def check_layout(split: SplitBatch, agreement: Agreement) -> None:
 
 def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
     """Return a copy of ``item`` in which ``visit(name, tensor)`` replaces every tensor and every jagged tensor."""
-    if isinstance(item, (Tensor, JaggedTensor, KeyedJaggedTensor)):
-        return visit(name, item)
     if item is None:
         return None
+    if isinstance(item, (Tensor, JaggedTensor, KeyedJaggedTensor)):
+        return visit(name, item)
     if isinstance(item, Mapping):
         by_key = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
         if not isinstance(item, MutableMapping):
