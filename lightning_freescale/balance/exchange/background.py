@@ -78,7 +78,9 @@ class ExchangeThread:
         self._agreement: Agreement | None = None
         self._capacity = 0  # samples that an announcement has room for: the most that a rank had so far
         self._batch_number = 0
-        self._free_slots = threading.Semaphore(READY_BATCHES)
+        self._free_slots: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each batch to prepare
+        for _ in range(READY_BATCHES):
+            self._free_slots.put(None)
         self._ready: queue.SimpleQueue[ReadyBatch | _SkipBatches | BaseException | None] = queue.SimpleQueue()
         self._to_skip = 0.0  # batches that the training thread loads before it asks for the next ready one
         # How the skipping ended: None after the full number of batches, else the batch that was not loaded.
@@ -93,7 +95,7 @@ class ExchangeThread:
         if not self._to_skip:
             ready = self._ready.get()
             if not isinstance(ready, _SkipBatches):
-                self._free_slots.release()
+                self._free_slots.put(None)
                 return ready
             self._to_skip = ready.batches
         loaded = self._batches.load()
@@ -109,7 +111,7 @@ class ExchangeThread:
         if self._thread.is_alive():
             self._batches.close()
             self._skipping_ended.put(LoadedBatch(BatchStatus.CLOSED))
-            self._free_slots.release()
+            self._free_slots.put(None)
             self._thread.join(CLOSE_SECONDS)
         return not self._thread.is_alive()
 
@@ -141,7 +143,7 @@ class ExchangeThread:
         not_loaded = self._skip(math.inf if self.unbalanced is not None else self._schedule.batches_to_skip())
         if self.unbalanced is not None:
             return False
-        self._free_slots.acquire()
+        self._free_slots.get()
         # If a skipped batch was not loaded here, tell the ranks that wait at the next comparison.
         loaded = not_loaded or self._batches.load_for_exchange(self._agreement)
         start = time.perf_counter()

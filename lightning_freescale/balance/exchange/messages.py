@@ -94,8 +94,9 @@ class RankMessages:
     def _gather(self, message: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return ``[world_size, n]``: the ``message [n]`` of every rank."""
         received = np.empty(self.world_size * len(message), dtype=np.int64)
-        # Each of these calls lets go of the GIL only once.
-        getattr(self.group, _GATHER)(torch.from_numpy(received), torch.from_numpy(message), AllgatherOptions()).wait()
+        # These tensors end here. If gloo held the last references, its thread would need the GIL to release the arrays.
+        into, own = torch.from_numpy(received), torch.from_numpy(message)
+        getattr(self.group, _GATHER)(into, own, AllgatherOptions()).wait()
         return received.reshape(self.world_size, -1)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -118,18 +119,18 @@ class RankMessages:
             split: the local batch of this rank.
             columns: how many rows of each tensor a sample has, as the ranks agreed.
             sizes: bytes of all samples of all ranks, ordered by rank.
-            current: the ranks where the samples are.
-            assigned: the ranks where the samples go.
+            current: the rank of each sample so far, in ascending order.
+            assigned: the rank of each sample after the exchange.
         """
-        own, mine = current == self.rank, assigned == self.rank
+        first = int(np.searchsorted(current, self.rank))
+        own, mine = slice(first, first + split.num_samples), np.flatnonzero(assigned == self.rank)
         destinations, mine_sizes = assigned[own], sizes[mine]
         sent = np.bincount(destinations, sizes[own], self.world_size).astype(np.int64)
         received = np.bincount(current[mine], mine_sizes, self.world_size).astype(np.int64)
         packed = pack_samples(split, columns, np.argsort(destinations, kind="stable"), int(sent.sum()))
         out = np.empty(int(received.sum()), dtype=np.uint8)
-        start_all_to_all(
-            torch.from_numpy(out), torch.from_numpy(packed), received.tolist(), sent.tolist(), self.group
-        ).wait()
+        into, own_bytes = torch.from_numpy(out), torch.from_numpy(packed)  # They end here, as in ``_gather``.
+        start_all_to_all(into, own_bytes, received.tolist(), sent.tolist(), self.group).wait()
         return ReceivedSamples(out, mine_sizes, int(sent.sum() - sent[self.rank]))
 
 
