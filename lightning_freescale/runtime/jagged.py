@@ -98,8 +98,8 @@ def dispatch(values: NDArray, lengths: ArrayLike, ranks: ArrayLike, world: int) 
 def pack(
     tensors: Sequence[NDArray],
     columns: Sequence[tuple[int, ...]],
-    lengths: NDArray[np.int64],
-    order: NDArray[np.int64],
+    lengths: ArrayLike,
+    order: ArrayLike,
     size: int,
 ) -> NDArray[np.uint8]:
     """Copy the samples of a batch of several tensors into bytes, one sample after another.
@@ -113,21 +113,21 @@ def pack(
         order: ``[m]``, the samples to copy.
         size: the number of bytes of these samples.
 
-    >>> ids, labels, lengths = np.array([10, 20, 21], np.uint8), np.array([7, 8], np.uint8), np.array([[1, 1], [2, 1]])
-    >>> packed = pack([ids, labels], [(0,), (-1,)], lengths, np.array([1, 0]), 5)
+    >>> ids, labels, lengths = np.array([10, 20, 21], np.uint8), np.array([7, 8], np.uint8), [[1, 1], [2, 1]]
+    >>> packed = pack([ids, labels], [(0,), (-1,)], lengths, [1, 0], 5)
     >>> packed
     array([20, 21,  8, 10,  7], dtype=uint8)
-    >>> unpack(packed, np.array([3, 0]), lengths, [(0,), (-1,)], [copy := np.zeros_like(ids), np.zeros_like(labels)])
+    >>> unpack(packed, [3, 0], lengths, [(0,), (-1,)], [copy := np.zeros_like(ids), np.zeros_like(labels)])
     >>> copy
     array([10, 20, 21], dtype=uint8)
     """
-    return _C.pack(tensors, columns, lengths, order, size)
+    return _C.pack(tensors, columns, as_indices("lengths", lengths), as_indices("order", order), size)
 
 
 def unpack(
     packed: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    starts: ArrayLike,
+    lengths: ArrayLike,
     columns: Sequence[tuple[int, ...]],
     tensors: Sequence[NDArray],
 ) -> None:
@@ -140,7 +140,7 @@ def unpack(
         columns: as for :func:`pack`.
         tensors: ``[T, ...]`` each, with as many rows as the samples have.
     """
-    _C.unpack(packed, starts, lengths, columns, tensors)
+    _C.unpack(packed, as_indices("starts", starts), as_indices("lengths", lengths), columns, tensors)
 
 
 def as_indices(name: str, values: ArrayLike) -> NDArray[np.int64]:
