@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "jagged/jagged.h"
+#include "jagged/samples.h"
 #include "partition/partition.h"
 
 namespace py = pybind11;
@@ -105,6 +106,51 @@ py::tuple py_dispatch(const py::array& values, const IndexArray& lengths, const 
                         to_numpy(std::move(groups.values)));
 }
 
+using LengthArray = py::array_t<std::int64_t, py::array::c_style>;
+
+LengthTable length_table(const LengthArray& lengths) {
+  if (lengths.ndim() != 2)
+    throw std::invalid_argument("lengths: must be 2-D, not " + std::to_string(lengths.ndim()) + "-D");
+  return {lengths.data(), lengths.shape(0), lengths.shape(1)};
+}
+
+std::vector<BatchRows> batch_rows(const std::vector<py::array>& tensors,
+                                  const std::vector<std::vector<std::int64_t>>& columns) {
+  if (tensors.size() != columns.size())
+    throw std::invalid_argument("columns: " + std::to_string(columns.size()) + " entries, but there are " +
+                                std::to_string(tensors.size()) + " tensors");
+  std::vector<BatchRows> all;
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    const Rows own = rows(tensors[t]);
+    all.push_back({const_cast<std::byte*>(own.data), own.count, own.bytes, columns[t]});
+  }
+  return all;
+}
+
+using ByteArray = py::array_t<std::uint8_t, py::array::c_style>;
+
+ByteArray py_pack(const std::vector<py::array>& tensors, const std::vector<std::vector<std::int64_t>>& columns,
+                  const LengthArray& lengths, const IndexArray& order, std::int64_t size) {
+  if (size < 0) throw std::invalid_argument("size = " + std::to_string(size) + " is negative");
+  const std::vector<BatchRows> all = batch_rows(tensors, columns);
+  const LengthTable table = length_table(lengths);
+  const Indices samples = indices(order, "order");
+  ByteArray packed(size);
+  auto* out = reinterpret_cast<std::byte*>(packed.mutable_data());
+  without_gil([&] { pack(all, table, samples, out, size); });
+  return packed;
+}
+
+void py_unpack(const ByteArray& packed, const IndexArray& starts, const LengthArray& lengths,
+               const std::vector<std::vector<std::int64_t>>& columns, std::vector<py::array> tensors) {
+  for (py::array& tensor : tensors) tensor.mutable_data();  // throws if the tensor is read-only
+  const std::vector<BatchRows> all = batch_rows(tensors, columns);
+  const LengthTable table = length_table(lengths);
+  const Indices begin = indices(starts, "starts");
+  const auto* from = reinterpret_cast<const std::byte*>(packed.data());
+  without_gil([&, size = packed.size()] { unpack(from, size, begin, table, all); });
+}
+
 using RealArray = py::array_t<double, py::array::c_style>;
 
 Costs cost_view(const RealArray& array) {
@@ -145,6 +191,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("combine", &py_combine, py::arg("values"), py::arg("lengths").noconvert(), py::arg("order").noconvert());
   module.def("dispatch", &py_dispatch, py::arg("values"), py::arg("lengths").noconvert(), py::arg("ranks").noconvert(),
              py::arg("world"));
+  module.def("pack", &py_pack, py::arg("tensors"), py::arg("columns"), py::arg("lengths").noconvert(),
+             py::arg("order").noconvert(), py::arg("size"));
+  module.def("unpack", &py_unpack, py::arg("packed").noconvert(), py::arg("starts").noconvert(),
+             py::arg("lengths").noconvert(), py::arg("columns"), py::arg("tensors"));
 
   module.def(
       "zigzag",

@@ -1,6 +1,6 @@
 """Types of the C++ core (csrc). The Python modules that are named below wrap it and document each function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,16 @@ def gather(values: NDArray, starts: Ints, lengths: Ints) -> NDArray: ...
 def permute(values: NDArray, lengths: Ints, order: Ints) -> tuple[NDArray, Ints]: ...
 def combine(values: NDArray, lengths: Ints, order: Ints) -> tuple[NDArray, Ints]: ...
 def dispatch(values: NDArray, lengths: Ints, ranks: Ints, world: int) -> tuple[NDArray, Ints, Ints, Ints, Ints]: ...
+def pack(
+    tensors: Sequence[NDArray], columns: Sequence[tuple[int, ...]], lengths: Ints, order: Ints, size: int
+) -> NDArray[np.uint8]: ...
+def unpack(
+    packed: NDArray[np.uint8],
+    starts: Ints,
+    lengths: Ints,
+    columns: Sequence[tuple[int, ...]],
+    tensors: Sequence[NDArray],
+) -> None: ...
 
 # lightning_freescale/balance/partition.py
 def zigzag(costs: Reals, ranks: int) -> Ints: ...

@@ -109,16 +109,15 @@ class SeqBatch(Pipelineable):
         if samples == 0:
             raise InputError("features: an empty batch (0 samples)")
         check_lengths(self.features)
-        by_key = dict(zip(keys, self.features.lengths().view(len(keys), samples), strict=True))
+        by_key = dict(zip(keys, self.features.lengths().numpy().reshape(len(keys), samples), strict=True))
         lengths = by_key[HISTORY]
-        if int(lengths.min()) == 0:
-            at = int((lengths == 0).nonzero()[0])
+        if not lengths.all():
+            at = (lengths == 0).argmax()
             raise InputError(f"{HISTORY}: length 0 at sample {at}; a history needs at least one event")
-        total = int(lengths.sum())
-        if self.timestamps.numel() != total:
+        if self.timestamps.numel() != (total := int(lengths.sum())):
             raise InputError(f"timestamps: {self.timestamps.numel()} values for {total} events in {HISTORY!r}")
         for key in keys:
-            if key not in (HISTORY, NEGATIVES) and not torch.equal(by_key[key], lengths):
+            if key not in (HISTORY, NEGATIVES) and not (by_key[key] == lengths).all():
                 raise InputError(
                     f"{key}: its lengths differ from those of {HISTORY!r}; an event feature needs one value per event"
                 )
@@ -127,10 +126,9 @@ class SeqBatch(Pipelineable):
                 raise InputError(f"{name}: {values.numel()} values for {samples} samples")
         if self.negatives_per_position and NEGATIVES in by_key:
             counts, size = by_key[NEGATIVES], self.negatives_per_position
-            if int(counts.min()) < size or int((counts % size).max()) > 0:
-                at = int(((counts < size) | (counts % size != 0)).nonzero()[0])
+            if (bad := (counts < size) | (counts % size != 0)).any():
                 raise InputError(
-                    f"{NEGATIVES}: {int(counts[at])} at sample {at}; each sample needs whole sets of "
+                    f"{NEGATIVES}: {counts[bad.argmax()]} at sample {bad.argmax()}; each sample needs whole sets of "
                     f"negatives_per_position={size}"
                 )
 

@@ -17,6 +17,7 @@ returned indices are int64. Invalid input raises a ``ValueError`` that names the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,6 +93,54 @@ def dispatch(values: NDArray, lengths: ArrayLike, ranks: ArrayLike, world: int) 
         world: number of ranks. A rank may receive no sample.
     """
     return Dispatch(*_C.dispatch(values, as_indices("lengths", lengths), as_indices("ranks", ranks), world))
+
+
+def pack(
+    tensors: Sequence[NDArray],
+    columns: Sequence[tuple[int, ...]],
+    lengths: ArrayLike,
+    order: ArrayLike,
+    size: int,
+) -> NDArray[np.uint8]:
+    """Copy the samples of a batch of several tensors into bytes, one sample after another.
+
+    The bytes of a sample are its rows of the first tensor, then of the second tensor, and so on.
+
+    Args:
+        tensors: ``[T, ...]`` each. If a tensor has several keys, the rows of the first key come first.
+        columns: for each key of each tensor, the column of ``lengths`` that counts its rows; -1 is the last column.
+        lengths: ``[n, C]`` rows of each sample.
+        order: ``[m]``, the samples to copy.
+        size: the number of bytes of these samples.
+
+    >>> ids, labels, lengths = np.array([10, 20, 21], np.uint8), np.array([7, 8], np.uint8), [[1, 1], [2, 1]]
+    >>> packed = pack([ids, labels], [(0,), (-1,)], lengths, [1, 0], 5)
+    >>> packed
+    array([20, 21,  8, 10,  7], dtype=uint8)
+    >>> unpack(packed, [3, 0], lengths, [(0,), (-1,)], [copy := np.zeros_like(ids), np.zeros_like(labels)])
+    >>> copy
+    array([10, 20, 21], dtype=uint8)
+    """
+    return _C.pack(tensors, columns, as_indices("lengths", lengths), as_indices("order", order), size)
+
+
+def unpack(
+    packed: NDArray[np.uint8],
+    starts: ArrayLike,
+    lengths: ArrayLike,
+    columns: Sequence[tuple[int, ...]],
+    tensors: Sequence[NDArray],
+) -> None:
+    """Inverse of :func:`pack`: fill ``tensors`` with samples ``[m]``.
+
+    Args:
+        packed: bytes that contain the bytes of each sample.
+        starts: ``[m]``, where the bytes of each sample begin.
+        lengths: ``[m, C]`` rows of each sample.
+        columns: as for :func:`pack`.
+        tensors: ``[T, ...]`` each, with as many rows as the samples have.
+    """
+    _C.unpack(packed, as_indices("starts", starts), as_indices("lengths", lengths), columns, tensors)
 
 
 def as_indices(name: str, values: ArrayLike) -> NDArray[np.int64]:

@@ -10,17 +10,32 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.balance.exchange import CannotBalance
-from lightning_freescale.balance.exchange.packing import build_batch, pack_samples
-from lightning_freescale.balance.exchange.split_batch import ONE_ROW_PER_SAMPLE, agree, check_layout, split_batch
+from lightning_freescale.balance.exchange.packing import build_batch, pack_samples, packed_sizes
+from lightning_freescale.balance.exchange.split_batch import (
+    ONE_ROW_PER_SAMPLE,
+    LengthColumns,
+    SplitBatch,
+    agree,
+    check_layout,
+    split_batch,
+)
 from lightning_freescale.balance.sample_sizes import sample_sizes
+from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.runtime.errors import InputError
 from tests.balance.batches import Ad, ad_batch, contents, lengths_of, seq_batch
 from tests.toy import Batch, Samples, collate
 
 KINDS = {"user's": ad_batch, "SeqBatch": seq_batch}
+
+
+def repacked(split: SplitBatch, columns: list[LengthColumns], order: NDArray[np.int64]) -> Any:
+    """Return a batch of the samples ``order``, which were packed in between."""
+    sizes = packed_sizes(split, columns)[order]
+    return build_batch(split, columns, pack_samples(split, columns, order, sizes.sum()), sizes)
 
 
 @settings(max_examples=60, deadline=None)
@@ -36,20 +51,21 @@ def test_samples_of_two_batches_make_a_third_batch(first: list[int], second: lis
     columns = agree([split.layout for split in both]).columns
     orders = [data.draw(st.permutations(range(len(indices)))) for indices in (first, second)]
     kept = [np.array(order[: data.draw(st.integers(0, len(order)))], dtype=np.int64) for order in orders]
-    packed = [pack_samples(split, columns, order) for split, order in zip(both, kept, strict=True)]
-    lengths = np.concatenate([split.lengths[order] for split, order in zip(both, kept, strict=True)])
-    third = build_batch(both[0], columns, lengths, np.concatenate([values for values, _ in packed]))
+    sizes = [packed_sizes(split, columns)[order] for split, order in zip(both, kept, strict=True)]
+    packed = [
+        pack_samples(split, columns, order, own.sum()) for split, order, own in zip(both, kept, sizes, strict=True)
+    ]
+    third = build_batch(both[0], columns, np.concatenate(packed), np.concatenate(sizes))
     indices = [source[at] for source, order in zip((first, second), kept, strict=True) for at in order]
     assert contents(third) == contents(make(indices))
     assert type(third) is type(make([]))
-    assert sum(sizes.sum() for _, sizes in packed) == sum(len(values) for values, _ in packed)
 
 
 def test_types_dtypes_and_shapes_stay() -> None:
     batch = ad_batch([3, 1, 4])
     split = split_batch(batch)
     columns = agree([split.layout]).columns
-    twin = build_batch(split, columns, split.lengths, pack_samples(split, columns, np.arange(3))[0])
+    twin = repacked(split, columns, np.arange(3))
     assert isinstance(twin, Ad)
     assert twin.nothing is None
     for field in ("index", "event_time", "image"):
@@ -71,7 +87,7 @@ def test_usual_batch_types() -> None:
         split = split_batch(nested)
         columns = agree([split.layout]).columns
         order = [5, 0, 7]
-        part = build_batch(split, columns, split.lengths[order], pack_samples(split, columns, np.array(order))[0])
+        part = repacked(split, columns, np.array(order))
         expected = collate([data[at] for at in order])
         features = {Batch: lambda b: b.features, list: lambda b: b[1], dict: lambda b: b["x"]}[type(part)](part)
         assert features.to_dict().keys() == expected.features.to_dict().keys()
@@ -110,9 +126,38 @@ def test_sample_sizes() -> None:
     lengths, candidates = sample_sizes(ad_batch([3, 4, 5]))
     assert lengths.tolist() == [sum(lengths_of(index)[:2]) for index in (3, 4, 5)]
     assert candidates.tolist() == [0, 0, 0]
+    assert [part.shape for batch in (ad_batch([]), seq_batch([])) for part in sample_sizes(batch)] == [(0,)] * 4
     assert sample_sizes(ad_batch([3, 4, 5]), key="a")[0].tolist() == [lengths_of(index)[0] for index in (3, 4, 5)]
     with pytest.raises(CannotBalance, match="a dict without a KeyedJaggedTensor has no lengths to balance by"):
         sample_sizes({"x": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("negatives", [True, False])
+@pytest.mark.parametrize("per_position", [None, 2])
+def test_sample_sizes_are_the_lengths_and_candidates_of_a_batch(
+    dtype: torch.dtype, negatives: bool, per_position: int | None
+) -> None:
+    keys = [HISTORY, NEGATIVES] if negatives else [HISTORY]
+    lengths = torch.tensor([0, 1, 5, 4, 4, 6][: 3 * len(keys)], dtype=dtype)
+    features = KeyedJaggedTensor(keys, torch.arange(int(lengths.sum())), lengths=lengths, stride=3)
+    batch = SeqBatch(features, torch.arange(6), negatives_per_position=per_position)
+    for sizes, expected in zip(sample_sizes(batch), (batch.lengths, batch.candidates), strict=True):
+        assert sizes.dtype == np.int64
+        assert sizes.tolist() == expected.tolist()
+    assert batch.candidates.any() == (negatives or per_position is not None)  # not all of them are 0
+
+
+def test_a_wrong_number_of_bytes_is_an_error() -> None:
+    split = split_batch(ad_batch([3, 1, 4]))
+    columns, order = agree([split.layout]).columns, np.arange(3)
+    sizes = packed_sizes(split, columns)
+    for wrong in (-1, 1):
+        with pytest.raises(ValueError, match="bytes do not fit the samples"):
+            pack_samples(split, columns, order, sizes.sum() + wrong)
+    packed = pack_samples(split, columns, order, sizes.sum())
+    with pytest.raises(ValueError, match=r"starts\[2\] = \d+: the sample is not within the \d+ bytes"):
+        build_batch(split, columns, packed[:-1], sizes)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,61 @@ def test_indices_may_have_any_integer_dtype() -> None:
         assert lengths.dtype == np.int64
 
 
+def reference_pack(tensors: list[NDArray], columns: list, lengths: NDArray, order: NDArray) -> bytes:
+    parts = []  # for each key of each tensor, the rows of each sample
+    for tensor, own in zip(tensors, columns, strict=True):
+        by_key = np.split(tensor, np.cumsum(lengths[:, list(own)].sum(axis=0))[:-1])
+        parts += [split(rows, lengths[:, column]) for rows, column in zip(by_key, own, strict=True)]
+    return b"".join(part[sample].tobytes() for sample in order for part in parts)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.just(1)), max_size=6),
+    kinds=st.lists(
+        st.tuples(
+            st.sampled_from([(0,), (1,), (-1,), (2,), (0, 1), (1, 0, 2)]),
+            st.sampled_from([(), (3,), (2, 2), (0,)]),
+            st.sampled_from(DTYPES),
+        ),
+        max_size=4,
+    ),
+    random=st.randoms(use_true_random=False),
+)
+def test_pack_equals_its_reference_and_unpack_undoes_it(lengths: list, kinds: list, random: Any) -> None:
+    table = np.array(lengths, dtype=np.int64).reshape(-1, 3)
+    columns = [own for own, _, _ in kinds]
+    tensors = [
+        np.random.default_rng(random.randrange(99))
+        .integers(0, 100, size=(table[:, list(own)].sum(), *shape))
+        .astype(dtype)
+        for own, shape, dtype in kinds
+    ]
+    order = np.array(random.sample(range(len(table)), len(table)), dtype=np.int64)
+    expected = reference_pack(tensors, columns, table, order)
+    packed = jagged.pack(tensors, columns, table, order, len(expected))
+    assert packed.tobytes() == expected
+    sizes = [len(reference_pack(tensors, columns, table, np.array([sample]))) for sample in order]
+    starts = np.empty(len(table), dtype=np.int64)
+    starts[order] = jagged.lengths_to_offsets(sizes)[:-1]
+    copies = [np.zeros_like(tensor) for tensor in tensors]
+    jagged.unpack(packed, starts, table, columns, copies)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert_same(copy, tensor)
+    half = order[: len(order) // 2]
+    expected = reference_pack(tensors, columns, table, half)
+    assert jagged.pack(tensors, columns, table, half, len(expected)).tobytes() == expected
+
+
 V = np.arange(6)
+TABLE = np.array([[2, 1], [4, 1]])
+PAIR = np.arange(2)
+BYTES = np.zeros(6, dtype=np.uint8)
+
+
+def read_only() -> NDArray:
+    values = np.zeros(6, dtype=np.int8)
+    values.flags.writeable = False
+    return values
 
 
 @pytest.mark.parametrize(
@@ -193,6 +247,26 @@ V = np.arange(6)
         (lambda: jagged.dispatch(V, [2, 4], [0], 2), "ranks: 1 entries, but lengths has 2"),
         (lambda: jagged.dispatch(V, [2, 4], [0, 0], 0), "world = 0 must be at least 1"),
         (lambda: jagged.dispatch(V, [2, 5], [0, 0], 1), "lengths: they sum to 7"),
+        (lambda: jagged.pack([V], [(0,)], TABLE, PAIR, 47), "packed: 47 bytes do not fit the samples"),
+        (lambda: jagged.pack([V], [(0,)], TABLE, PAIR, 49), "packed: 49 bytes do not fit the samples"),
+        (lambda: jagged.pack([V], [(0,)], TABLE, PAIR, -1), "size = -1 is negative"),
+        (lambda: jagged.pack([V], [(0,)], TABLE, np.array([0, 2]), 48), r"order\[1\] = 2 is outside 0 .. 1"),
+        (lambda: jagged.pack([V], [(1,)], TABLE, PAIR, 16), "lengths: they do not sum to the 6 rows of tensor 0"),
+        (lambda: jagged.pack([V], [(0, 1)], TABLE, PAIR, 64), "lengths: they do not sum to the 6 rows of tensor 0"),
+        (lambda: jagged.pack([V], [(2,)], TABLE, PAIR, 48), r"columns\[0\] = 2 is outside the 2 columns of lengths"),
+        (lambda: jagged.pack([V], [], TABLE, PAIR, 48), "columns: 0 entries, but there are 1 tensors"),
+        (lambda: jagged.pack([V], [(0,)], -TABLE, PAIR, 48), r"lengths\[0\] = -2 is negative"),
+        (lambda: jagged.pack([V], [(0,)], TABLE[0], PAIR, 48), "lengths: must be 2-D, not 1-D"),
+        (lambda: jagged.unpack(BYTES, PAIR[:1], TABLE, [(0,)], [BYTES.copy()]), "starts: 1 entries, but lengths has 2"),
+        (
+            lambda: jagged.unpack(BYTES, PAIR + 2, TABLE, [(0,)], [BYTES.copy()]),
+            r"starts\[1\] = 3: the sample is not within the 6",
+        ),
+        (
+            lambda: jagged.unpack(BYTES, PAIR - 1, TABLE, [(0,)], [BYTES.copy()]),
+            r"starts\[0\] = -1: the sample is not within",
+        ),
+        (lambda: jagged.unpack(BYTES, PAIR, TABLE, [(0,)], [read_only()]), "not writeable"),
     ],
 )
 def test_errors_name_the_bad_argument_and_its_value(call: Any, message: str) -> None:
@@ -201,4 +275,4 @@ def test_errors_name_the_bad_argument_and_its_value(call: Any, message: str) -> 
 
 
 def test_the_documented_example_prints_what_it_says() -> None:
-    assert doctest.testmod(jagged) == (0, 6)
+    assert doctest.testmod(jagged) == (0, 11)

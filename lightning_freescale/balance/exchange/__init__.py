@@ -4,11 +4,11 @@ This works with streams and with any loader, because the lengths of the samples 
 communication uses host memory and a gloo process group of its own. For every batch the ranks
 
 1. load their local batch, check it, and split it into samples (``local_batches.py``, ``split_batch.py``),
-2. tell each other whether they have a batch (:class:`~.local_batches.BatchStatus`),
-3. gather the history lengths and candidate counts of all samples (``messages.py``),
-4. compute the same partition of the samples to ranks (:class:`~lightning_freescale.balance.planner.Planner`),
-5. send each sample to its rank, as bytes in one all-to-all (``packing.py``, ``messages.py``), and
-6. build the new local batch, which has the type of the old one (``packing.py``).
+2. announce in one gather whether they have a batch (:class:`~.local_batches.BatchStatus`), and the history length, the
+   candidate count and the bytes of each of its samples (``messages.py``),
+3. compute the same partition of the samples to ranks (:class:`~lightning_freescale.balance.planner.Planner`),
+4. send each sample to its rank, as bytes in one all-to-all (``packing.py``, ``messages.py``), and
+5. build the new local batch, which has the type of the old one (``packing.py``).
 
 If samples stay on their rank for many batches in a row, the ranks skip these steps for most batches
 (``comparison_schedule.py``). The training thread then loads the skipped batches itself, as it would without balancing.

@@ -16,8 +16,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from lightning_freescale.balance.errors import CannotBalance, PeerFailed
 from lightning_freescale.balance.exchange.comparison_schedule import ComparisonSchedule
 from lightning_freescale.balance.exchange.local_batches import BatchStatus, LoadedBatch, LocalBatches
-from lightning_freescale.balance.exchange.messages import RankMessages
-from lightning_freescale.balance.exchange.packing import build_batch
+from lightning_freescale.balance.exchange.messages import Announced, RankMessages
+from lightning_freescale.balance.exchange.packing import build_batch, packed_sizes
 from lightning_freescale.balance.exchange.split_batch import Agreement, agree
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
@@ -76,8 +76,11 @@ class ExchangeThread:
         self.balanced_at_end = 0  # for the next iteration; stays 0 unless all ranks reach the end of their data
         self._schedule = ComparisonSchedule(balanced)
         self._agreement: Agreement | None = None
+        self._capacity = 0  # samples that an announcement has room for: the most that a rank had so far
         self._batch_number = 0
-        self._free_slots = threading.Semaphore(READY_BATCHES)
+        self._free_slots: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each batch to prepare
+        for _ in range(READY_BATCHES):
+            self._free_slots.put(None)
         self._ready: queue.SimpleQueue[ReadyBatch | _SkipBatches | BaseException | None] = queue.SimpleQueue()
         self._to_skip = 0.0  # batches that the training thread loads before it asks for the next ready one
         # How the skipping ended: None after the full number of batches, else the batch that was not loaded.
@@ -92,7 +95,7 @@ class ExchangeThread:
         if not self._to_skip:
             ready = self._ready.get()
             if not isinstance(ready, _SkipBatches):
-                self._free_slots.release()
+                self._free_slots.put(None)
                 return ready
             self._to_skip = ready.batches
         loaded = self._batches.load()
@@ -108,7 +111,7 @@ class ExchangeThread:
         if self._thread.is_alive():
             self._batches.close()
             self._skipping_ended.put(LoadedBatch(BatchStatus.CLOSED))
-            self._free_slots.release()
+            self._free_slots.put(None)
             self._thread.join(CLOSE_SECONDS)
         return not self._thread.is_alive()
 
@@ -140,14 +143,15 @@ class ExchangeThread:
         not_loaded = self._skip(math.inf if self.unbalanced is not None else self._schedule.batches_to_skip())
         if self.unbalanced is not None:
             return False
-        self._free_slots.acquire()
+        self._free_slots.get()
         # If a skipped batch was not loaded here, tell the ranks that wait at the next comparison.
         loaded = not_loaded or self._batches.load_for_exchange(self._agreement)
         start = time.perf_counter()
         count = 0 if loaded.split is None else loaded.split.num_samples
-        announced = self._messages.gather(np.array([loaded.status, count, len(self._planners)]))
-        statuses, counts, planners = announced.T
-        if not np.isin(statuses, (BatchStatus.LOADED, BatchStatus.NOT_SEPARABLE)).all():
+        rows = None if loaded.split is None or self._agreement is None else _rows_of(loaded, self._agreement)
+        announced = self._messages.announce(loaded.status, len(self._planners), count, rows, self._capacity)
+        statuses = announced.statuses
+        if not {BatchStatus.LOADED, BatchStatus.NOT_SEPARABLE}.issuperset(statuses.tolist()):
             if not_loaded is None:
                 self._ready.put(loaded.error or self._reason_to_stop(loaded.status, statuses))
             if (statuses == BatchStatus.END_OF_DATA).all():
@@ -156,8 +160,7 @@ class ExchangeThread:
         try:
             if (inseparable := np.flatnonzero(statuses == BatchStatus.NOT_SEPARABLE)).size:
                 raise loaded.error or CannotBalance(f"samples cannot be separated on rank {_join(inseparable)}")
-            planner = self._planners[planners.min() - 1]  # the latest one that all ranks have
-            batch, sent = self._exchange(loaded, counts, planner)
+            batch, sent = self._exchange(loaded, announced)
         except CannotBalance as reason:  # raised on all ranks at this batch, before any sample has moved
             self.unbalanced = str(reason)
             log_once(
@@ -193,32 +196,40 @@ class ExchangeThread:
             f"{self._messages.rank} has more; every rank needs the same number of batches: pad or drop the last ones"
         )
 
-    def _exchange(self, loaded: LoadedBatch, counts: NDArray[np.int64], planner: Planner) -> tuple[Any, int]:
+    def _exchange(self, loaded: LoadedBatch, announced: Announced) -> tuple[Any, int]:
         """Assign the samples of all ranks to ranks, and send them there. All ranks call this together.
 
         Args:
             loaded: the local batch of this rank.
-            counts: ``[world_size]`` samples of each rank.
-            planner: assigns the samples; equal on all ranks.
+            announced: about the batches of all ranks.
 
         Returns:
             The new local batch and the bytes sent; the old batch and 0 if no sample moves.
         """
-        split, sizes, world = loaded.split, loaded.sizes, self._messages.world_size
+        split, counts, rows, world = loaded.split, announced.counts, announced.rows, self._messages.world_size
         assert split is not None
-        assert sizes is not None
         if self._agreement is None:
             self._agreement = agree(self._messages.gather_objects(split.layout))
         columns = self._agreement.columns
-        lengths, candidates = self._messages.gather_rows(sizes, counts).T
+        if rows is None:
+            rows = self._messages.gather_rows(_rows_of(loaded, self._agreement), counts)
+            self._capacity = int(counts.max())
+        lengths, candidates, sizes = rows.T
+        planner = self._planners[announced.planners.min() - 1]  # the latest one that all ranks have
         current = np.repeat(np.arange(world), counts)
         assigned = planner.reassign(current, lengths, candidates, world=world)
         if assigned is current:
             return loaded.batch, 0
-        destinations = np.split(assigned, np.cumsum(counts)[:-1])
-        received = self._messages.exchange_samples(split, columns, destinations)
-        batch = build_batch(split, columns, received.lengths, received.packed, self._pin_memory)
+        received = self._messages.exchange_samples(split, columns, sizes, current, assigned)
+        batch = build_batch(split, columns, received.packed, received.sizes, self._pin_memory)
         return batch, received.bytes_sent
+
+
+def _rows_of(loaded: LoadedBatch, agreement: Agreement) -> NDArray[np.int64]:
+    """Return what this rank announces about each sample of its batch."""
+    assert loaded.split is not None
+    assert loaded.sizes is not None
+    return np.column_stack([loaded.sizes, packed_sizes(loaded.split, agreement.columns)])
 
 
 def _join(ranks: NDArray[np.int64]) -> str:

@@ -93,7 +93,7 @@ class LocalBatches:
             split = split_batch(loaded.batch)
             if agreement is not None:
                 check_layout(split, agreement)
-            sizes = np.stack(self._sizes(loaded.batch), axis=1).astype(np.int64)
+            sizes = np.stack(self._sizes(loaded.batch), axis=1).astype(np.int64, copy=False)
             if len(sizes) != split.num_samples:
                 raise CannotBalance(f"batch: {len(sizes)} lengths for {split.num_samples} samples")
         except CannotBalance as reason:

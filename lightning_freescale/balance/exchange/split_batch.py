@@ -9,6 +9,7 @@ row counts to find out which of the two it is. If both fit on all ranks, the ten
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class BatchTensor(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        return self.rows.element_size() * int(np.prod(self.rows.shape[1:], dtype=np.int64))
+        return self.rows.element_size() * math.prod(self.rows.shape[1:])
 
 
 class BatchLayout(NamedTuple):
@@ -73,6 +74,7 @@ class SplitBatch(NamedTuple):
         num_samples: ``n``.
         length_names: what each of the first ``S`` columns of ``lengths`` counts.
         lengths: ``[n, S + 1]`` int64, the rows of each sample. The last column is 1.
+        totals: the sum of each of the first ``S`` columns.
         tensors: all tensors of the batch.
     """
 
@@ -80,6 +82,7 @@ class SplitBatch(NamedTuple):
     num_samples: int
     length_names: tuple[str, ...]
     lengths: NDArray[np.int64]
+    totals: list[int]
     tensors: list[BatchTensor]
 
     @property
@@ -100,6 +103,7 @@ def split_batch(batch: Any) -> SplitBatch:
     jagged: list[tuple[str, int]] = []  # name and number of samples
     length_names: list[str] = []
     columns: list[NDArray[np.int64]] = []
+    totals: list[int] = []
     tensors: list[BatchTensor] = []
     dense: list[int] = []  # positions in ``tensors``
 
@@ -113,9 +117,10 @@ def split_batch(batch: Any) -> SplitBatch:
         length_names.extend(keys)
         columns.extend(lengths)
         jagged.append((name, lengths.shape[1]))
-        values = _on_host(name, leaf.values())
-        if int(lengths.sum()) != len(values):
-            raise InputError(f"{name}: lengths sum to {lengths.sum()} but there are {len(values)} values")
+        values, by_key = _on_host(name, leaf.values()), lengths.sum(axis=1).tolist()
+        totals.extend(by_key)
+        if sum(by_key) != len(values):
+            raise InputError(f"{name}: lengths sum to {sum(by_key)} but there are {len(values)} values")
         tensors.append(BatchTensor(name, values, (own_columns,)))
         if (weights := leaf.weights_or_none()) is not None:
             tensors.append(BatchTensor(f"{name} weights", _on_host(name, weights), (own_columns,)))
@@ -129,7 +134,7 @@ def split_batch(batch: Any) -> SplitBatch:
         if number != count:
             raise CannotBalance(f"{other}: {number} samples, but {name} has {count}")
     lengths = np.stack([*columns, np.ones(count, dtype=np.int64)], axis=1)
-    split = SplitBatch(batch, count, tuple(length_names), lengths, tensors)
+    split = SplitBatch(batch, count, tuple(length_names), lengths, totals, tensors)
     for at in dense:
         tensors[at] = tensors[at]._replace(columns=_dense_columns(tensors[at], split))
     return split
@@ -142,7 +147,7 @@ def _dense_columns(tensor: BatchTensor, split: SplitBatch) -> tuple[LengthColumn
         return ((split.length_names.index(f"batch.features[{HISTORY}]"),),)
     rows = len(tensor.rows)
     fit = [ONE_ROW_PER_SAMPLE] if rows == split.num_samples else []
-    fit += [(column,) for column in range(len(split.length_names)) if split.lengths[:, column].sum() == rows]
+    fit += [(column,) for column, total in enumerate(split.totals) if total == rows]
     if not fit:
         raise CannotBalance(
             f"{tensor.name}: {rows} rows, neither one for each of {split.num_samples} samples nor one for each event of "
@@ -185,10 +190,10 @@ def check_layout(split: SplitBatch, agreement: Agreement) -> None:
 
 def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
     """Return a copy of ``item`` in which ``visit(name, tensor)`` replaces every tensor and every jagged tensor."""
-    if isinstance(item, (Tensor, JaggedTensor, KeyedJaggedTensor)):
-        return visit(name, item)
     if item is None:
         return None
+    if isinstance(item, (Tensor, JaggedTensor, KeyedJaggedTensor)):
+        return visit(name, item)
     if isinstance(item, Mapping):
         by_key = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
         if not isinstance(item, MutableMapping):
@@ -211,7 +216,7 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
 
 def _jagged_lengths(name: str, leaf: JaggedTensor | KeyedJaggedTensor) -> tuple[list[str], NDArray[np.int64]]:
     """Return the names and the lengths ``[keys, n]`` of a jagged tensor."""
-    lengths = _on_host(name, leaf.lengths()).numpy().astype(np.int64)
+    lengths = _on_host(name, leaf.lengths()).numpy().astype(np.int64, copy=False)
     if isinstance(leaf, JaggedTensor):
         return [name], lengths[None]
     if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
@@ -225,4 +230,4 @@ def _on_host(name: str, tensor: Tensor) -> Tensor:
         raise CannotBalance(f"{name}: on {tensor.device}, but samples are exchanged on the host")
     if tensor.ndim == 0:
         raise CannotBalance(f"{name}: a scalar belongs to no sample")
-    return tensor.detach().contiguous()
+    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
