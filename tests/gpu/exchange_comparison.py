@@ -80,10 +80,21 @@ def _error(
     train(plain, batches, None, "cuda", **_training_options(options))
     schedule = make_schedule(module, backend)
     sabotage(schedule)
+    overwrite_free_memory()
     train(module, batches, schedule, "cuda", **_training_options(options))
     torch.cuda.synchronize()
     a, b = tables(plain), tables(module)
     return _worst([float((a[key] - b[key]).abs().nan_to_num(1e9).max()) for key in a if a[key].numel()])
+
+
+def overwrite_free_memory() -> None:
+    """Overwrite the memory that the next training gets. It may hold the gradients of the same training without the error."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    for size, count in ((1 << 14, 200), (1 << 16, 400), (1 << 20, 50)):
+        kept = [torch.full((size,), 7.0, device="cuda") for _ in range(count)]
+        del kept
+    torch.cuda.synchronize()
 
 
 def do_not_wait_for_compute(schedule: ExchangeSchedule) -> None:
