@@ -120,12 +120,11 @@ void bind_transport(py::module_& module) {
           "exchange",
           [](Queue& queue, const std::string& kind, const std::vector<Address>& out,
              const std::vector<std::size_t>& out_bytes, const std::vector<Address>& in,
-             const std::vector<std::size_t>& in_bytes, StreamHandle caller, bool in_stream_order) {
-            return freed_without_gil(
-                queue.exchange(kind, buffers(out, out_bytes), buffers(in, in_bytes), caller, in_stream_order));
+             const std::vector<std::size_t>& in_bytes, StreamHandle caller) {
+            return freed_without_gil(queue.exchange(kind, buffers(out, out_bytes), buffers(in, in_bytes), caller));
           },
           py::arg("kind"), py::arg("send"), py::arg("send_bytes"), py::arg("receive"), py::arg("receive_bytes"),
-          py::arg("stream"), py::arg("in_stream_order") = false, ReleaseGil())
+          py::arg("stream"), ReleaseGil())
       .def("failure", &Queue::failure, ReleaseGil())
       .def("report",
            [](const Queue& queue) {

@@ -55,7 +55,6 @@ class CudaDevice;
 class CudaStream : public Stream {
  public:
   explicit CudaStream(CudaDevice& device);
-  CudaStream(CudaDevice& device, StreamHandle callers);
   ~CudaStream() override;
   void copy_to_host(std::byte* host, Address source, std::size_t bytes) override;
   void copy_from_host(Address target, const std::byte* host, std::size_t bytes) override;
@@ -70,7 +69,6 @@ class CudaStream : public Stream {
  private:
   CudaDevice& device_;
   const DriverStream stream_;
-  const bool owned_;
 };
 
 class CudaDevice : public Device {
@@ -99,7 +97,6 @@ class CudaDevice : public Device {
   int numa_node() const override { return numa_node_; }
   Context context() const { return context_; }
   std::unique_ptr<Stream> new_stream() override { return std::make_unique<CudaStream>(*this); }
-  std::unique_ptr<Stream> stream_of(StreamHandle caller) override { return std::make_unique<CudaStream>(*this, caller); }
   std::shared_ptr<Event> record(StreamHandle caller) override {
     return std::make_shared<CudaEvent>(context_, reinterpret_cast<DriverStream>(caller));
   }
@@ -243,14 +240,9 @@ class CudaDevice : public Device {
   std::vector<DriverStream> idle_;
 };
 
-CudaStream::CudaStream(CudaDevice& device) : device_(device), stream_(device.take_stream()), owned_(true) {}
+CudaStream::CudaStream(CudaDevice& device) : device_(device), stream_(device.take_stream()) {}
 
-CudaStream::CudaStream(CudaDevice& device, StreamHandle callers)
-    : device_(device), stream_(reinterpret_cast<DriverStream>(callers)), owned_(false) {}
-
-CudaStream::~CudaStream() {
-  if (owned_) device_.return_stream(stream_);
-}
+CudaStream::~CudaStream() { device_.return_stream(stream_); }
 
 void CudaStream::copy_to_host(std::byte* host, Address source, std::size_t bytes) {
   ScopedContext scope(device_.context());

@@ -62,8 +62,6 @@ class Device {
   virtual std::string name() const = 0;
   virtual int numa_node() const { return -1; }  // the node whose memory is nearest; -1 if it is unknown
   virtual std::unique_ptr<Stream> new_stream() = 0;
-  // A stream of the caller, which must outlive the result. It is null on host memory, where the caller has no stream.
-  virtual std::unique_ptr<Stream> stream_of(StreamHandle) { return nullptr; }
   virtual std::shared_ptr<Event> record(StreamHandle caller) = 0;  // an event after all work of the caller's stream
   virtual void pin(std::byte* memory, std::size_t bytes) = 0;
   virtual void unpin(std::byte* memory) = 0;

@@ -48,9 +48,8 @@ bool Exchange::done() {
 
 void Exchange::block_stream(StreamHandle caller) {
   failure_->throw_if_set();
-  if (issued_on_ == caller) return;  // what follows on that stream comes after it anyway
   out_.event->block_stream(caller);
-  if (in_.event != out_.event) in_.event->block_stream(caller);
+  in_.event->block_stream(caller);
 }
 
 // Polls in growing intervals until `done()`. Returns false if `deadline` comes first.
@@ -121,7 +120,7 @@ std::optional<std::string> Queue::mismatch(int peer, Word number) const {
 }
 
 std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::vector<Buffer>& out,
-                                          const std::vector<Buffer>& in, StreamHandle caller, bool in_stream_order) {
+                                          const std::vector<Buffer>& in, StreamHandle caller) {
   if (static_cast<int>(out.size()) != world() || static_cast<int>(in.size()) != world())
     throw std::invalid_argument(kind + ": one buffer per rank is needed");
   std::lock_guard lock(mutex_);
@@ -138,11 +137,6 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
   exchange->failure_ = failure_;
   for (const auto& part : out) exchange->out_.bytes.push_back(part.bytes);
   for (const auto& part : in) exchange->in_.bytes.push_back(part.bytes);
-  // The default stream of CUDA would make streams of other libraries wait, so it stays free of waits.
-  const auto callers = in_stream_order && caller != 0 ? device_->stream_of(caller) : nullptr;
-  sends_on_ = callers ? callers.get() : out_.get();
-  receives_on_ = callers ? callers.get() : in_.get();
-  if (callers) exchange->issued_on_ = caller;
   try {
     announce(*exchange, number, hash_of(kind));
     SlotsByRank sends(world()), receives(world());
@@ -172,37 +166,23 @@ std::shared_ptr<Exchange> Queue::exchange(const std::string& kind, const std::ve
     }
     watchdog_wakes_.notify_one();
     wake_network_threads();
-    follow_previous(*sends_on_, previous_out_);
-    follow_previous(*receives_on_, previous_in_);
-    if (!callers) {
-      const auto ready = device_->record(caller);
-      out_->wait_event(ready);
-      in_->wait_event(ready);
-    }
+    const auto ready = device_->record(caller);
+    out_->wait_event(ready);
+    in_->wait_event(ready);
     enqueue(out, in, sends, receives);
-    record_end(*exchange);
+    exchange->out_.event = out_->record();
+    exchange->in_.event = in_->record();
   } catch (const std::exception& error) {
     // Half of the exchange may be issued, so no rank can continue.
     fail("rank " + std::to_string(rank_) + ": " + error.what());
     publish_final_counters();
-    record_end(*exchange);
+    exchange->out_.event = out_->record();
+    exchange->in_.event = in_->record();
     exchange->drain();
     throw std::runtime_error(failure_->reason());
   }
   ++report_.exchanges;
   return exchange;
-}
-
-// The counters of chunks only grow, so the exchanges of a queue follow each other, also on different streams.
-void Queue::follow_previous(Stream& stream, const End& previous) {
-  if (previous.event && previous.stream != stream.handle()) stream.wait_event(previous.event);
-}
-
-void Queue::record_end(Exchange& exchange) {
-  exchange.out_.event = sends_on_->record();
-  exchange.in_.event = sends_on_ == receives_on_ ? exchange.out_.event : receives_on_->record();
-  previous_out_ = {exchange.out_.event, sends_on_->handle()};
-  previous_in_ = {exchange.in_.event, receives_on_->handle()};
 }
 
 // Operations that a device takes without blocking the host are limited, so few chunks are on a stream at a time. A
@@ -265,7 +245,7 @@ void Queue::wait_for_room(ChunksInFlight& chunks, std::size_t more) {
 // Waits until the peer has copied the previous chunk out of the slot. If it has already, no wait is issued, because
 // even a wait that ends at once takes time on the stream.
 void Queue::wait_for_slot(const Channel& channel, const Ring::Slot& slot) {
-  if (slot.free_at && !reached(load(channel.freed), *slot.free_at)) sends_on_->wait_word(channel.freed, *slot.free_at);
+  if (slot.free_at && !reached(load(channel.freed), *slot.free_at)) out_->wait_word(channel.freed, *slot.free_at);
 }
 
 // A high-priority queue first waits for all slots of these chunks, and closes its gate only while it copies. It must
@@ -278,25 +258,25 @@ void Queue::send(const std::vector<Buffer>& out, const SlotsByRank& sends, const
   if (gate_) {
     for (const auto* chunk = first; chunk != first + count; ++chunk)
       wait_for_slot(channels_[chunk->peer], sends[chunk->peer][chunk->round]);
-    sends_on_->write_word(gate_->out, 0);
+    out_->write_word(gate_->out, 0);
   }
   for (const auto* chunk = first; chunk != first + count; ++chunk) {
     const auto [peer, round] = *chunk;
     Channel& channel = channels_[peer];
     const Ring::Slot& slot = sends[peer][round];
     if (!gate_) wait_for_slot(channel, slot);
-    for (const Gate& gate : gates) sends_on_->wait_word(gate.out, 1);
+    for (const Gate& gate : gates) out_->wait_word(gate.out, 1);
     const Address source = out[peer].address + round * sends[peer][0].bytes;
-    if (settings_.early_flag) sends_on_->write_word(channel.sent, slot.number + 1);
+    if (settings_.early_flag) out_->write_word(channel.sent, slot.number + 1);
     if (channel.out_device)
-      sends_on_->copy_on_device(channel.out_device + slot.offset, source, slot.bytes);
+      out_->copy_on_device(channel.out_device + slot.offset, source, slot.bytes);
     else
-      sends_on_->copy_to_host(channel.out_ring + slot.offset, source, slot.bytes);
-    sends_on_->write_word(channel.sent, slot.number + 1);
+      out_->copy_to_host(channel.out_ring + slot.offset, source, slot.bytes);
+    out_->write_word(channel.sent, slot.number + 1);
     store(&channel.issued_out, slot.number + 1);
     out_flight_.emplace_back(channel.sent, slot.number + 1);
   }
-  if (gate_) sends_on_->write_word(gate_->out, 1);
+  if (gate_) out_->write_word(gate_->out, 1);
 }
 
 void Queue::receive(const std::vector<Buffer>& in, const SlotsByRank& receives, const ChunkOfRound* first,
@@ -306,31 +286,31 @@ void Queue::receive(const std::vector<Buffer>& in, const SlotsByRank& receives, 
   const auto wait_for_arrival = [&](const ChunkOfRound& chunk) {
     const Word number = receives[chunk.peer][chunk.round].number;
     const Word* arrived = channels_[chunk.peer].arrived;
-    if (!reached(load(arrived), number + 1)) receives_on_->wait_word(arrived, number + 1);
+    if (!reached(load(arrived), number + 1)) in_->wait_word(arrived, number + 1);
   };
   std::lock_guard issue_lock(device_->issue_mutex);
   if (gate_) {
     std::for_each(first, first + count, wait_for_arrival);
-    receives_on_->write_word(gate_->in, 0);
+    in_->write_word(gate_->in, 0);
   }
   for (const auto* chunk = first; chunk != first + count; ++chunk) {
     const auto [peer, round] = *chunk;
     Channel& channel = channels_[peer];
     const Ring::Slot& slot = receives[peer][round];
     if (!gate_) wait_for_arrival(*chunk);
-    for (const Gate& gate : gates) receives_on_->wait_word(gate.in, 1);
+    for (const Gate& gate : gates) in_->wait_word(gate.in, 1);
     const Address target = in[peer].address + round * receives[peer][0].bytes;
     if (channel.in_device) {
-      receives_on_->copy_on_device(target, channel.in_device + slot.offset, slot.bytes);
-      receives_on_->fill_with_ones(channel.in_device + slot.offset, slot.bytes);  // see device_rings.h
+      in_->copy_on_device(target, channel.in_device + slot.offset, slot.bytes);
+      in_->fill_with_ones(channel.in_device + slot.offset, slot.bytes);  // see device_rings.h
     } else {
-      receives_on_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
+      in_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
     }
-    receives_on_->write_word(channel.received, slot.number + 1);
+    in_->write_word(channel.received, slot.number + 1);
     store(&channel.issued_in, slot.number + 1);
     in_flight_.emplace_back(channel.received, slot.number + 1);
   }
-  if (gate_) receives_on_->write_word(gate_->in, 1);
+  if (gate_) in_->write_word(gate_->in, 1);
 }
 
 }  // namespace freescale::transport

@@ -113,7 +113,6 @@ class Exchange {
   std::string name_;  // for example "all_to_all #17"
   Word number_ = 0;
   Side out_, in_;
-  std::optional<StreamHandle> issued_on_;          // the stream of the caller that it runs on, if it does
   std::vector<std::optional<Word>> slot_free_at_;  // per rank: when its counter reaches this, our last chunk has a slot
   std::shared_ptr<const Failure> failure_;
 };
@@ -135,11 +134,9 @@ class Queue {
   void unlink_segment();
 
   // Sends `out[i]` to rank i and receives `in[i]` from rank i. Returns at once. The exchange starts when the work that
-  // the stream `caller` holds now is done. With `in_stream_order` it runs on that stream itself, and what is queued there
-  // later waits for it. Use this if it would wait anyway: each further stream that waits slows the start of all kernels of the
-  // device.
+  // the stream `caller` holds now is done.
   std::shared_ptr<Exchange> exchange(const std::string& kind, const std::vector<Buffer>& out,
-                                     const std::vector<Buffer>& in, StreamHandle caller, bool in_stream_order = false);
+                                     const std::vector<Buffer>& in, StreamHandle caller);
 
   std::optional<std::string> failure() const;
   Report report() const;
@@ -193,11 +190,6 @@ class Queue {
   // Chunks on a stream that may not be done, in order: the counter that shows it, and its value then.
   using ChunksInFlight = std::deque<std::pair<const Word*, Word>>;
   class Callbacks;
-  // Where one direction of an exchange ends.
-  struct End {
-    std::shared_ptr<Event> event;
-    StreamHandle stream = 0;
-  };
 
   // queue.cpp: set-up and end
   int world() const { return static_cast<int>(hosts_.size()); }
@@ -215,8 +207,6 @@ class Queue {
   std::optional<std::string> mismatch(int peer, Word number) const;
   void enqueue(const std::vector<Buffer>& out, const std::vector<Buffer>& in, const SlotsByRank& sends,
                const SlotsByRank& receives);
-  void follow_previous(Stream& stream, const End& previous);
-  void record_end(Exchange& exchange);
   void wait_for_room(ChunksInFlight& chunks, std::size_t more);
   void wait_for_slot(const Channel& channel, const Ring::Slot& slot);
   std::vector<ChunkOfRound> in_order(const SlotsByRank& slots, std::size_t first, std::size_t last, bool out) const;
@@ -259,8 +249,6 @@ class Queue {
   const Settings settings_;
   const std::shared_ptr<Device> device_;
   std::unique_ptr<Stream> out_, in_;
-  Stream *sends_on_ = nullptr, *receives_on_ = nullptr;  // of the exchange that is being issued
-  End previous_out_, previous_in_;                       // of the exchange before
   std::optional<Gate> gate_;
   std::unique_ptr<Wire> wire_;
   std::unique_ptr<DeviceRings> device_rings_;   // empty if all rings are in host memory

@@ -62,7 +62,6 @@ def start(
     kind: Kind,
     into: Tensor | None = None,
     wire: torch.dtype | None = None,
-    in_stream_order: bool = True,
 ) -> PendingAllToAll:
     """Start an all-to-all of the rows ``source[order]``. Both ends list the rows in wire order.
 
@@ -75,8 +74,6 @@ def start(
         timeline: records the transfer as a span of ``kind``.
         into: ``[sum(receive), ...]`` receive buffer of the type ``wire``; allocated here by default.
         wire: the type that the rows have while they travel; that of ``source`` by default.
-        in_stream_order: whether later work of the current stream waits for the transfer, so that the transfer may run on it. Set
-            it to False if that work is more urgent than the transfer.
     """
     wire = wire or source.dtype
     rank, rounds = group.rank(), wire != source.dtype
@@ -87,7 +84,7 @@ def start(
         sent = to_wire(sent, wire)
     received = source.new_empty((sum(receive), *source.shape[1:]), dtype=wire) if into is None else into
     from_others, from_self = _divide(received, own)
-    pending = _start(sent, received, from_others, send, receive, rank, group, timeline, kind, in_stream_order)
+    pending = _start(sent, received, from_others, send, receive, rank, group, timeline, kind)
     if own:  # copied while the other rows travel; rounded like them, so that a result does not depend on the owner
         if rounds:
             from_self.copy_(to_wire(source.index_select(0, kept), wire))
@@ -135,9 +132,8 @@ def _start(
     group: dist.ProcessGroup,
     timeline: Timeline,
     kind: Kind,
-    in_stream_order: bool = True,
 ) -> PendingAllToAll:
     send, receive = send.copy(), receive.copy()
     send[rank] = receive[rank] = 0
-    work = direct_calls.start_all_to_all(from_others, sent, receive, send, group, in_stream_order)
+    work = direct_calls.start_all_to_all(from_others, sent, receive, send, group)
     return PendingAllToAll(work, received, sent, timeline.transfer(kind, work, sent.nbytes))

@@ -130,7 +130,7 @@ class SizesOfIds(_DirectWait, Awaitable[KJTAllToAllTensorsAwaitable]):
         by_rank = zip(*self._splits, [divided.samples] * world, strict=True)
         self._sent = int64_on_device([size for sizes in by_rank for size in sizes], divided.values.device)
         self._received = torch.empty_like(self._sent)
-        self._work = direct_calls.start_all_to_all(self._received, self._sent, [], [], ids.group, True)
+        self._work = direct_calls.start_all_to_all(self._received, self._sent, [], [], ids.group)
 
     def _wait_impl(self) -> ArrivingIds:
         if self._announced is not None:
@@ -170,7 +170,7 @@ class ArrivingIds(_DirectWait, KJTAllToAllTensorsAwaitable):
         self._kept = tensors  # must stay alive until the transfers are complete
         self._arriving = [tensor.new_empty(sum(sizes)) for tensor, sizes in zip(tensors, received, strict=True)]
         self._works = [
-            direct_calls.start_all_to_all(into, tensor, output, input, ids.group, True)
+            direct_calls.start_all_to_all(into, tensor, output, input, ids.group)
             for into, tensor, output, input in zip(self._arriving, tensors, received, sent, strict=True)
         ]
 

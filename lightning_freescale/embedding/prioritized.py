@@ -266,8 +266,6 @@ class PrioritizedEmbedding:
                         _SPAN_OF[kind],
                         buffer.narrow(0, start, count),
                         self.wire.rows,
-                        # The gradients of collisions come next on this stream, and must not wait for exclusive rows.
-                        in_stream_order=kind == COLLISION,
                     )
                 )
 

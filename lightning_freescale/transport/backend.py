@@ -71,16 +71,10 @@ class FreeScaleGroup(_ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
-        return self.all_to_all_in_parts(output, input, output_splits, input_splits, False)
-
-    def all_to_all_in_parts(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], in_stream_order: bool
-    ) -> Any:
-        """:meth:`alltoall_base`, if need be in the order of the current stream, see :meth:`HostStagedMover.exchange`."""
         world = self.size()
         send = RankBuffers.split(input, input_splits, world, "input")
         receive = RankBuffers.split(output, output_splits, world, "output")
-        return self._exchange("all_to_all", [input, output], send, receive, in_stream_order)
+        return self._exchange("all_to_all", [input, output], send, receive)
 
     @override
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -162,20 +156,13 @@ class FreeScaleGroup(_ProcessGroup):
             )
         return self._exchange("all_gather", [input, *outputs], send, receive)
 
-    def _exchange(
-        self,
-        kind: str,
-        tensors: list[Tensor],
-        send: RankBuffers,
-        receive: RankBuffers,
-        in_stream_order: bool = False,
-    ) -> Any:
+    def _exchange(self, kind: str, tensors: list[Tensor], send: RankBuffers, receive: RankBuffers) -> Any:
         device = tensors[0].device
         for tensor in tensors:
             if tensor.device != device:
                 devices = sorted({str(tensor.device) for tensor in tensors})
                 raise InputError(f"{kind}: all tensors must be on one device, not {devices}")
-        return self._mover(device).exchange(kind, send, receive, in_stream_order)
+        return self._mover(device).exchange(kind, send, receive)
 
     def _mover(self, device: torch.device) -> GlooMover | HostStagedMover:
         """The mover of this device's tensors. Making a host-staged mover is a collective: all ranks do it in their first call."""

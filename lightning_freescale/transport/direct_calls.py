@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-
-from lightning_freescale.transport.backend import FreeScaleGroup
 
 _METHOD = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
@@ -17,12 +15,7 @@ _OPTIONS.asyncOp = True
 
 
 def start_all_to_all(
-    received: Tensor,
-    sent: Tensor,
-    receive: list[int],
-    send: list[int],
-    group: dist.ProcessGroup,
-    in_stream_order: bool = False,
+    received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """``torch.distributed.all_to_all_single`` with ``async_op=True``.
 
@@ -30,9 +23,6 @@ def start_all_to_all(
         received: ``[sum(receive), ...]``, or of the shape of ``sent`` without counts.
         sent: ``[sum(send), ...]`` of the same type. It must stay alive until the transfer is complete.
         receive, send: ``[W]`` rows from and for each rank; empty if they are all equal.
-        in_stream_order: if the group can, run on the current stream, see :meth:`HostStagedMover.exchange`.
     """
-    if in_stream_order and isinstance(group, FreeScaleGroup):
-        return cast(dist.Work, group.all_to_all_in_parts(received, sent, receive, send, True))
     work: dist.Work = getattr(group, _METHOD)(received, sent, receive, send, _OPTIONS)
     return work

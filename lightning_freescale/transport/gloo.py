@@ -46,11 +46,11 @@ class GlooMover:
     def __init__(self, group: Any):
         self._group = group
 
-    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers, in_stream_order: bool = False) -> Any:
+    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> Any:
         """Send ``send.buffers[i]`` to rank ``i``, and receive ``receive.buffers[i]`` from rank ``i``. Returns a c10d Work.
 
         Args:
-            kind, in_stream_order: only :class:`HostStagedMover` uses them.
+            kind: the name of the collective. Only :class:`HostStagedMover` uses it, in its messages.
         """
         target = receive.whole if receive.whole is not None else torch.empty(receive.total, dtype=torch.uint8)
         work = self._group.alltoall_base(target, send.joined(), receive.sizes, send.sizes)

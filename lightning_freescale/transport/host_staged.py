@@ -192,16 +192,10 @@ class HostStagedMover:
         rendezvous.share("connected", "")
         return queue
 
-    def exchange(
-        self, kind: str, send: RankBuffers, receive: RankBuffers, in_stream_order: bool = False
-    ) -> _HostStagedWork:
+    def exchange(self, kind: str, send: RankBuffers, receive: RankBuffers) -> _HostStagedWork:
         """Send the bytes ``i`` of ``send`` to rank ``i``, and receive the bytes ``i`` of ``receive`` from rank ``i``.
 
-        Args:
-            kind: the name of the collective, for messages. It must be the same on every rank.
-            in_stream_order: run on the current CUDA stream, so that what is queued there later waits for the transfer. Use this
-                if it would wait anyway: each further stream that waits slows the start of all kernels. The memory must be that
-                of the current stream.
+        ``kind`` is the name of the collective, for messages. It must be the same on every rank.
         """
         stream = current_stream_handle(self.device) if self._streams else 0
         try:
@@ -212,18 +206,16 @@ class HostStagedMover:
                 receive.addresses,
                 receive.sizes,
                 stream,
-                in_stream_order,
             )
         except RuntimeError as error:
             raise _transport_error(error) from None
-        if not (in_stream_order and stream):
-            self._keep_alive(exchange, send, receive)
+        self._keep_alive(exchange, send, receive)
         return _HostStagedWork(exchange, self.device, receive, self._timeout)
 
     def move(
         self, kind: str, send: list[int], send_sizes: list[int], receive: list[int], receive_sizes: list[int]
     ) -> None:
-        """Send and receive bytes at these addresses in the order of the current stream. On a CPU the host waits for them.
+        """Send and receive bytes at these addresses, and wait for them as :meth:`_HostStagedWork.wait` does.
 
         Unlike :meth:`exchange` it keeps no memory alive: the caller does, for as long as transfers may be under way.
 
@@ -234,7 +226,7 @@ class HostStagedMover:
         """
         stream = current_stream_handle(self.device) if self._streams else 0
         try:
-            exchange = self._queue.exchange(kind, send, send_sizes, receive, receive_sizes, stream, True)
+            exchange = self._queue.exchange(kind, send, send_sizes, receive, receive_sizes, stream)
             if self._streams:
                 exchange.block_stream(stream)
             else:

@@ -68,30 +68,15 @@ def _queue_on_fake_gpu(rank: int, world: int, driver: str, host: str, **options:
     return queue
 
 
-def _all_to_all(queue: Any, rank: int, world: int, seed: int, stream: int = 0) -> tuple[Any, ...]:
-    """Issue an exchange. Returns it, its input, which must live as long, its output, and the right output.
-
-    Args:
-        stream: the exchange runs in the order of this stream, unless it is 0, the default stream.
-    """
+def _all_to_all(queue: Any, rank: int, world: int, seed: int) -> tuple[Any, ...]:
+    """Issue an exchange. Returns it, its input, which must live as long, its output, and the right output."""
     source, in_splits, out_splits, right = all_to_all_case(rank, world, seed, torch.float32, width=3000)
     output = torch.empty_like(right)
     send = RankBuffers.split(source, in_splits, world, "input")
     receive = RankBuffers.split(output, out_splits, world, "output")
     addresses = [side.addresses for side in (send, receive)]
-    exchange = queue.exchange("all_to_all", addresses[0], send.sizes, addresses[1], receive.sizes, stream, True)
+    exchange = queue.exchange("all_to_all", addresses[0], send.sizes, addresses[1], receive.sizes, 0)
     return exchange, source, output, right
-
-
-def _streams(driver: str, count: int) -> list[int]:
-    """New streams of the fake GPU."""
-    library, context, handles = ctypes.CDLL(driver), ctypes.c_void_p(), [ctypes.c_void_p() for _ in range(count)]
-    assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-    assert library.cuCtxPushCurrent_v2(context) == 0
-    for handle in handles:
-        assert library.cuStreamCreateWithPriority(ctypes.byref(handle), 1, -5) == 0
-    assert library.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
-    return [handle.value or 0 for handle in handles]
 
 
 def _exchange_on_fake_gpu(rank: int, world: int, driver: str, priority: str, device_rings: bool) -> dict[str, int]:
@@ -115,28 +100,6 @@ def _exchange_on_fake_gpu(rank: int, world: int, driver: str, priority: str, dev
 @pytest.mark.parametrize("priority", ["low", "high"])
 def test_driver_calls_follow_the_rules_of_cuda(driver: Path, priority: str) -> None:
     run_ranks(_exchange_on_fake_gpu, 3, (3, str(driver), priority, False))
-
-
-def _exchange_on_several_streams(rank: int, world: int, driver: str, priority: str) -> int:
-    """Exchanges of one queue on its own streams and on two streams of the caller, in turn."""
-    queue = _queue_on_fake_gpu(rank, world, driver, f"host{rank % 2}", high_priority=priority == "high")
-    first, second = _streams(driver, 2)
-    order = [0, first, first, second, 0, second] * 5
-    outstanding = [_all_to_all(queue, rank, world, seed, stream) for seed, stream in enumerate(order)]
-    for stream, (exchange, _, output, right) in zip(order, outstanding, strict=True):
-        exchange.block_stream(stream)
-        exchange.block_stream(first)
-        exchange.wait(20)
-        assert same_bits(output, right)
-    dist.barrier()
-    queue.close(10)
-    assert queue.failure() is None
-    return len(outstanding)
-
-
-@pytest.mark.parametrize("priority", ["low", "high"])
-def test_exchanges_in_the_order_of_streams_of_the_caller(driver: Path, priority: str) -> None:
-    assert run_ranks(_exchange_on_several_streams, 3, (3, str(driver), priority)) == [30] * 3
 
 
 def _memory_of_fake_gpus() -> list[str]:

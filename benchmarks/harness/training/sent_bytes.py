@@ -54,9 +54,7 @@ def _in_all_to_all(
     return input[: len(input) - own].nbytes
 
 
-def _in_direct_all_to_all(
-    received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Any, in_stream_order: bool = False
-) -> int:
+def _in_direct_all_to_all(received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Any) -> int:
     return _in_all_to_all(received, sent, receive, send, group)
 
 
