@@ -30,16 +30,14 @@ from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroColl
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.transport.rank_mean import RankMean
 
 Scheduled: TypeAlias = dict[
     str, ShardedEmbeddingCollection | ShardedEmbeddingBagCollection | ShardedZeroCollisionCollection
 ]
 
-# Process groups of TorchRec's own exchanges (low priority) and of the dense gradients (high), by backend, priority and timeout.
-# Sharded models keep using theirs after the Trainer that sharded them is gone, so these groups stay open for the life of the
-# process, and all models share them.
-_lasting_groups: dict[tuple[str, str, timedelta], Any] = {}
+# Process groups of TorchRec's own exchanges, by backend and timeout. Sharded models keep using theirs after the Trainer that
+# sharded them is gone, so these groups stay open for the life of the process, and all models share them.
+_table_groups: dict[tuple[str, timedelta], Any] = {}
 
 
 class ExchangeMode:
@@ -93,20 +91,11 @@ class ExchangeMode:
         prefetches = self._prioritize and self._backend != "gloo"
         if not prefetches and self._backend != transport.BACKEND_NAME:
             return dist.group.WORLD
-        return self._lasting_group("low")
-
-    def mean_of_ranks(self, device: torch.device) -> RankMean | None:
-        """An AllReduce by copy engines, if the tables use them, on a process group of its own. All ranks must call it."""
-        if self._backend != transport.BACKEND_NAME or device.type != "cuda" or dist.get_world_size() == 1:
-            return None
-        return RankMean(self._lasting_group("high"), device)
-
-    def _lasting_group(self, priority: Literal["high", "low"]) -> Any:
         assert self._backend is not None
-        key = (self._backend, priority, self._timeout)
-        if not is_open(_lasting_groups.get(key)):
-            _lasting_groups[key] = self.new_group(priority)
-        return _lasting_groups[key]
+        key = (self._backend, self._timeout)
+        if not is_open(_table_groups.get(key)):
+            _table_groups[key] = self.new_group("low")
+        return _table_groups[key]
 
     def open(
         self,

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
-from lightning_freescale.embedding.gradient_buckets import choose_reduction, may_choose
+from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes, may_choose
 from lightning_freescale.embedding.key_order import keep_key_order
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
@@ -31,7 +31,6 @@ from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.errors import ConfigurationError
-from lightning_freescale.transport.rank_mean import RankMean, average_gradients
 
 
 def shard(
@@ -48,7 +47,6 @@ def shard(
     dedup: Dedup = False,
     wire: Wire = "float32",
     ddp_kwargs: Mapping[str, Any] | None = None,
-    mean: RankMean | None = None,
 ) -> DistributedModelParallel:
     """Shard the tables of ``module``, and wrap its other parameters in DDP. All ranks must call it.
 
@@ -60,7 +58,6 @@ def shard(
         sharding, plan, constraints, topology: the strategy's options with these names.
         optimizer, dedup, wire: the strategy's ``embedding_optimizer``, ``dedup`` and ``wire``.
         ddp_kwargs: arguments of DDP for the dense parameters.
-        mean: an AllReduce by copy engines, which replaces that of DDP if it is faster.
     """
     sharders = make_sharders(module, optimizer, device, dedup, wire)
     plan = users_plan(
@@ -81,7 +78,7 @@ def shard(
             device=device,
             plan=plan,
             sharders=sharders,
-            data_parallel_wrapper=_DataParallelOverAllRanks(ddp_kwargs or {}, mean),
+            data_parallel_wrapper=_DataParallelOverAllRanks(ddp_kwargs or {}),
         )
     _fill_shards(module, weights)
     count_training_lookups_only(module)
@@ -129,9 +126,8 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
     that are not part of the state dict.
     """
 
-    def __init__(self, options: Mapping[str, Any], mean: RankMean | None):
+    def __init__(self, options: Mapping[str, Any]):
         super().__init__()
-        self._mean = mean
         defaults = inspect.signature(DistributedDataParallel.__init__).parameters
         # A command line hands over every option of DDP, even if the user has set none.
         changed = {name: value for name, value in options.items() if value != defaults[name].default}
@@ -150,17 +146,13 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
         # A resume that is equal to the last bit is promised on a CPU only. On a GPU, DDP may adapt its buckets to the model.
         if device.type == "cpu":
             dmp._dmp_wrapped_module = FixedBucketsDDP(module.to(device), **self._options)
-            return
-        options, mean = self._options, None
-        if may_choose(options["process_group"]):
-            dense = [value for name, value in dmp.named_parameters() if name not in ddp_ignore_param_names]
-            size = sum(value.numel() * value.element_size() for value in dense if value.requires_grad)
-            megabytes, mean = choose_reduction(size, options["process_group"], device, self._mean)
-            options = {"bucket_cap_mb": megabytes} | options
-        wrapped = DistributedDataParallel(module.to(device), device_ids=[device], **options)
-        if mean is not None:
-            average_gradients(wrapped, mean)
-        dmp._dmp_wrapped_module = wrapped
+        else:
+            options = self._options
+            if "bucket_cap_mb" not in options and may_choose(options["process_group"]):
+                dense = [value for name, value in dmp.named_parameters() if name not in ddp_ignore_param_names]
+                size = sum(value.numel() * value.element_size() for value in dense if value.requires_grad)
+                options = options | {"bucket_cap_mb": choose_bucket_megabytes(size, options["process_group"], device)}
+            dmp._dmp_wrapped_module = DistributedDataParallel(module.to(device), device_ids=[device], **options)
 
 
 def _unsynchronized_buffers(module: nn.Module) -> set[str]:

@@ -20,7 +20,6 @@ from lightning_freescale.embedding import plan
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
-from lightning_freescale.transport.rank_mean import RankMean
 
 _ATTRIBUTE = "_freescale"
 
@@ -60,7 +59,6 @@ def shard_once(
     local_size: int,
     options: Mapping[str, Any],
     ddp_kwargs: Mapping[str, Any],
-    mean: Callable[[], RankMean | None],
 ) -> ShardedModel:
     """Shard the tables of ``module``, unless an earlier run has done it. A collective.
 
@@ -69,7 +67,6 @@ def shard_once(
         local_size: ranks on this host.
         options: arguments of :func:`~lightning_freescale.embedding.shard.shard`, by name.
         ddp_kwargs: options of the data-parallel wrapper of the dense part.
-        mean: returns an AllReduce by copy engines for the gradients of the dense part, or None.
     """
     done: ShardedModel | None = getattr(module, _ATTRIBUTE, None)
     if done is not None and done.has_tables:
@@ -79,7 +76,7 @@ def shard_once(
     if plan.embedding_modules(module):
         _refuse_tied_tables(module)
         rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
-        sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, mean=mean(), **options)
+        sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
         _refuse_copies(module)
         rates = [parameters["lr"] for parameters in sharded.fused_optimizer.param_groups]
         record = ShardedModel(

@@ -52,7 +52,6 @@ from lightning_freescale.strategy.signals import SignalRequests
 from lightning_freescale.strategy.step_hooks import StepHooks
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, take_tables_out
 from lightning_freescale.strategy.true_precision import convert_dense_part, convert_outputs
-from lightning_freescale.transport.rank_mean import RankMean
 
 if TYPE_CHECKING:  # The mixin completes the DDPStrategy of either Lightning namespace.
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -290,17 +289,10 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             local_size=self.num_processes,
             options=self._shard_options,
             ddp_kwargs=self._ddp_kwargs,
-            mean=self._mean_of_ranks,
         )
         self._sharded, self._pipeline.rows = self._sharded_model.sharded, self._sharded_model.rows
         if self._sharded is not None:
             self.model = self._sharded._dmp_wrapped_module
-
-    def _mean_of_ranks(self) -> RankMean | None:
-        """An AllReduce by copy engines for dense gradients, unless the user has an AllReduce or a process group of their own."""
-        if self._ddp_comm_hook is not None or self._ddp_kwargs.get("process_group") is not None:
-            return None
-        return self._exchange_mode.mean_of_ranks(self.root_device)
 
     def _balances_samples(self) -> bool:
         """Whether samples may move between ranks. A model can declare that its samples influence each other."""

@@ -11,7 +11,6 @@ Importing this package registers the torch.distributed backend ``"freescale"``. 
 - ``direct_calls``: an all-to-all without the checks of torch.distributed.
 - ``host_staged``: the mover of CUDA tensors. It wraps the C++ queue of ``csrc/transport``.
 - ``gloo``: the mover of CPU tensors.
-- ``rank_mean``: the mean of a tensor over the ranks, an AllReduce by the mover of CUDA tensors.
 - ``rank_buffers``: the tensors of a collective as one byte buffer per rank, the form that both movers take.
 - ``nixl``: where NIXL is installed, and whether this machine has RDMA.
 - ``engine_timing``: times each engine that can start on this machine.

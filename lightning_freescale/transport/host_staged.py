@@ -212,28 +212,6 @@ class HostStagedMover:
         self._keep_alive(exchange, send, receive)
         return _HostStagedWork(exchange, self.device, receive, self._timeout)
 
-    def move(
-        self, kind: str, send: list[int], send_sizes: list[int], receive: list[int], receive_sizes: list[int]
-    ) -> None:
-        """Send and receive bytes at these addresses, and wait for them as :meth:`_HostStagedWork.wait` does.
-
-        Unlike :meth:`exchange` it keeps no memory alive: the caller does, for as long as transfers may be under way.
-
-        Args:
-            kind: as for :meth:`exchange`.
-            send, receive: ``[world]`` addresses.
-            send_sizes, receive_sizes: ``[world]`` bytes.
-        """
-        stream = current_stream_handle(self.device) if self._streams else 0
-        try:
-            exchange = self._queue.exchange(kind, send, send_sizes, receive, receive_sizes, stream)
-            if self._streams:
-                exchange.block_stream(stream)
-            else:
-                exchange.wait(2 * self._timeout + 60)
-        except RuntimeError as error:
-            raise _transport_error(error) from None
-
     def _keep_alive(self, exchange: _C.TransportExchange, send: RankBuffers, receive: RankBuffers) -> None:
         """Keep the memory of the tensors until the transfer is done, even if the caller drops them."""
         if self._streams:

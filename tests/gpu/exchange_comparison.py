@@ -74,17 +74,25 @@ def _compare(make: Callable[..., Sharded], case: Case, batches: Batches, backend
 def _error(
     make: Callable[..., Sharded], case: Case, sabotage: Sabotage, batches: Batches, backend: str | None
 ) -> float:
-    """Largest error of the weights with an exchange that ``sabotage`` has changed."""
+    """Largest error of the weights with an exchange that ``sabotage`` has changed.
+
+    Streams that share a hardware queue have an order that nobody asked for, which hides a missing wait. So several schedules
+    are tried, each with streams of its own.
+    """
     kind, optimizer, options = case
-    plain, module = (make(kind, optimizer, dist.get_world_size(), "cuda", **options) for _ in range(2))
-    train(plain, batches, None, "cuda", **_training_options(options))
-    schedule = make_schedule(module, backend)
-    sabotage(schedule)
-    overwrite_free_memory()
-    train(module, batches, schedule, "cuda", **_training_options(options))
-    torch.cuda.synchronize()
-    a, b = tables(plain), tables(module)
-    return _worst([float((a[key] - b[key]).abs().nan_to_num(1e9).max()) for key in a if a[key].numel()])
+    plain, how = make(kind, optimizer, dist.get_world_size(), "cuda", **options), _training_options(options)
+    train(plain, batches, None, "cuda", **how)
+    right, errors = tables(plain), []
+    for _ in range(3):
+        module = make(kind, optimizer, dist.get_world_size(), "cuda", **options)
+        schedule = make_schedule(module, backend)
+        sabotage(schedule)
+        overwrite_free_memory()
+        train(module, batches, schedule, "cuda", **how)
+        torch.cuda.synchronize()
+        found = tables(module)
+        errors += [float((right[key] - found[key]).abs().nan_to_num(1e9).max()) for key in right if right[key].numel()]
+    return _worst(errors)
 
 
 def overwrite_free_memory() -> None:

@@ -67,14 +67,6 @@ def test_tables_in_host_memory(collection: str) -> None:
         assert results["past_the_cache"] > 1e-3
 
 
-def test_the_mean_over_ranks_by_copy_engines() -> None:
-    """It equals a mean on one rank bit for bit, and DDP trains with it as with NCCL."""
-    results = result_of("rank_mean.py")
-    assert results["wrong"] == 0
-    assert results["ddp"] <= 1e-5
-    assert results["control"] > 1e-3
-
-
 def check_exchanges(results: Any, cases: int) -> None:
     assert results["unordered"] > 1e-3  # the comparison can fail
     assert len(results["cases"]) == cases
