@@ -23,7 +23,10 @@ IRREGULAR = {
     ("end_to_end_h200_short", names.ALL_OVER_TCP): 13.0,
     ("end_to_end_h200_short_later", names.ALL_OVER_TCP): 15.0,
     ("end_to_end_h200_short_later", names.ALL): 12.0,
+    ("end_to_end_h200_short_less_host_work", names.ALL_OVER_TCP): 8.0,
 }
+# The same of a side whose exchange took longer than the rate of its link says.
+SLOWER_EXCHANGE = {("end_to_end_h200_context_less_host_work", names.TORCHREC_BASE): 8.0}
 
 
 def test_simulated_steps_are_close_to_measured_ones(
@@ -40,9 +43,9 @@ def test_simulated_steps_are_close_to_measured_ones(
         assert errors[name]["largest error %"] < 1.5
     assert errors["straggler_h200"]["largest error %"] < 5
     shapes = [row for row in found["end_to_end"] if row["measured in"].startswith("end_to_end_h200")]
-    assert {row["measured in"].rpartition("_")[2] for row in shapes} == {"h200", "21k", "share", "later", *SHAPES}
+    assert {row["measured in"].rpartition("_")[2] for row in shapes} == {"h200", "21k", "share", "later", "work", *SHAPES}
     for row in shapes:
-        assert abs(row["error %"]) < IRREGULAR.get((row["measured in"], row["side"]), 5.0), row
+        assert abs(row["error %"]) < (IRREGULAR | SLOWER_EXCHANGE).get((row["measured in"], row["side"]), 5.0), row
     assert {row["ranks"] for row in errors.values()} == {1, 2, 4}
     assert [(row["ranks"], row["side"]) for row in found["scaling"]] == [
         (ranks, variant.name) for ranks in (8, 64) for variant in VARIANTS

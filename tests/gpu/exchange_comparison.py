@@ -31,6 +31,8 @@ def run(
         controls: cases that are trained once more with an error, by name. The comparison must detect each of them.
         longest: the most ids that a feature of a sample has.
     """
+    # With the few hardware queues that MPS gives a rank by default, streams would wait for each other without being told to.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
     training.ROWS.update(one=4000, two=600)
     training.DIM = 32
     training.BAG_DIMS.update(one=32, two=96)
