@@ -43,7 +43,14 @@ def test_simulated_steps_are_close_to_measured_ones(
         assert errors[name]["largest error %"] < 1.5
     assert errors["straggler_h200"]["largest error %"] < 5
     shapes = [row for row in found["end_to_end"] if row["measured in"].startswith("end_to_end_h200")]
-    assert {row["measured in"].rpartition("_")[2] for row in shapes} == {"h200", "21k", "share", "later", "work", *SHAPES}
+    assert {row["measured in"].rpartition("_")[2] for row in shapes} == {
+        "h200",
+        "21k",
+        "share",
+        "later",
+        "work",
+        *SHAPES,
+    }
     for row in shapes:
         assert abs(row["error %"]) < (IRREGULAR | SLOWER_EXCHANGE).get((row["measured in"], row["side"]), 5.0), row
     assert {row["ranks"] for row in errors.values()} == {1, 2, 4}
