@@ -30,6 +30,9 @@ def prioritized_saves(
     def noted(self: Any) -> None:
         began.extend(self._module.trainer.global_step for _ in self._open_copies)
         copy_tables(self)
+        if not applies_late:  # The copy is made at once, and not by chance after the late gradients.
+            for copy in self._open_copies:
+                copy.protect()
 
     def noted_flush(self: Any) -> None:
         if not self._module.trainer.should_stop and self._module.trainer.global_step < 12:
