@@ -103,19 +103,19 @@ py::tuple divide(const Marks& marks, Int first, Int received_from, const Ints& v
   for (Int peer = 0; peer < cluster.ranks; ++peer) requested += receive_end.data()[peer] - receive_start.data()[peer];
   expect(counts.size() == 2 * cluster.ranks + 2 * features, "counts must fit the ranks and features");
   expect(!unbucketize || unbucketize->size() == requested, "unbucketize must have an entry for each requested id");
-  Ints arrays[] = {Ints(owned),     Ints(owned),     Ints(owned),     Ints(owned),          Ints(requested),
-                   Ints(requested), Ints(requested), Ints(2 * (lengths + 1)), Ints(2 * lengths)};
-  Int* to[9];
-  for (int i = 0; i < 9; ++i) to[i] = arrays[i].mutable_data();
+  Ints arrays[] = {Ints(owned),     Ints(owned),     Ints(owned),            Ints(owned),
+                   Ints(requested), Ints(requested), Ints(2 * (lengths + 1))};
+  Int* to[7];
+  for (int i = 0; i < 7; ++i) to[i] = arrays[i].mutable_data();
   {
     py::gil_scoped_release release;
     exchange_index::divide(cluster, marked(marks, first, received_from, receive_start, receive_end, receive_shift),
                            values.data(), offsets.data(), lengths, lookup.data(), counts.data(),
                            data_or_null(unbucketize),
-                           Divided{to[0], to[1], to[2], to[3], to[4], to[5], to[6], to[7], to[8]});
+                           Divided{to[0], to[1], to[2], to[3], to[4], to[5], to[6]});
   }
-  py::tuple found(9);
-  for (int i = 0; i < 9; ++i) found[i] = arrays[i];
+  py::tuple found(7);
+  for (int i = 0; i < 7; ++i) found[i] = arrays[i];
   return found;
 }
 

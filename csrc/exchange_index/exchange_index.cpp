@@ -135,12 +135,9 @@ void divide(const Cluster& cluster, const Marked& batch, const Int* values, cons
   Int collisions = 0;
   out.offsets[0] = out.offsets[num_lengths + 1] = 0;
   for (Int sample = 0; sample < num_lengths; ++sample) {
-    const Int before = collisions;
     for (Int id = offsets[sample]; id < offsets[sample + 1]; ++id) collisions += batch.collides[id];
     out.offsets[sample + 1] = collisions;
     out.offsets[num_lengths + 2 + sample] = offsets[sample + 1] - collisions;
-    out.lengths[sample] = collisions - before;
-    out.lengths[num_lengths + sample] = offsets[sample + 1] - offsets[sample] - (collisions - before);
   }
 
   // requester: every id in request order
@@ -159,7 +156,6 @@ void divide(const Cluster& cluster, const Marked& batch, const Int* values, cons
     for (Int at = batch.receive_start[owner]; at < batch.receive_end[owner]; ++at, ++request) {
       const int part = marks[at] ? 0 : 1;
       place_of_request[request] = (part ? requested_collisions : 0) + arrives[part][owner]++;
-      out.request_order[place_of_request[request]] = request;
     }
   }
   for (Int id = 0; id < num_requested; ++id) {

@@ -52,9 +52,9 @@ void count(const Cluster& cluster, const Marked& batch, const Int* lookup, Int* 
 
 // The rows of a batch, the collision rows first.
 struct Divided {
-  Int *values, *wire_order, *wire_position, *wire_ids;       // [n]
-  Int *request_order, *batch_position, *batch_order;         // [m]
-  Int *offsets, *lengths;                                    // [2, T * B + 1], [2, T * B]
+  Int *values, *wire_order, *wire_position, *wire_ids;  // [n]
+  Int *batch_position, *batch_order;                    // [m]
+  Int* offsets;                                         // [2, T * B + 1]
 };
 
 void divide(const Cluster& cluster, const Marked& batch, const Int* values, const Int* offsets, Int num_lengths,

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.balance.errors import CannotBalance
 from lightning_freescale.batch.contents import find_parts
-from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
+from lightning_freescale.batch.seq_batch import SeqBatch
 
 SampleSizes = Callable[[Any], tuple[NDArray[np.int64], NDArray[np.int64]]]
 
@@ -27,20 +27,9 @@ def sample_sizes(batch: Any, key: str | None = None) -> tuple[NDArray[np.int64],
         key: the key that gives the length of a sample of other batch types. By default the lengths of all keys are added.
     """
     if isinstance(batch, SeqBatch):
-        return _history_sizes(batch)
+        return batch.host_sizes()  # without operators of torch, because this runs beside the training
     for features in find_parts(batch, KeyedJaggedTensor):
         jagged, keys = (features, len(features.keys())) if key is None else (features[key], 1)
         lengths = jagged.lengths().numpy().reshape(keys, features.stride()).sum(axis=0, dtype=np.int64)
         return lengths, np.zeros_like(lengths)
     raise CannotBalance(f"batch: a {type(batch).__name__} without a KeyedJaggedTensor has no lengths to balance by")
-
-
-def _history_sizes(batch: SeqBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``batch.lengths`` and ``batch.candidates`` without operators of torch, because this runs beside the training."""
-    keys = batch.features.keys()
-    by_key = dict(zip(keys, batch.features.lengths().numpy().reshape(len(keys), batch.num_samples), strict=True))
-    lengths = by_key[HISTORY].astype(np.int64)
-    positions = np.maximum(lengths - 1, 0)
-    if batch.negatives_per_position is not None:
-        return lengths, positions * batch.negatives_per_position
-    return lengths, positions * by_key[NEGATIVES] if NEGATIVES in by_key else np.zeros_like(positions)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
@@ -77,12 +79,24 @@ class SeqBatch(Pipelineable):
     @property
     def candidates(self) -> Tensor:
         """``[B]`` int64, how many negatives are scored for each sample, over all of its positions."""
-        positions = (self.lengths.long() - 1).clamp(min=0)
-        if self.negatives_per_position is not None:
-            return positions * self.negatives_per_position
-        if NEGATIVES not in self.features.keys():  # noqa: SIM118 - a KeyedJaggedTensor is not a mapping
-            return torch.zeros_like(positions)
-        return positions * self._lengths_of(NEGATIVES)
+        negatives = self._lengths_of(NEGATIVES) if NEGATIVES in self.features.keys() else 0  # noqa: SIM118 - not a mapping
+        return self._candidates(self.lengths.long(), negatives)
+
+    def _candidates(self, lengths: Any, negatives: Any) -> Any:
+        """:attr:`candidates` of these numbers of events ``[B]`` and of negatives ``[B]``, tensors or arrays."""
+        per_position = negatives if self.negatives_per_position is None else self.negatives_per_position
+        return (lengths - 1).clip(0) * per_position
+
+    def host_lengths(self) -> dict[str, NDArray]:
+        """``[B]``, the lengths of each key. The batch must be in host memory. No operator of torch computes them."""
+        keys = self.features.keys()
+        return dict(zip(keys, self.features.lengths().numpy().reshape(len(keys), self.num_samples), strict=True))
+
+    def host_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """:attr:`lengths` and :attr:`candidates` of a batch in host memory. No operator of torch computes them."""
+        by_key = self.host_lengths()
+        lengths = by_key[HISTORY].astype(np.int64)
+        return lengths, self._candidates(lengths, by_key.get(NEGATIVES, 0))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
@@ -109,7 +123,7 @@ class SeqBatch(Pipelineable):
         if samples == 0:
             raise InputError("features: an empty batch (0 samples)")
         check_lengths(self.features)
-        by_key = dict(zip(keys, self.features.lengths().numpy().reshape(len(keys), samples), strict=True))
+        by_key = self.host_lengths()
         lengths = by_key[HISTORY]
         if not lengths.all():
             at = (lengths == 0).argmax()

@@ -96,22 +96,20 @@ class CppIndex(FusedIndex):
         def divided(requests: Requests, first: int, places: PlacesInBounds, counted: Tensor) -> DividedIds:
             assert requests.segments is not None
             unbucketize, counts = requests.request_position, counted.numpy()
-            values, wire_order, wire_position, wire_ids, _, batch_position, batch_order, offsets, _ = (
-                _C.exchange_divide(
-                    marks,
-                    first,
-                    received_from,
-                    _ints(requests.features.values()),
-                    _offsets(requests.features),
-                    requests.segments.lookup.numpy(),
-                    counts,
-                    None if unbucketize is None else _ints(unbucketize),
-                    rows[places.receive_start],
-                    rows[places.receive_end],
-                    rows[places.receive_shift],
-                    self._num_features,
-                    self._rank,
-                )
+            values, wire_order, wire_position, wire_ids, batch_position, batch_order, offsets = _C.exchange_divide(
+                marks,
+                first,
+                received_from,
+                _ints(requests.features.values()),
+                _offsets(requests.features),
+                requests.segments.lookup.numpy(),
+                counts,
+                None if unbucketize is None else _ints(unbucketize),
+                rows[places.receive_start],
+                rows[places.receive_end],
+                rows[places.receive_shift],
+                self._num_features,
+                self._rank,
             )
             parts = self._parts(counts.tolist())
             owned, requested = sum(parts[0]), sum(parts[3])  # number of collision rows

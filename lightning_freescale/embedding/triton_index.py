@@ -98,7 +98,8 @@ class TritonIndex(FusedIndex):
         numbers_a = a.row_keys.numel(), sum(a.by_owner), offsets_a.numel() - 1
         numbers_b = b.row_keys.numel(), sum(b.by_owner), offsets_b.numel() - 1
         memory = torch.empty(_size(*numbers_a) + _size(*numbers_b), dtype=torch.int64, device=self._device)
-        permuted = a.request_position is not None and b.request_position is not None
+        permuted = a.request_position is not None
+        assert permuted == (b.request_position is not None), "both batches are of one sharding group"
         (blocks,) = _grid(*numbers_a[:2], *numbers_b[:2], 1 + numbers_a[2], 1 + numbers_b[2])
         kernels.divide_batches[(blocks, 2)](
             pair.marks, _some(pair.prefix), pair.bounds.table, pair.counts[0], memory,

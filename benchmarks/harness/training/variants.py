@@ -121,7 +121,7 @@ class TrainingJob:
             return dlrm
         options = {"max_history": self.workload.longest, "meta_tables": True} | MODEL_OPTIONS | self.model
         if self.device.type == "cuda":
-            # The default rate learns the few batches of the warm-up by heart in a large model. The next batches have large
+            # With the default rate, a large model overfits the few batches of the warm-up. The next batches have large
             # losses then, and differences of rounding grow from step to step.
             options = {"lr": 1e-4} | options
         if self.workload.context:
