@@ -11,6 +11,8 @@ zeros to the gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,6 +53,22 @@ def add_histories(offsets: Tensor, rows: int, total: int) -> Tensor:
     return torch.cat([offsets, ends.clamp(max=total).to(offsets.dtype)])
 
 
+class _PadRows(torch.autograd.Function):
+    """``F.pad`` with one copy forward and none backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: int) -> Tensor:
+        ctx.rows = len(x)
+        out = x.new_empty(total, x.shape[1])
+        out[ctx.rows :].zero_()
+        out[: ctx.rows].copy_(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][: ctx.rows], None
+
+
 def pad_rows(x: Tensor, total: int | None) -> Tensor:
     """``x [N, D]`` with rows of zeros up to ``total`` rows, if that is given."""
-    return x if total in (None, len(x)) else F.pad(x, (0, 0, 0, total - len(x)))  # type: ignore[operator]
+    return x if total is None or total == len(x) else _PadRows.apply(x, total)

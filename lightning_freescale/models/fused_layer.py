@@ -9,7 +9,8 @@ are written side by side: nothing is concatenated. All arrays between the produc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,14 @@ from lightning_freescale.models import elementwise_triton
 from lightning_freescale.models.attention import cuda, hopper
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
 from lightning_freescale.models.last_event_triton import last_unit_rows
+from lightning_freescale.models.late_gradients import postpone
 from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
 from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import unit_stride
+
+LATE_PARAMETERS = 7  # of a layer: see late_parameters()
+# So many layers, from the first, postpone the gradients of their parameters. The AllReduce of these gradients starts later.
+LATE_LAYERS = 1
 
 
 class LayerShape(NamedTuple):
@@ -106,6 +112,8 @@ class _FusedLayer(torch.autograd.Function):
         drop: Drop | None,
         arranged: Any,
         rounded: list[Tensor | None],
+        held: list[Any] | None,
+        ticket: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype, gates = shape.dtype, shape.split[0]
         w1, b1, w2 = (x.to(dtype) if y is None else y for x, y in zip((w1, b1, w2), rounded, strict=True))
@@ -128,6 +136,7 @@ class _FusedLayer(torch.autograd.Function):
         norms = norm_weight, norm_bias, attention_weight, attention_bias
         ctx.save_for_backward(x, normed, projected, active, attended, gated, w1, w2, *norms, position_bias, time_bias)
         ctx.shape, ctx.plan, ctx.drop, ctx.arranged, ctx.joined = shape, plan, drop, arranged, join is not None
+        ctx.held = held
         return x, gated @ w2.T
 
     @staticmethod
@@ -177,13 +186,18 @@ class _FusedLayer(torch.autograd.Function):
         if ctx.joined and shape.dtype != x.dtype:
             dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
         dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dtotal, rounded=dbefore)
-        dw1, dw2 = _weight_gradient(dprojected, normed), _weight_gradient(dbranch, gated)
         # The last third of the gate's shares and those of the rest are the bias of the whole projection.
         sizes = [gates, gates, projected.shape[1], *(x.shape[1] for _ in range(3))]
-        dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
+        compute = functools.partial(_parameter_gradients, dprojected, normed, dbranch, gated, shares, sizes)
+        late: Sequence[Tensor | None] = (None,) * LATE_PARAMETERS
+        if ctx.held is None:
+            *late, dshift = compute()
+        else:
+            ctx.held[:] = [lambda: compute()[:LATE_PARAMETERS]]
+            dshift = norm_shares[:, -x.shape[1] :].sum(0)
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
-        dparameters = *dnorm, dw1, db1, *dbiases, dattention_weight, dattention_bias, dw2
-        return dx, *before, *dparameters, None, None, None, None, None
+        ticket = None if ctx.held is None else x.new_empty(0)
+        return dx, *before, *late[:4], *dbiases, *late[4:], None, None, None, None, None, None, ticket
 
 
 @torch.no_grad()
@@ -201,6 +215,40 @@ def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
     if rows.dtype == torch.float32:
         return grad.T @ rows
     return torch.mm(grad.T, rows, out_dtype=torch.float32)
+
+
+def _parameter_gradients(
+    dprojected: Tensor, normed: Tensor, dbranch: Tensor, gated: Tensor, shares: Tensor, sizes: list[int]
+) -> tuple[Tensor, ...]:
+    """The gradients of the parameters of :func:`late_parameters`, and that of the shift."""
+    dw1, dw2 = _weight_gradient(dprojected, normed), _weight_gradient(dbranch, gated)
+    dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
+    return *dnorm, dw1, db1, dattention_weight, dattention_bias, dw2, dshift
+
+
+def late_parameters(layer: Any) -> list[Tensor]:
+    """The parameters of ``layer`` whose gradients may be postponed: all but its biases of position and time."""
+    parts = layer.norm, layer.f1, layer.attention_norm
+    return [*(x for part in parts for x in (part.weight, part.bias)), layer.f2.weight]
+
+
+def postpone_gradients(layers: Iterable[Any], plan: cuda.CudaPlan) -> None:
+    """Postpone the gradients of the parameters of ``layers`` in this batch (:mod:`.late_gradients`), if all of them need one."""
+    for layer in layers:
+        parameters = late_parameters(layer)
+        if torch.is_grad_enabled() and all(x.requires_grad for x in parameters):
+            plan.late[id(layer.f1.weight)] = postpone(parameters)
+
+
+def prepare_layers(layers: Sequence[Any], plan: cuda.CudaPlan) -> None:
+    """Compute what ``layers`` need of a batch before their input exists."""
+    first = layers[0]
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else first.f1.weight.dtype
+    round_weights(layers, plan, dtype)
+    postpone_gradients(layers[:LATE_LAYERS], plan)
+    _, v_columns, q_columns, _ = first.split
+    biases = None if first.position_bias is None else (first.position_bias, first.time_bias)
+    plan.prepare(dtype, q_columns // first.heads, v_columns // first.heads, biases)
 
 
 def fused_layer(
@@ -241,5 +289,7 @@ def fused_layer(
         *(attention_norm.weight, attention_norm.bias, f2.weight),
     )
     rounded = [plan.rounded.get((id(weight), dtype)) for weight in (f1.weight, f1.bias, f2.weight)]
-    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged, rounded)
+    late = plan.late.pop(id(f1.weight), None)  # A layer that runs twice has a gradient of its own each time.
+    ticket, held = (None, None) if late is None else late
+    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged, rounded, held, ticket)
     return Summands(total, branch, f2.bias)

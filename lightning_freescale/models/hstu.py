@@ -34,7 +34,7 @@ from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.models.personalization import ChosenStates, Personalization, Personalizing, UserStates
 from lightning_freescale.models.recommendation import Recommending
-from lightning_freescale.models.sequences import Attention
+from lightning_freescale.models.sequences import Attention, PreparedHistories
 
 ITEM_TABLE = "item"
 
@@ -83,6 +83,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     loss_reduction = "token"
     log_q: Tensor | None
     _router_log: Mapping[str, Tensor] = MappingProxyType({})  # of the last loss
+    _prepared: PreparedHistories | None = None  # from prepare() until encode()
 
     def __init__(
         self,
@@ -159,25 +160,45 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         """:meth:`encode` at the last event of each history alone, ``[B, D]``. No history may be empty."""
         return self._encode(embedded, batch, last=True)
 
+    def prepare(self, batch: SeqBatch) -> None:
+        """Compute what the layers need of ``batch`` beside its embeddings. :meth:`encode` of the same batch uses it.
+
+        Call it before the lookup, in the same step. On CUDA the GPU then computes it while embeddings of the batch still travel.
+        """
+        keys, offsets, times = self.dropout_keys(batch), _offsets(batch), batch.timestamps
+        attention = None
+        if self.personalization is None and self._chunks(batch) == 1:
+            if self._adds_rows(batch):
+                offsets, times, keys = add_rows(offsets, times, keys)
+            attention = Attention(offsets, times, self.has_bias)
+            if times.is_cuda:
+                from lightning_freescale.models.fused_layer import prepare_layers  # Triton is on CUDA machines only
+
+                prepare_layers(list(self.layers), attention.plan)
+        self._prepared = PreparedHistories(batch, keys, attention)
+
     def _encode(self, embedded: Mapping[str, Any], batch: SeqBatch, last: bool) -> Tensor:
-        keys = self.dropout_keys(batch)
-        offsets, times = _offsets(batch), batch.timestamps
-        ends = offsets[1:] if last else None
-        chunks = count_chunks(self.feed_forwards, times.device)  # type: ignore[arg-type]
-        if chunks > 1:
+        if self._prepared is None or self._prepared.batch is not batch:
+            self.prepare(batch)
+        assert self._prepared is not None
+        (_, keys, attention), self._prepared = self._prepared, None
+        times, ends = batch.timestamps, _offsets(batch)[1:] if last else None
+        if attention is not None:
+            x = self.layer_input(embedded, batch, keys=keys, total=len(attention.timestamps))
+            return self.apply_layers(x, attention, keys, len(times), ends)
+        if (chunks := self._chunks(batch)) > 1:
             outputs = self._encode_in_chunks(embedded, batch, keys, chunks)
             return outputs if ends is None else outputs[ends - 1]
-        if self.personalization is not None:
-            x = self.layer_input(embedded, batch, keys=keys)
-            rows, arranged, keys = self.personalization.insert(x, batch.lengths.long(), times, keys, self.has_bias)
-            events = arranged.sequences.events
-            if ends is not None:
-                return self.apply_layers(rows, arranged, keys, ends=events[ends - 1] + 1)
-            return self.apply_layers(rows, arranged, keys)[events]
-        if self._adds_rows(batch):
-            offsets, times, keys = add_rows(offsets, times, keys)
-        x = self.layer_input(embedded, batch, keys=keys, total=len(times))
-        return self.apply_layers(x, Attention(offsets, times, self.has_bias), keys, len(batch.timestamps), ends)
+        assert self.personalization is not None
+        x = self.layer_input(embedded, batch, keys=keys)
+        rows, arranged, keys = self.personalization.insert(x, batch.lengths.long(), times, keys, self.has_bias)
+        events = arranged.sequences.events
+        if ends is not None:
+            return self.apply_layers(rows, arranged, keys, ends=events[ends - 1] + 1)
+        return self.apply_layers(rows, arranged, keys)[events]
+
+    def _chunks(self, batch: SeqBatch) -> int:
+        return count_chunks(self.feed_forwards, batch.timestamps.device)  # type: ignore[arg-type]
 
     def _encode_in_chunks(
         self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None, count: int
@@ -235,7 +256,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     ) -> Tensor:
         """All layers, then the first ``rows`` rows, by default all, or the rows ``ends [B] - 1``, each scaled to length 1."""
         add_up = ends is None or torch.is_grad_enabled()
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        if x.is_cuda and torch.is_autocast_enabled("cuda") and not attention.plan.rounded:
             from lightning_freescale.models.fused_layer import round_weights  # Triton is on CUDA machines only
 
             round_weights(self.layers, attention.plan, torch.get_autocast_dtype("cuda"))
@@ -265,6 +286,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the positions of this rank that predict an item."""
         self._check_features(batch, self.feature_names)
+        self.prepare(batch)
         loss = self.loss(self.embedding(batch.features), batch)
         samples = batch.num_samples
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=samples)

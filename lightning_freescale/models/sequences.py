@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.models.attention import hstu_attention, plan_attention
 from lightning_freescale.models.personal_tokens import TokenSequences
 
@@ -56,6 +57,20 @@ class Attention:
     def events_of(self, rows: Tensor) -> Tensor:
         """The rows of the events, from all rows of a layer."""
         return rows
+
+
+class PreparedHistories(NamedTuple):
+    """What the layers need of a batch beside its embeddings.
+
+    Args:
+        batch: the batch.
+        keys: the keys of dropout for each row of the layers, if anything is dropped.
+        attention: the attention over the histories; ``None`` if the model divides the batch, or adds personal tokens.
+    """
+
+    batch: SeqBatch
+    keys: Tensor | None
+    attention: Attention | None
 
 
 class TokenAttention(Attention):

@@ -315,3 +315,20 @@ def test_published_dropout_is_the_default() -> None:
 def test_unknown_values_of_options(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option}: 'other' is unknown; choose"):
         tiny(**{option: "other"})
+
+
+def test_what_is_prepared_before_the_lookup_changes_nothing() -> None:
+    model = tiny(dropout=0.3).train()
+    batch, other = (training_batch(planted(count)[0]) for count in (20, 12))
+    want = model.loss(model.embedding(batch.features), batch)
+    model.prepare(batch)
+    assert torch.equal(model.loss(model.embedding(batch.features), batch), want)
+    assert model._prepared is None  # It belongs to one step: weights that it has rounded change after it.
+
+    model.prepare(other)  # another batch: not used
+    assert torch.equal(model.loss(model.embedding(batch.features), batch), want)
+    model.prepare(other)  # negative control: it would change the loss
+    assert model._prepared is not None
+    model._prepared = model._prepared._replace(batch=batch)
+    with pytest.raises((RuntimeError, IndexError, AssertionError)):
+        model.loss(model.embedding(batch.features), batch)

@@ -36,6 +36,7 @@ class ContextHSTU(TimestampedHSTU):
     context: EmbeddingBagCollection
 
     def training_step(self, batch: ContextBatch, batch_idx: int) -> Tensor:  # type: ignore[override]
+        self.prepare(batch)
         rows, pooled = self.embedding(batch.features), self.context(batch.context)
         return self.loss(with_context(rows, pooled), batch)
 

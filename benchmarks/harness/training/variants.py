@@ -282,6 +282,19 @@ class _DensePart(nn.Module):
         return loss * batch.scale, loss.detach()
 
 
+class _Preparation(nn.Module):
+    """What a model computes of a batch before the lookup. It is a separate module for the same reason, and has no parameters."""
+
+    def __init__(self, model: TimestampedHSTU | TimestampedDLRM, job: TrainingJob):
+        super().__init__()
+        self._prepare, self._job = getattr(model, "prepare", None), job
+
+    def forward(self, batch: Any) -> None:
+        if self._prepare is not None:
+            with self._job.autocast():
+                self._prepare(batch)
+
+
 class PipelinedModel(nn.Module):
     """A model as TorchRec's pipelines require it: a visible lookup, then the loss to train on and the loss to report."""
 
@@ -289,9 +302,10 @@ class PipelinedModel(nn.Module):
         super().__init__()
         self.embedding = model.embedding
         del model.embedding
-        self.dense = _DensePart(model, job)
+        self.preparation, self.dense = _Preparation(model, job), _DensePart(model, job)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        self.preparation(batch)
         return self.dense(self.embedding(batch.features), batch)
 
 
@@ -305,6 +319,7 @@ class PipelinedContextHSTU(PipelinedModel):
         self.context = context
 
     def forward(self, batch: ScaledBatch) -> tuple[Tensor, Tensor]:
+        self.preparation(batch)
         return self.dense(self.embedding(batch.features), batch, self.context(batch.context))
 
 

@@ -7,7 +7,7 @@ kernel. They do, because the selection depends on the type of GPU, the data type
 from __future__ import annotations
 
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class CudaPlan:
         self.rounded: dict[
             tuple[int, torch.dtype], Tensor
         ] = {}  # weights as another type, by ``id``; see fused_layer.py
+        self.late: dict[int, Any] = {}  # gradients that are postponed, by ``id`` of a weight; see fused_layer.py
         self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property
@@ -65,6 +66,12 @@ class CudaPlan:
         from lightning_freescale.models.attention import triton_attention  # Triton is installed on CUDA machines only
 
         return triton_attention.plan(self.offsets, self.times)
+
+    def prepare(self, dtype: torch.dtype, qk_dim: int, v_dim: int, biases: Biases | None) -> None:
+        """Make the plan of the kernels for heads of these widths now, and not at the first use."""
+        q, v = (torch.empty(0, 1, width, dtype=dtype, device=self.offsets.device) for width in (qk_dim, v_dim))
+        if self.timestamps.shape[0] and self.runs_hopper(q, q, v, biases):
+            hopper.prepare(q, v, biases, self.hopper)
 
     def runs_hopper(self, q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:
         """The result of :func:`select_hopper`. It is found once for all layers of a batch."""

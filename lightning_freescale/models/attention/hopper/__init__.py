@@ -5,7 +5,7 @@
 """
 
 from .config import BIAS_SLOTS, RECORD_EVENTS
-from .function import SILU_BLOCKS, Silu, attention, available, backward, forward, supports
+from .function import SILU_BLOCKS, Silu, attention, available, backward, forward, prepare, supports
 from .plan import Plan, plan
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "backward",
     "forward",
     "plan",
+    "prepare",
     "supports",
 ]

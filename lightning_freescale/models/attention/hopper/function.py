@@ -166,6 +166,16 @@ def _finish(inputs: _Inputs, sums: Tensor, grads: Grads, silu: Silu | None) -> N
     use.launch("hstu_finish_silu", 3 * heads * programs, 256, arguments)
 
 
+def prepare(q: Tensor, v: Tensor, biases: Biases | None, plan: Plan) -> None:
+    """Make what both passes need of ``plan`` for heads of these widths: they use it later."""
+    with _on(q.device):
+        config = kernels(q.shape[-1], v.shape[-1], q.dtype == torch.float16, biases is not None, q.device.index).config
+        rows = config.backward_rows
+        for size, keys in ((config.forward_rows, False), (config.backward_keys, True), (rows, False)):
+            plan.schedule(size, rows, keys)
+        plan.scale()
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> Tensor:
     """:func:`attention` without its checks and without a gradient. There must be events."""
     with _on(q.device):
