@@ -19,6 +19,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.embedding.batched_copies import BatchedCopiesDDP
 from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes, may_choose
@@ -152,7 +153,7 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
                 dense = [value for name, value in dmp.named_parameters() if name not in ddp_ignore_param_names]
                 size = sum(value.numel() * value.element_size() for value in dense if value.requires_grad)
                 options = options | {"bucket_cap_mb": choose_bucket_megabytes(size, options["process_group"], device)}
-            dmp._dmp_wrapped_module = DistributedDataParallel(module.to(device), device_ids=[device], **options)
+            dmp._dmp_wrapped_module = BatchedCopiesDDP(module.to(device), device_ids=[device], **options)
 
 
 def _unsynchronized_buffers(module: nn.Module) -> set[str]:
