@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
 
 PACING_STEPS = 8  # number of recent steps whose times are kept
-PACING_MARGIN = 5e-3  # seconds by which the host resumes earlier than the estimate says
+PACING_MARGIN = 3e-3  # seconds by which the host resumes earlier than the estimate says
 
 
 def host_wait(forward: float, backward_ratios: Sequence[float], launch_latencies: Sequence[float]) -> float:
@@ -29,7 +30,7 @@ def host_wait(forward: float, backward_ratios: Sequence[float], launch_latencies
     """
     if not backward_ratios or not launch_latencies:
         return 0.0
-    return max(0.0, forward * min(backward_ratios) - 2 * min(launch_latencies) - PACING_MARGIN)
+    return max(0.0, forward * min(backward_ratios) - median(launch_latencies) - PACING_MARGIN)
 
 
 class _StepEvents(NamedTuple):
