@@ -217,8 +217,8 @@ def train(
 ) -> list[float]:
     """Train, and return the loss of each step.
 
-    On CUDA, a sleep keeps the device some steps behind the host, as in a long training. This shows whether a stream fails to
-    wait for another one.
+    On CUDA, sleeps in forward and backward keep the device behind the host, as in a long training. They show whether a stream
+    fails to wait for another one. The host itself may wait for the device before a backward, so a sleep in forward is not enough.
 
     Args:
         schedule: its hooks are called as the strategy calls them; None for TorchRec's synchronous exchange.
@@ -246,6 +246,8 @@ def train(
         loss = loss_of(output)
         if schedule is not None:
             schedule.before_backward()
+        if device == "cuda":
+            torch.cuda._sleep(SLEEP_CYCLES // 2)
         loss.backward()
         if schedule is not None:
             schedule.after_backward()

@@ -21,7 +21,6 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding.zero_collision import training
 from tests.embedding.zero_collision.sabotage import never_undo, write_all_fresh_rows_early
 from tests.embedding.zero_collision.training import STEPS, Trained, drifting_batches, to_kjt
-from tests.gpu.exchange_comparison import overwrite_free_memory
 
 SCALE = 8
 training.DIM = 32
@@ -118,8 +117,6 @@ def main() -> None:
         results["cases"].append(case)
         if optimizer == "sgd":
             for sabotage in (never_undo, write_all_fresh_rows_early, unordered):
-                if device == "cuda":
-                    overwrite_free_memory()
                 wrong = run("prioritized", device, optimizer, look, backend, sabotage)
                 results[sabotage.__name__] = compare(wrong, synchronous)
     distinct = [run(mode, device, "sgd", some, backend, dedup=True) for mode in ("prioritized", "synchronous")]

@@ -148,8 +148,6 @@ class Trained:
             return torch.zeros(())
         looked_up = self.evaluate(kjts[(step + 1) % STEPS]) if disturbance == "look-ups" else torch.zeros(())
         loss = self._loss(self.module(kjt))
-        if self.device == "cuda":  # keeps the device behind the host, which shows whether a stream fails to wait
-            torch.cuda._sleep(SLEEP_CYCLES)
         if disturbance == "look-ups":
             looked_up += self.evaluate(kjts[(step + 2) % STEPS])
         if disturbance == "no backward" and step % 4 == 2:
@@ -157,6 +155,8 @@ class Trained:
             return loss.detach()
         if self.schedule is not None:
             self.schedule.before_backward()
+        if self.device == "cuda":  # keeps the device behind the host, which shows whether a stream fails to wait
+            torch.cuda._sleep(SLEEP_CYCLES)
         loss.backward()
         if self.schedule is not None:
             self.schedule.after_backward()
