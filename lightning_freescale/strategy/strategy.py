@@ -27,6 +27,7 @@ from lightning_freescale.embedding.plan import embedding_modules
 from lightning_freescale.embedding.user_plan import check_plan_options
 from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
+from lightning_freescale.runtime.frozen_objects import FrozenObjects
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.streams import SideStream
 from lightning_freescale.strategy.accumulation import GradientAccumulation
@@ -190,6 +191,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait, self._note_update)
         self._expert_group = ExpertGroup(self._exchange_mode.new_group)
         self._accumulation, self._table_positions, self._open_copies = GradientAccumulation(), [], []
+        self._frozen_objects = FrozenObjects()
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
 
     @classmethod
@@ -244,6 +246,10 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
                 add_monitor(trainer, self._monitor_type)
             self._balancer.watch(self._module, self.root_device)
             self._pipeline.balances = self._balances_samples()
+            if (
+                self.root_device.type == "cuda"
+            ):  # To collect garbage before takes longer than a short training on a CPU.
+                self._frozen_objects.freeze()
 
     def _setup_with_tables(self, trainer: Any, fitting: bool) -> None:
         """What :meth:`DDPStrategy.setup` does, for a model that is sharded and not only wrapped in DDP."""
@@ -376,7 +382,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         if self.root_device.type == "cuda" and not self._failed:
             torch.cuda.synchronize(self.root_device)  # No kernel of a group that is about to end is in the queue.
         groups = (self._exchange_mode, self._expert_group)
-        parts: list[Callable[[], None]] = [self._balancer.close, self._accumulation.close]
+        parts: list[Callable[[], None]] = [self._frozen_objects.release, self._balancer.close, self._accumulation.close]
         parts += [functools.partial(part.close, self._failed) for part in groups]
         parts += [self._pipeline.close] if self.control is None else [self._pipeline.close, self.control.close]
         call_all(parts, after_failure=self._failed)

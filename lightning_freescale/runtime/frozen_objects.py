@@ -1,0 +1,32 @@
+"""Keeps Python's garbage collector from looking at all objects of the process in the middle of a step.
+
+A full collection looks at every object that the collector knows. After the imports these are several hundred thousand, so it
+takes some hundred milliseconds. It starts when a rank has made enough objects, which is in another step on every rank, and all
+other ranks wait for it. So the objects that exist when a training starts are set aside. Later collections look at newer objects
+alone.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+class FrozenObjects:
+    """Sets objects aside from :meth:`freeze` to :meth:`release`. Garbage is collected before, so it is not set aside."""
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def freeze(self) -> None:
+        """Set aside all present objects, unless somebody else has done so, or collects garbage without the collector."""
+        if self._frozen or not gc.isenabled() or gc.get_freeze_count():
+            return
+        gc.collect()
+        gc.freeze()
+        self._frozen = True
+
+    def release(self) -> None:
+        """Let the collector look at all objects again."""
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
