@@ -163,10 +163,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
     def prepare(self, batch: SeqBatch) -> None:
         """Compute what the layers need of ``batch`` beside its embeddings. :meth:`encode` of the same batch uses it.
 
-        Call it before the lookup, in the same step. On CUDA the GPU then computes it while embeddings of the batch still travel.
+        Call it before the lookup, in the same step. The GPU then computes it while embeddings still travel.
         """
-        keys, offsets, times = self.dropout_keys(batch), _offsets(batch), batch.timestamps
-        attention = None
+        keys, offsets, times, attention = self.dropout_keys(batch), _offsets(batch), batch.timestamps, None
         if self.personalization is None and self._chunks(batch) == 1:
             if self._adds_rows(batch):
                 offsets, times, keys = add_rows(offsets, times, keys)

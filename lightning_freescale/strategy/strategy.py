@@ -189,9 +189,8 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             random_states=self.random_states_of_loader,
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait, self._note_update)
-        self._expert_group = ExpertGroup(self._exchange_mode.new_group)
+        self._expert_group, self._frozen_objects = ExpertGroup(self._exchange_mode.new_group), FrozenObjects()
         self._accumulation, self._table_positions, self._open_copies = GradientAccumulation(), [], []
-        self._frozen_objects = FrozenObjects()
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
 
     @classmethod

@@ -83,6 +83,7 @@ class FreezeAtStart(pl.Callback):
 
 
 def _train(rank: int) -> tuple[int, int]:
+    gc.unfreeze()
     toy.trainer("freescale", 2, callbacks=[FreezeAtStart()], max_steps=2).fit(toy.Model(), toy.loader())
     return FreezeAtStart.count, gc.get_freeze_count()
 
