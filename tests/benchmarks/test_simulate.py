@@ -25,8 +25,10 @@ IRREGULAR = {
     ("end_to_end_h200_short_prepared", names.ALL_OVER_TCP): 10.0,
     ("end_to_end_h200_short_prepared", names.ALL): 8.0,
 }
-# The same of sides whose exchange took longer than the rate of its link says.
-SLOWER_EXCHANGE = {
+# The same of sides whose exchange ran at another rate than the median of all results.
+OTHER_RATE = {
+    ("end_to_end_h200_short", names.TORCHREC_SPARSE_DIST): 7.0,
+    ("end_to_end_h200_short_less_host_work", names.TORCHREC_SPARSE_DIST): 7.0,
     ("end_to_end_h200_context_prepared", names.TORCHREC_BASE): 8.0,
     ("end_to_end_h200_long_prepared", names.TORCHREC_BASE): 8.0,
     ("end_to_end_h200_long_prepared", names.TORCHREC_SPARSE_DIST): 8.0,
@@ -57,7 +59,7 @@ def test_simulated_steps_are_close_to_measured_ones(
         *SHAPES,
     }
     for row in shapes:
-        assert abs(row["error %"]) < (IRREGULAR | SLOWER_EXCHANGE).get((row["measured in"], row["side"]), 5.0), row
+        assert abs(row["error %"]) < (IRREGULAR | OTHER_RATE).get((row["measured in"], row["side"]), 5.0), row
     assert {row["ranks"] for row in errors.values()} == {1, 2, 4}
     assert [(row["ranks"], row["side"]) for row in found["scaling"]] == [
         (ranks, variant.name) for ranks in (8, 64) for variant in VARIANTS
