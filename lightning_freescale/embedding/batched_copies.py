@@ -7,11 +7,14 @@ all gradients, the other divides the bucket by the number of ranks. Until the bu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_freescale.runtime.errors import ConfigurationError
 
 BATCHES_COPIES = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
 
@@ -27,6 +30,14 @@ class BatchedCopiesDDP(DistributedDataParallel):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **({"batched_grad_copy": True} if BATCHES_COPIES else {}) | kwargs)
         self._needs_hook = BATCHES_COPIES
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if BATCHES_COPIES and not self._needs_hook and not self._comm_hooks:
+            raise ConfigurationError(
+                "ddp_comm_hook: DDP takes one hook for the life of a model, and this model has been trained without yours. Set "
+                "ddp_comm_hook in the first training of the model"
+            )
+        super().register_comm_hook(state, hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._needs_hook and torch.is_grad_enabled():  # A validation may come before the user registers a hook.

@@ -236,12 +236,14 @@ def postpone_gradients(layers: Iterable[Any], plan: cuda.CudaPlan) -> None:
     """Postpone the gradients of the parameters of ``layers`` in this batch (:mod:`.late_gradients`), if all of them need one."""
     for layer in layers:
         parameters = late_parameters(layer)
-        if torch.is_grad_enabled() and all(x.requires_grad for x in parameters):
+        if all(x.requires_grad for x in parameters):
             plan.late[id(layer.f1.weight)] = postpone(parameters)
 
 
 def prepare_layers(layers: Sequence[Any], plan: cuda.CudaPlan) -> None:
-    """Compute what ``layers`` need of a batch before their input exists."""
+    """Compute what ``layers`` need of a batch before their input exists. For inference it does nothing."""
+    if not torch.is_grad_enabled():
+        return
     first = layers[0]
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else first.f1.weight.dtype
     round_weights(layers, plan, dtype)

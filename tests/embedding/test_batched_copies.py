@@ -21,6 +21,7 @@ from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import shard
 from lightning_freescale.embedding.batched_copies import BATCHES_COPIES, BatchedCopiesDDP
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
+from lightning_freescale.runtime.errors import ConfigurationError
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -301,6 +302,20 @@ def users_hook(rank: int) -> int:
 
 def test_a_hook_of_the_user_comes_first() -> None:
     assert run_ranks(users_hook) == [2 * STEPS] * 2
+
+
+def late_hook(rank: int) -> str:
+    dist.init_process_group("gloo")
+    ddp = batched(Net())
+    once(ddp, 0)
+    with pytest.raises(ConfigurationError) as error:
+        ddp.register_comm_hook({"buckets": 0}, count_buckets)
+    once(ddp, 1)  # The model can still be trained.
+    return str(error.value)
+
+
+def test_a_hook_that_comes_after_the_first_training_is_refused() -> None:
+    assert all("ddp_comm_hook in the first training" in message for message in run_ranks(late_hook))
 
 
 def overlap(rank: int) -> float:
