@@ -29,6 +29,7 @@ Files:
     support.py          which tables can be exchanged prioritized, and why others cannot
     shard.py            shards a model by that plan; the dense parameters become data parallel
     fixed_buckets.py    the data parallelism of the dense parameters on a CPU, equal to the bit after a resume
+    batched_copies.py   the same on a GPU: the gradients of a bucket are copied in one launch
     gradient_buckets.py the size of the buckets of the dense gradients on a GPU, chosen by a measurement
     table_optimizer.py  the fused optimizer of the tables: options, state, step counts, learning rate
     moment_kernel.py    Adam and LAMB on a CPU, where FBGEMM has no kernel for them

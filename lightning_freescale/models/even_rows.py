@@ -54,7 +54,7 @@ def add_histories(offsets: Tensor, rows: int, total: int) -> Tensor:
 
 
 class _PadRows(torch.autograd.Function):
-    """``F.pad`` with one copy forward and none backward."""
+    """Adds rows of zeros as ``F.pad`` does. It does not fill the rows that it copies, and copies nothing in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: int) -> Tensor:

@@ -26,10 +26,6 @@ from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
 from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import unit_stride
 
-LATE_PARAMETERS = 7  # of a layer: see late_parameters()
-# So many layers, from the first, postpone the gradients of their parameters. The AllReduce of these gradients starts later.
-LATE_LAYERS = 1
-
 
 class LayerShape(NamedTuple):
     """What a layer computes, beside its parameters."""
@@ -189,15 +185,14 @@ class _FusedLayer(torch.autograd.Function):
         # The last third of the gate's shares and those of the rest are the bias of the whole projection.
         sizes = [gates, gates, projected.shape[1], *(x.shape[1] for _ in range(3))]
         compute = functools.partial(_parameter_gradients, dprojected, normed, dbranch, gated, shares, sizes)
-        late: Sequence[Tensor | None] = (None,) * LATE_PARAMETERS
         if ctx.held is None:
-            *late, dshift = compute()
+            *dparameters, dshift = compute()
         else:
-            ctx.held[:] = [lambda: compute()[:LATE_PARAMETERS]]
-            dshift = norm_shares[:, -x.shape[1] :].sum(0)
+            ctx.held[:] = [lambda: compute()[:-1]]
+            dparameters, dshift = [None] * 7, None
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
         ticket = None if ctx.held is None else x.new_empty(0)
-        return dx, *before, *late[:4], *dbiases, *late[4:], None, None, None, None, None, None, ticket
+        return dx, *before, *dparameters[:4], *dbiases, *dparameters[4:], None, None, None, None, None, None, ticket
 
 
 @torch.no_grad()
@@ -219,25 +214,22 @@ def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
 
 def _parameter_gradients(
     dprojected: Tensor, normed: Tensor, dbranch: Tensor, gated: Tensor, shares: Tensor, sizes: list[int]
-) -> tuple[Tensor, ...]:
-    """The gradients of the parameters of :func:`late_parameters`, and that of the shift."""
+) -> list[Any]:
+    """The gradients of seven parameters, in the order of :func:`postpone_gradients`, and that of the shift."""
     dw1, dw2 = _weight_gradient(dprojected, normed), _weight_gradient(dbranch, gated)
     dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
-    return *dnorm, dw1, db1, dattention_weight, dattention_bias, dw2, dshift
+    return [*dnorm, dw1, db1, dattention_weight, dattention_bias, dw2, dshift]
 
 
-def late_parameters(layer: Any) -> list[Tensor]:
-    """The parameters of ``layer`` whose gradients may be postponed: all but its biases of position and time."""
-    parts = layer.norm, layer.f1, layer.attention_norm
-    return [*(x for part in parts for x in (part.weight, part.bias)), layer.f2.weight]
+def postpone_gradients(first: Any, plan: cuda.CudaPlan) -> None:
+    """Postpone the gradients of the parameters of the ``first`` layer in this batch (:mod:`.late_gradients`).
 
-
-def postpone_gradients(layers: Iterable[Any], plan: cuda.CudaPlan) -> None:
-    """Postpone the gradients of the parameters of ``layers`` in this batch (:mod:`.late_gradients`), if all of them need one."""
-    for layer in layers:
-        parameters = late_parameters(layer)
-        if all(x.requires_grad for x in parameters):
-            plan.late[id(layer.f1.weight)] = postpone(parameters)
+    The biases of position and time are not among them. Nothing is postponed if one of the parameters needs no gradient.
+    """
+    parts = first.norm, first.f1, first.attention_norm
+    parameters = [*(x for part in parts for x in (part.weight, part.bias)), first.f2.weight]
+    if all(x.requires_grad for x in parameters):
+        plan.late[id(first.f1.weight)] = postpone(parameters)
 
 
 def prepare_layers(layers: Sequence[Any], plan: cuda.CudaPlan) -> None:
@@ -247,7 +239,7 @@ def prepare_layers(layers: Sequence[Any], plan: cuda.CudaPlan) -> None:
     first = layers[0]
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else first.f1.weight.dtype
     round_weights(layers, plan, dtype)
-    postpone_gradients(layers[:LATE_LAYERS], plan)
+    postpone_gradients(first, plan)
     _, v_columns, q_columns, _ = first.split
     biases = None if first.position_bias is None else (first.position_bias, first.time_bias)
     plan.prepare(dtype, q_columns // first.heads, v_columns // first.heads, biases)
@@ -292,6 +284,7 @@ def fused_layer(
     )
     rounded = [plan.rounded.get((id(weight), dtype)) for weight in (f1.weight, f1.bias, f2.weight)]
     late = plan.late.pop(id(f1.weight), None)  # A layer that runs twice has a gradient of its own each time.
+    assert late is None or not isinstance(x, Summands), "the gradient of the summands cannot be postponed"
     ticket, held = (None, None) if late is None else late
     total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged, rounded, held, ticket)
     return Summands(total, branch, f2.bias)

@@ -1,8 +1,8 @@
 """Gradients of a layer's parameters that are computed after the gradient of the embeddings.
 
 The exchange of embeddings waits for the gradient of the rows, which is the last result of a backward. The gradients of the
-parameters are needed later, by the optimizer. The first layers therefore hand on the gradient of their input first, and compute
-the gradients of their parameters while the rows travel. The values do not change.
+parameters are needed later, by the optimizer. So the first layer hands on the gradient of its input first, and computes the
+gradients of its parameters while the rows travel. The values do not change.
 
 Of all nodes that are ready, autograd runs the one that was created last. :func:`postpone` makes a node for the parameters, which
 must exist before the embeddings are looked up. The node then runs when the gradient of the rows has been handed over.

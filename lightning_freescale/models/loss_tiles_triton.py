@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_freescale.models import tiles_triton
 from lightning_freescale.models.loss import LOSS_TILE, SampledHistories
-from lightning_freescale.models.tiles_triton import block_of, find_tile, load_lengths
+from lightning_freescale.models.tiles_triton import find_tile, load_lengths
 from lightning_freescale.runtime.direct_triton import direct
 
 TILE_FIELDS = 5
@@ -113,7 +114,7 @@ def position_tiles(histories: SampledHistories, total: int) -> Tensor:
     samples = offsets.shape[0] - 1
     out = torch.empty(total // LOSS_TILE + samples, TILE_FIELDS, dtype=torch.int64, device=offsets.device)
     some_sets = offsets if sets is None else sets  # the kernel needs some pointer
-    _tiles[(out.shape[0],)](offsets, some_sets, out, samples, sets is not None, LOSS_TILE, block_of(samples))
+    _tiles[(out.shape[0],)](offsets, some_sets, out, samples, sets is not None, LOSS_TILE, tiles_triton.BLOCK)
     return out
 
 
@@ -131,6 +132,6 @@ def set_segments(histories: SampledHistories, num_sets: int, num_tiles: int, siz
     out = torch.zeros(num_tiles // size + num_sets, SEGMENT_FIELDS, dtype=torch.int32, device=device)
     some_sets = offsets if sets is None else sets  # the kernel needs some pointer
     _segments[(num_sets,)](
-        offsets, some_sets, ranges, out, samples, sets is not None, LOSS_TILE, size, block_of(samples)
+        offsets, some_sets, ranges, out, samples, sets is not None, LOSS_TILE, size, tiles_triton.BLOCK
     )  # fmt: skip
     return ranges, out

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_freescale.models import tiles_triton
 from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import cdiv, power_of_2, unit_stride
-from lightning_freescale.models.tiles_triton import block_of
 
 if TYPE_CHECKING:
     from lightning_freescale.models.personalization import UserStates
@@ -175,7 +175,7 @@ def join(
     given = lengths, timestamps, states.lengths, states.segment_times, lengths if users is None else users
     _join[(count, chunks)](
         x, *(part.contiguous() for part in given), rows, times, state_rows, recent, offsets, x.stride(0), count, scale,
-        tokens, states.segment_times.shape[1], users is not None, width, tile, columns, block_of(count),
+        tokens, states.segment_times.shape[1], users is not None, width, tile, columns, tiles_triton.BLOCK,
     )  # fmt: skip
     keys, values = (part.reshape(layers, -1, part.shape[3] * part.shape[4]) for part in (states.keys, states.values))
     found = [StateRows(key, value, state_rows) for key, value in zip(keys.unbind(), values.unbind(), strict=True)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_freescale.models.tiles import power_of_2
-
-BLOCK = 1024  # histories that a program reads at a time
+# Histories that a program reads at a time. Batches with few histories use it, too: Triton compiles a kernel for each size, and if
+# the size followed the number of histories, a rank could compile in the middle of a training, while all others wait.
+BLOCK = 1024
 
 
 @triton.jit
@@ -49,8 +49,3 @@ def tiles_before(offsets_ptr, samples, history, SIZE: tl.constexpr, BLOCK: tl.co
         tiles = tl.cdiv(load_lengths(offsets_ptr, histories, samples), SIZE)
         count += tl.sum(tl.where(histories < history, tiles, 0), 0)
     return count
-
-
-def block_of(samples: int) -> int:
-    """``BLOCK`` for so many histories: a small batch needs less."""
-    return min(BLOCK, max(16, power_of_2(samples)))

@@ -3,6 +3,7 @@
 - ``errors``: the exceptions that this package raises for mistakes and damage that a user can fix.
 - ``log``: the logger, and ``log_once``, which logs a message once in a process, on rank 0.
 - ``collector``: pauses Python's garbage collector during the imports.
+- ``frozen_objects``: short garbage collections during a training on a GPU.
 - ``requirements``: finds out whether TorchRec and FBGEMM are installed, and says what to install if they are not.
 - ``third_party_warnings``: hides deprecation warnings between TorchRec, Lightning and torch.
 - ``streams``: CUDA streams beside the compute stream, and copies between host and device that do not block the host.

@@ -12,13 +12,16 @@ import gc
 
 
 class FrozenObjects:
-    """Sets objects aside from :meth:`freeze` to :meth:`release`. Garbage is collected before, so it is not set aside."""
+    """Sets objects aside from :meth:`freeze` to :meth:`release`.
+
+    Garbage is collected before. An object that is set aside and becomes garbage in a cycle is freed after :meth:`release`.
+    """
 
     def __init__(self) -> None:
         self._frozen = False
 
     def freeze(self) -> None:
-        """Set aside all present objects, unless somebody else has done so, or collects garbage without the collector."""
+        """Set aside all present objects, unless the user has frozen objects or disabled the collector."""
         if self._frozen or not gc.isenabled() or gc.get_freeze_count():
             return
         gc.collect()

@@ -245,9 +245,8 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
                 add_monitor(trainer, self._monitor_type)
             self._balancer.watch(self._module, self.root_device)
             self._pipeline.balances = self._balances_samples()
-            if (
-                self.root_device.type == "cuda"
-            ):  # To collect garbage before takes longer than a short training on a CPU.
+            # On a CPU a short training takes less time than the collection of garbage before it would.
+            if self.root_device.type == "cuda":
                 self._frozen_objects.freeze()
 
     def _setup_with_tables(self, trainer: Any, fitting: bool) -> None:

@@ -43,10 +43,37 @@ for lengths in CASES:
     assert compare(lengths), lengths
 assert not compare([64, 128, 64], shift=1)  # negative control
 """
+CONSTANTS_SCRIPT = """
+from lightning_freescale.models import tiles_triton
+from lightning_freescale.models.attention import hopper_plan
+from tests.models.test_hopper_plan import SCHEDULES, compare
+
+class Recorded:
+    def __init__(self, kernel, first): self.kernel, self.first, self.seen = kernel, first, set()
+    def __getitem__(self, grid):
+        def start(*values, **options):
+            self.seen.add(values[self.first :])
+            self.kernel[grid](*values, **options)
+        return start
+
+schedule, events = Recorded(hopper_plan._schedule, 3), Recorded(hopper_plan._events, 5)
+hopper_plan._schedule, hopper_plan._events = schedule, events
+for count in (1, 16, 17, 40):
+    assert compare([3] * count)
+assert (len(schedule.seen), len(events.seen)) == (len(SCHEDULES), 1)
+tiles_triton.BLOCK = 16  # negative control: another constant
+assert compare([3])
+assert (len(schedule.seen), len(events.seen)) == (2 * len(SCHEDULES), 2)
+"""
 
 
 def test_interpreted_kernels_equal_the_operations() -> None:
     run_interpreted(SCRIPT)
+
+
+def test_another_number_of_histories_compiles_no_kernel() -> None:
+    """Triton compiles a kernel for each value of its constants."""
+    run_interpreted(CONSTANTS_SCRIPT)
 
 
 @pytest.mark.gpu

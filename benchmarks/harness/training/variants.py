@@ -283,7 +283,7 @@ class _DensePart(nn.Module):
 
 
 class _Preparation(nn.Module):
-    """What a model computes of a batch before the lookup. It is a separate module for the same reason, and has no parameters."""
+    """Computes what a model needs of a batch before the lookup. TorchRec's tracer does not trace into a separate module."""
 
     def __init__(self, model: TimestampedHSTU | TimestampedDLRM, job: TrainingJob):
         super().__init__()

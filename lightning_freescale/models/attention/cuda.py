@@ -41,7 +41,7 @@ class CudaPlan:
         self.rounded: dict[
             tuple[int, torch.dtype], Tensor
         ] = {}  # weights as another type, by ``id``; see fused_layer.py
-        self.late: dict[int, Any] = {}  # gradients that are postponed, by ``id`` of a weight; see fused_layer.py
+        self.late: dict[int, Any] = {}  # postponed gradients of a layer, by ``id`` of a weight; see fused_layer.py
         self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_freescale.models import tiles_triton
 from lightning_freescale.models.attention import hopper
 from lightning_freescale.models.attention.buckets import TIME_LIMIT
-from lightning_freescale.models.tiles_triton import block_of, find_tile, load_lengths, tiles_before
+from lightning_freescale.models.tiles_triton import find_tile, load_lengths, tiles_before
 from lightning_freescale.runtime.direct_triton import direct
 
 EVENTS = hopper.RECORD_EVENTS
@@ -93,7 +94,7 @@ class HopperPlan(hopper.Plan):
         out = torch.empty(self.tiles(size), 4, dtype=torch.int32, device=self.offsets.device)
         samples = self.offsets.shape[0] - 1
         if out.shape[0]:
-            _schedule[(out.shape[0],)](self.offsets, out, samples, size, query_size, keys, block_of(samples))
+            _schedule[(out.shape[0],)](self.offsets, out, samples, size, query_size, keys, tiles_triton.BLOCK)
         return out
 
     def records(self) -> Tensor:
@@ -115,6 +116,6 @@ class HopperPlan(hopper.Plan):
         # A kernel may read a record more than a history has, and what it reads there must be numbers.
         records = torch.zeros(self.tiles(EVENTS) + 1, EVENTS + 4, dtype=torch.int32, device=device)
         if self.total:
-            constants = self.times is not None, TIME_LIMIT, EVENTS, block_of(samples)
+            constants = self.times is not None, TIME_LIMIT, EVENTS, tiles_triton.BLOCK
             _events[(samples, CHUNKS)](self.offsets, times, records, self._scale, samples, *constants, num_warps=1)
         self._records = records if self.times is not None else None
