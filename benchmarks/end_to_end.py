@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=json.loads, default={}, help="further arguments of HSTU, as JSON")
     parser.add_argument("--rounds", type=int, default=1, help="train every variant this often; default 1")
     parser.add_argument(
-        "--warm-up", type=int, metavar="STEPS", help="first steps of a variant, which do not count; default 10"
+        "--warm-up", type=int, metavar="STEPS", help="first steps of a variant, which do not count; default 10 or more"
     )
     parser.add_argument(
         "--strict",

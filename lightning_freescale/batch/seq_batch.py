@@ -111,7 +111,11 @@ class SeqBatch(Pipelineable):
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
         """The batch with every tensor changed by ``change``."""
-        return replace(self, **{name: change(part) for name, part in self._tensors().items()})
+        changed = {name: change(part) for name, part in self._tensors().items()}
+        for part in changed.values():
+            if isinstance(part, KeyedJaggedTensor):
+                part._jt_dict = None  # TorchRec hands the views of the old tensors on
+        return replace(self, **changed)
 
     def record_stream(self, stream: torch.Stream) -> None:
         for part in self._tensors().values():

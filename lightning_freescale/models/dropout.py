@@ -74,7 +74,14 @@ class SampleDropout(nn.Module):
             raise ConfigurationError(f"dropout: {rate} is not a rate; it must be at least 0 and less than 1")
         self.rate, self.number = rate, number
 
-    def forward(self, x: Tensor, keys: Tensor | None, scale: float = 1.0, total: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor | None,
+        scale: float = 1.0,
+        total: int | None = None,
+        place: Tensor | None = None,
+    ) -> Tensor:
         """``x [N, D]`` times ``scale`` with its dropped elements. Nothing is dropped without training.
 
         Args:
@@ -82,9 +89,10 @@ class SampleDropout(nn.Module):
             keys: ``[N]`` int32, or longer.
             scale: factor.
             total: number of rows of the result; those after the rows of ``x`` are 0. By default ``N``.
+            place: ``[total, D]``, contiguous, may receive the result.
         """
         if not self.training or self.rate == 0:
-            return pad_rows(x if scale == 1 else x * scale, total)
+            return pad_rows(x if scale == 1 else x * scale, total, place)
         assert keys is not None, "keys: None; dropout needs the result of row_keys"
         if not x.is_cuda:
             x = x if scale == 1 else x * scale
@@ -92,7 +100,7 @@ class SampleDropout(nn.Module):
             return pad_rows(torch.where(masks, x / (1 - self.rate), 0.0), total)
         from lightning_freescale.models import dropout_triton  # Triton is installed on CUDA machines only
 
-        return dropout_triton.drop(x, keys, self.number, self.rate, scale, total)
+        return dropout_triton.drop(x, keys, self.number, self.rate, scale, total, place)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"

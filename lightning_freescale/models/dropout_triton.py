@@ -107,21 +107,34 @@ class _Dropout(torch.autograd.Function):
     """:func:`drop` with its gradient, which is the same function of the gradient of the output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, number: int, rate: float, scale: float, total: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        keys: Tensor,
+        number: int,
+        rate: float,
+        scale: float,
+        total: int,
+        place: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(keys)
         ctx.options = number, rate, scale
         ctx.rows = x.shape[0]
-        return _launch(x, keys, number, rate, scale, total)
+        return _launch(x, keys, number, rate, scale, total, None if place is None else place.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys,) = ctx.saved_tensors
         number, rate, scale = ctx.options
-        return _launch(grads[0][: ctx.rows], keys, number, rate, scale, ctx.rows), None, None, None, None, None
+        return _launch(grads[0][: ctx.rows], keys, number, rate, scale, ctx.rows), *[None] * 6
 
 
-def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float, total: int) -> Tensor:
-    x, out = unit_stride(x), torch.empty(total, x.shape[1], dtype=x.dtype, device=x.device)
+def _launch(
+    x: Tensor, keys: Tensor, number: int, rate: float, scale: float, total: int, out: Tensor | None = None
+) -> Tensor:
+    x = unit_stride(x)
+    if out is None:
+        out = torch.empty(total, x.shape[1], dtype=x.dtype, device=x.device)
     if total > x.shape[0]:
         out[x.shape[0] :].zero_()
     if x.shape[0]:
@@ -133,9 +146,18 @@ def _launch(x: Tensor, keys: Tensor, number: int, rate: float, scale: float, tot
     return out
 
 
-def drop(x: Tensor, keys: Tensor, number: int, rate: float, scale: float = 1.0, total: int | None = None) -> Tensor:
+def drop(
+    x: Tensor,
+    keys: Tensor,
+    number: int,
+    rate: float,
+    scale: float = 1.0,
+    total: int | None = None,
+    place: Tensor | None = None,
+) -> Tensor:
     """``x [N, D]`` times ``scale`` with its dropped elements.
 
     Other arguments as in :class:`~.dropout.SampleDropout`; ``keys`` is contiguous.
     """
-    return _Dropout.apply(x, keys, number, rate, scale, x.shape[0] if total is None else total)
+    place = place if place is not None and place.dtype == x.dtype else None
+    return _Dropout.apply(x, keys, number, rate, scale, x.shape[0] if total is None else total, place)

@@ -71,9 +71,9 @@ def _summed(
     tl.store(shares_ptr + tl.program_id(0) * share_row + cols, tl.sum(total, 0), mask=cols < width)
 
 
-def silu(x: Tensor) -> Tensor:
-    """SiLU of ``x [N, D]``, whose rows may lie apart. The result is contiguous."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def silu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """SiLU of ``x [N, D]``, whose rows may lie apart. The result is contiguous; ``out`` receives it if it is given."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     grid = (cdiv(x.shape[0], TILE_ROWS), cdiv(x.shape[1], COLUMNS))
     _silu[grid](x, out, x.stride(0), out.stride(0), x.shape[0], x.shape[1], TILE_ROWS, COLUMNS)
     return out
@@ -95,9 +95,9 @@ def silu_backward_(x: Tensor, grad: Tensor, shares: Tensor) -> None:
     _launch_summed(x, grad, grad, shares)
 
 
-def round_and_sum(grad: Tensor, dtype: torch.dtype, shares: Tensor) -> Tensor:
-    """``grad [N, D]`` as ``dtype``, contiguous. ``shares`` as in :func:`silu_backward_`."""
-    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+def round_and_sum(grad: Tensor, dtype: torch.dtype, shares: Tensor, out: Tensor | None = None) -> Tensor:
+    """``grad [N, D]`` as ``dtype``, contiguous; ``out`` receives it if it is given. ``shares`` as in :func:`silu_backward_`."""
+    out = torch.empty(grad.shape, dtype=dtype, device=grad.device) if out is None else out
     _launch_summed(None, grad, out, shares)
     return out
 

@@ -6,7 +6,8 @@ have the same number of events, so every product of every layer would pay for it
 on CUDA, 0.6 % of a large batch on average, until the number of rows is one of few. cuBLAS keeps its choices for them.
 
 The added rows are further histories: no event attends to them, and their outputs are dropped, so they change no other row and add
-zeros to the gradients.
+zeros to the gradients. Empty histories follow, so that the number of histories does not depend on the number of added rows, and
+the launches of batches with as many samples and rows are alike (:mod:`.layer_graphs`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ def even(rows: int) -> int:
     >>> even(0), even(65), even(10_000), even(100_000)
     (0, 128, 10112, 100352)
     """
-    step = max(ADDED_LENGTH, (1 << max(rows - 1, 0).bit_length()) // (2 * SIZES))
+    step = _step(rows)
     return -(-rows // step) * step
+
+
+def _step(rows: int) -> int:
+    """Difference of two numbers of rows that are used, near ``rows``."""
+    return max(ADDED_LENGTH, (1 << max(rows - 1, 0).bit_length()) // (2 * SIZES))
 
 
 def add_rows(offsets: Tensor, timestamps: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -41,15 +47,19 @@ def add_rows(offsets: Tensor, timestamps: Tensor, keys: Tensor | None) -> tuple[
     """
     rows = len(timestamps)
     more = even(rows) - rows
-    if not more:
-        return offsets, timestamps, keys
-    padded = [None if part is None else F.pad(part, (0, more)) for part in (timestamps, keys)]
-    return add_histories(offsets, rows, rows + more), padded[0], padded[1]  # type: ignore[return-value]
+    padded = timestamps, keys
+    if more:
+        padded = F.pad(timestamps, (0, more)), None if keys is None else F.pad(keys, (0, more))
+    return add_histories(offsets, rows, rows + more), *padded
 
 
 def add_histories(offsets: Tensor, rows: int, total: int) -> Tensor:
-    """``offsets [B + 1]``, which end at ``rows``, with further histories of at most 64 events up to ``total``."""
-    ends = torch.arange(rows + ADDED_LENGTH, total + ADDED_LENGTH, ADDED_LENGTH, device=offsets.device)
+    """``offsets [B + 1]``, which end at ``rows``, with further histories of at most 64 events up to ``total``.
+
+    The number of further histories follows from ``total`` alone. The last ones may be empty.
+    """
+    count = _step(total) // ADDED_LENGTH
+    ends = torch.arange(rows + ADDED_LENGTH, rows + (count + 1) * ADDED_LENGTH, ADDED_LENGTH, device=offsets.device)
     return torch.cat([offsets, ends.clamp(max=total).to(offsets.dtype)])
 
 
@@ -57,18 +67,20 @@ class _PadRows(torch.autograd.Function):
     """Adds rows of zeros as ``F.pad`` does. It does not fill the rows that it copies, and copies nothing in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, total: int, place: Tensor | None) -> Tensor:
         ctx.rows = len(x)
-        out = x.new_empty(total, x.shape[1])
+        out = x.new_empty(total, x.shape[1]) if place is None else place.detach()
         out[ctx.rows :].zero_()
         out[: ctx.rows].copy_(x)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][: ctx.rows], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][: ctx.rows], None, None
 
 
-def pad_rows(x: Tensor, total: int | None) -> Tensor:
-    """``x [N, D]`` with rows of zeros up to ``total`` rows, if that is given."""
-    return x if total is None or total == len(x) else _PadRows.apply(x, total)
+def pad_rows(x: Tensor, total: int | None, place: Tensor | None = None) -> Tensor:
+    """``x [N, D]`` with rows of zeros up to ``total`` rows, if that is given. Then ``place`` receives it, if there is one."""
+    if total is None or total == len(x):
+        return x
+    return _PadRows.apply(x, total, place if place is not None and place.dtype == x.dtype else None)

@@ -1,10 +1,7 @@
 """The layers of HSTU on CUDA as functions with their own backward pass, which pass over memory less often than their parts would.
 
-A layer adds its result to its input. Here the next layer does that, as part of its norm, so a layer returns the two summands.
-Beside the attention and the products, forward then passes over the rows three times: the sum and its norm; the SiLU of queries,
-keys and values; the norm of the attention output times the SiLU of the gate, with dropout. Backward has one pass for each, and
-that of the sum also rounds the gradient for the products of the layer before. The gradients of the four parts of the projection
-are written side by side: nothing is concatenated. All arrays between the products have the type of autocast.
+:mod:`.layer_passes` has the two passes of a layer. In a training the kernels of a pass start as one CUDA graph
+(:mod:`.layer_graphs`).
 """
 
 from __future__ import annotations
@@ -14,38 +11,28 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_freescale.models import elementwise_triton
-from lightning_freescale.models.attention import cuda, hopper
+from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.elementwise_triton import SUM_PROGRAMS
 from lightning_freescale.models.last_event_triton import last_unit_rows
 from lightning_freescale.models.late_gradients import postpone
-from lightning_freescale.models.norm_triton import PROGRAMS, Drop, Join, Norm
+from lightning_freescale.models.layer_graphs.layer import LayerGraph
+from lightning_freescale.models.layer_graphs.model import begin_batch
+from lightning_freescale.models.layer_passes import (
+    KeptRows,
+    LayerBatch,
+    LayerShape,
+    LayerWeights,
+    backward_pass,
+    forward_pass,
+    norm_backward,
+    parameter_gradients,
+)
+from lightning_freescale.models.norm_triton import Drop
 from lightning_freescale.models.sequences import Attention
 from lightning_freescale.models.tiles import unit_stride
-
-
-class LayerShape(NamedTuple):
-    """What a layer computes, beside its parameters."""
-
-    heads: int
-    split: list[int]  # columns of the projection: the gate, values, queries, keys
-    norm_eps: float
-    attention_eps: float
-    alpha: float  # scale of the scores
-    dtype: torch.dtype  # of the arrays between the products
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, ``[N, H, D]`` each, as views of the columns of ``x`` behind those of the gate."""
-        parts, column = [], x.storage_offset()
-        for columns in self.split[1:]:  # one operation for each part; to split and to unflatten are two
-            width = columns // self.heads
-            parts.append(x.as_strided((x.shape[0], self.heads, width), (x.stride(0), width, 1), column))
-            column += columns
-        v, q, k = parts
-        return q, k, v
 
 
 class Summands(NamedTuple):
@@ -55,11 +42,13 @@ class Summands(NamedTuple):
         x: ``[N, D]``, the input of the layer.
         branch: ``[N, D]`` of the type of autocast, what the layer computed.
         shift: ``[D]``, bias of the last linear map of the layer.
+        place: where the layer reads the gradient of the branch, if it has such a place.
     """
 
     x: Tensor
     branch: Tensor
     shift: Tensor
+    place: Tensor | None = None
 
     def total(self) -> Tensor:
         """The sum, of the type of ``x``."""
@@ -67,22 +56,22 @@ class Summands(NamedTuple):
 
     def last_unit_rows(self, ends: Tensor) -> Tensor:
         """The rows ``ends [B] - 1`` of the sum, each scaled to length 1: ``[B, D]`` float32, without a gradient."""
-        return last_unit_rows(*self, ends)
+        return last_unit_rows(self.x, self.branch, self.shift, ends)
 
 
 class _Sum(torch.autograd.Function):
     """:meth:`Summands.total` with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, shift: Tensor) -> Tensor:
-        ctx.dtype = branch.dtype
+    def forward(ctx: Any, x: Tensor, branch: Tensor, shift: Tensor, place: Tensor | None) -> Tensor:
+        ctx.dtype, ctx.place = branch.dtype, place
         return elementwise_triton.add(x, branch, shift)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dout = unit_stride(grads[0])
         shares = torch.zeros(SUM_PROGRAMS, dout.shape[1], device=dout.device)
-        return dout, elementwise_triton.round_and_sum(dout, ctx.dtype, shares), shares.sum(0)
+        return dout, elementwise_triton.round_and_sum(dout, ctx.dtype, shares, ctx.place), shares.sum(0), None
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -104,121 +93,69 @@ class _FusedLayer(torch.autograd.Function):
         attention_bias: Tensor,
         w2: Tensor,
         shape: LayerShape,
-        plan: cuda.CudaPlan,
-        drop: Drop | None,
-        arranged: Any,
+        batch: LayerBatch,
         rounded: list[Tensor | None],
         held: list[Any] | None,
         ticket: Tensor | None,
+        graph: LayerGraph | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype, gates = shape.dtype, shape.split[0]
-        w1, b1, w2 = (x.to(dtype) if y is None else y for x, y in zip((w1, b1, w2), rounded, strict=True))
-        join = None if branch is None or shift is None else Join(branch, shift, torch.empty_like(x))
-        normed = Norm(norm_weight, norm_bias, shape.norm_eps).forward(x, None, dtype, join)
-        x = x if join is None else join.total
-        projected = F.linear(normed, w1, b1)
-        gate, rest = projected[:, :gates], projected[:, gates:]
-        state = None if arranged is None else arranged.take_state()
-        active = elementwise_triton.silu(rest) if state is None else state.silu(rest)
-        biases = None if position_bias is None or time_bias is None else (position_bias, time_bias)
-        qkv = shape.qkv(active)
-        if arranged is not None:
-            qkv = arranged.arrange(*qkv)
-        attended = cuda.forward(*qkv, biases, shape.alpha, plan).flatten(1)
-        if arranged is not None:
-            attended = arranged.collect(attended)
-        gated_norm = Norm(attention_weight, attention_bias, shape.attention_eps, True, drop)
-        gated = gated_norm.forward(attended, gate, dtype)
-        norms = norm_weight, norm_bias, attention_weight, attention_bias
-        ctx.save_for_backward(x, normed, projected, active, attended, gated, w1, w2, *norms, position_bias, time_bias)
-        ctx.shape, ctx.plan, ctx.drop, ctx.arranged, ctx.joined = shape, plan, drop, arranged, join is not None
-        ctx.held = held
-        return x, gated @ w2.T
+        w1, b1, w2 = (x.to(shape.dtype) if y is None else y for x, y in zip((w1, b1, w2), rounded, strict=True))
+        norms, biases = (norm_weight, norm_bias), (position_bias, time_bias)
+        weights = LayerWeights(*norms, w1, b1, *biases, attention_weight, attention_bias, w2)
+        before = x, branch, shift
+        ctx.shape, ctx.batch, ctx.joined, ctx.held = shape, batch, branch is not None, held
+        ctx.graph, ctx.turn = graph, None
+        if graph is not None and graph.runs():
+            ctx.save_for_backward(norm_weight, norm_bias, *biases, attention_weight, attention_bias)
+            ctx.turn, total, out = graph.run_forward(x, branch, batch.drop)
+            return total, out
+        kept, out = forward_pass(before, weights, shape, batch)
+        ctx.save_for_backward(*weights, *kept)
+        if graph is not None:
+            graph.capture_forward(before, weights, shape, batch)
+        return kept.total, out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, normed, projected, active, attended, gated, w1, w2, *tables = ctx.saved_tensors
-        norm_weight, norm_bias, attention_weight, attention_bias, position_bias, time_bias = tables
         shape: LayerShape = ctx.shape
-        (gates, *_), dtotal, dbranch = shape.split, unit_stride(grads[0]), grads[1]
-        # One sum over the programs at the end gives all gradients that are sums over the rows.
-        columns = [3 * gates, projected.shape[1] - gates, 3 * x.shape[1]]
-        shares = torch.zeros(max(PROGRAMS, SUM_PROGRAMS, hopper.SILU_BLOCKS), sum(columns), device=x.device)
-        gate_shares, rest_shares, norm_shares = shares.split(columns, 1)
-
-        dprojected = torch.empty_like(projected)
-        drest = dprojected[:, gates:]
-        biases = None if position_bias is None else (position_bias, time_bias)
-        qkv, arranged = shape.qkv(active), ctx.arranged
-        if arranged is not None:  # the copies of rows are made again, so that they need no memory between the passes
-            qkv = arranged.arrange(*qkv)
-        factor = cuda.gradient_factor(*qkv, biases, ctx.plan)
-        dattended = (
-            Norm(attention_weight, attention_bias, shape.attention_eps, True, ctx.drop)
-            .backward(
-                attended,
-                projected[:, :gates],
-                dbranch @ w2,
-                gate_shares,
-                dgate=dprojected[:, :gates],
-                factor=factor if arranged is None or factor is None else arranged.collect(factor),
-            )
-            .unflatten(1, (shape.heads, -1))
-        )
-        dqkv, silu = shape.qkv(drest), None
-        if arranged is None and ctx.plan.runs_hopper(*qkv, biases):
-            v_shares, q_shares, k_shares = rest_shares.split(shape.split[1:], 1)
-            silu = hopper.Silu(shape.qkv(projected[:, gates:]), (q_shares, k_shares, v_shares))
-        if arranged is None:
-            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, dattended, dqkv, silu)
+        dtotal, dbranch, saved, graph = unit_stride(grads[0]), grads[1], ctx.saved_tensors, ctx.graph
+        place = None
+        if ctx.turn is not None:
+            kept, found, dbranch, place = graph.run_backward(ctx.turn, dbranch)
         else:
-            dcopies = torch.empty_like(qkv[0]), torch.empty_like(qkv[1]), torch.empty_like(qkv[2])
-            dbiases = cuda.backward(*qkv, biases, shape.alpha, ctx.plan, arranged.collect_backward(dattended), dcopies)
-            for part, copied in zip(dqkv, dcopies, strict=True):
-                part.copy_(arranged.arrange_backward(copied))
-        if silu is None:
-            elementwise_triton.silu_backward_(projected[:, gates:], drest, rest_shares)
-        norm, dbefore = Norm(norm_weight, norm_bias, shape.norm_eps), None
-        if ctx.joined and shape.dtype != x.dtype:
-            dbefore = torch.empty(x.shape, dtype=shape.dtype, device=x.device)
-        dx = norm.backward(x, None, dprojected @ w1, norm_shares, added=dtotal, rounded=dbefore)
-        # The last third of the gate's shares and those of the rest are the bias of the whole projection.
-        sizes = [gates, gates, projected.shape[1], *(x.shape[1] for _ in range(3))]
-        compute = functools.partial(_parameter_gradients, dprojected, normed, dbranch, gated, shares, sizes)
+            if graph is not None:
+                graph.check_captured()
+            count = len(LayerWeights._fields)
+            weights, kept = LayerWeights(*saved[:count]), KeptRows(*saved[count:])
+            found = backward_pass(kept, weights, shape, ctx.batch, dbranch)
+            if graph is not None:
+                graph.capture_backward(weights, shape, ctx.batch)
+        dx, dbefore = norm_backward(found, kept, saved[:2], shape, dtotal, ctx.joined, place)
+        compute = functools.partial(parameter_gradients, found, kept, dbranch, shape)
         if ctx.held is None:
             *dparameters, dshift = compute()
         else:
             ctx.held[:] = [lambda: compute()[:-1]]
             dparameters, dshift = [None] * 7, None
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
-        ticket = None if ctx.held is None else x.new_empty(0)
-        return dx, *before, *dparameters[:4], *dbiases, *dparameters[4:], None, None, None, None, None, None, ticket
+        ticket = None if ctx.held is None else dx.new_empty(0)
+        return dx, *before, *dparameters[:4], *found.dbiases, *dparameters[4:], None, None, None, None, ticket, None
 
 
 @torch.no_grad()
-def round_weights(layers: Iterable[Any], plan: cuda.CudaPlan, dtype: torch.dtype) -> None:
-    """Convert the weights of all linear maps of ``layers`` to ``dtype`` in one launch, for :func:`fused_layer` of this batch."""
+def round_weights(
+    layers: Iterable[Any], plan: cuda.CudaPlan, dtype: torch.dtype, rounded: list[Tensor] | None = None
+) -> None:
+    """Convert the weights of all linear maps of ``layers`` to ``dtype`` in one launch, for :func:`fused_layer` of this batch.
+
+    ``rounded`` receives them, three of each layer, if it is given. Then all weights must have another type than ``dtype``.
+    """
     weights = [x for layer in layers for x in (layer.f1.weight, layer.f1.bias, layer.f2.weight) if x.dtype != dtype]
     if weights:
-        rounded = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in weights]
+        if rounded is None:
+            rounded = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in weights]
         torch._foreach_copy_(rounded, weights)
         plan.rounded.update({(id(x), dtype): y for x, y in zip(weights, rounded, strict=True)})
-
-
-def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
-    """``grad.T @ rows`` in float32, the type of the weights. A separate conversion would be one more launch, and would round."""
-    if rows.dtype == torch.float32:
-        return grad.T @ rows
-    return torch.mm(grad.T, rows, out_dtype=torch.float32)
-
-
-def _parameter_gradients(
-    dprojected: Tensor, normed: Tensor, dbranch: Tensor, gated: Tensor, shares: Tensor, sizes: list[int]
-) -> list[Any]:
-    """The gradients of seven parameters, in the order of :func:`postpone_gradients`, and that of the shift."""
-    dw1, dw2 = _weight_gradient(dprojected, normed), _weight_gradient(dbranch, gated)
-    dattention_weight, dattention_bias, db1, *dnorm, dshift = shares.sum(0).split(sizes)
-    return [*dnorm, dw1, db1, dattention_weight, dattention_bias, dw2, dshift]
 
 
 def postpone_gradients(first: Any, plan: cuda.CudaPlan) -> None:
@@ -232,17 +169,33 @@ def postpone_gradients(first: Any, plan: cuda.CudaPlan) -> None:
         plan.late[id(first.f1.weight)] = postpone(parameters)
 
 
-def prepare_layers(layers: Sequence[Any], plan: cuda.CudaPlan) -> None:
-    """Compute what ``layers`` need of a batch before their input exists. For inference it does nothing."""
+def prepare_layers(
+    layers: Sequence[Any], plan: cuda.CudaPlan, keys: Tensor | None = None, graphs: bool = False
+) -> None:
+    """Compute what ``layers`` need of a batch before their input exists. For inference it does nothing.
+
+    Args:
+        layers: all layers of a model.
+        plan: the plan of the attention of the batch.
+        keys: the keys of dropout, if anything is dropped.
+        graphs: run the layers as CUDA graphs where that is possible (:mod:`.layer_graphs`).
+    """
     if not torch.is_grad_enabled():
         return
-    first = layers[0]
+    first, rounded = layers[0], None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else first.f1.weight.dtype
-    round_weights(layers, plan, dtype)
-    postpone_gradients(first, plan)
     _, v_columns, q_columns, _ = first.split
-    biases = None if first.position_bias is None else (first.position_bias, first.time_bias)
-    plan.prepare(dtype, q_columns // first.heads, v_columns // first.heads, biases)
+    widths, biases = (q_columns // first.heads, v_columns // first.heads), None
+    if first.position_bias is not None:
+        biases = first.position_bias, first.time_bias
+    maps = [(layer.f1.weight, layer.f1.bias, layer.f2.weight) for layer in layers]
+    if graphs and all(x.dtype == torch.float32 != dtype for weights in maps for x in weights):
+        plan.graphs = begin_batch(layers, plan, dtype, keys) if plan.selects_hopper(dtype, *widths, biases) else None
+    if plan.graphs is not None:
+        rounded = plan.graphs.rounded(maps, dtype)
+    round_weights(layers, plan, dtype, rounded)
+    postpone_gradients(first, plan)
+    plan.prepare(dtype, *widths, biases)
 
 
 def fused_layer(
@@ -274,7 +227,7 @@ def fused_layer(
         arranged: the attention if its rows are not those of ``x``: with personal tokens. There is a backward pass if it has
             ``differentiable_when_fused``.
     """
-    before = x if isinstance(x, Summands) else (x.contiguous(), None, None)
+    before = (x.x, x.branch, x.shift) if isinstance(x, Summands) else (x.contiguous(), None, None)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else before[0].dtype
     alpha = (split[2] // heads) ** -0.5
     shape = LayerShape(heads, split, norm.eps, attention_norm.eps, alpha, dtype)
@@ -286,5 +239,9 @@ def fused_layer(
     late = plan.late.pop(id(f1.weight), None)  # A layer that runs twice has a gradient of its own each time.
     assert late is None or not isinstance(x, Summands), "the gradient of the summands cannot be postponed"
     ticket, held = (None, None) if late is None else late
-    total, branch = _FusedLayer.apply(*before, *parameters, shape, plan, drop, arranged, rounded, held, ticket)
-    return Summands(total, branch, f2.bias)
+    graph = None
+    if plan.graphs is not None and arranged is None and torch.is_grad_enabled():
+        graph = plan.graphs.take(f1.weight, before, LayerWeights(*parameters), rounded)
+    batch = LayerBatch(plan, drop, arranged)
+    total, branch = _FusedLayer.apply(*before, *parameters, shape, batch, rounded, held, ticket, graph)
+    return Summands(total, branch, f2.bias, None if graph is None else graph.place())

@@ -24,6 +24,7 @@ from lightning_freescale.models.evaluation import RankingEvaluation
 from lightning_freescale.models.even_rows import add_rows, pad_rows
 from lightning_freescale.models.event_encoding import EventEncoding
 from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwards, take_router_losses
+from lightning_freescale.models.hstu_cost import cost_coefficients
 from lightning_freescale.models.hstu_layer import HSTULayer
 from lightning_freescale.models.hstu_options import Bias, LinearInit, check_options
 from lightning_freescale.models.initialization import table_config
@@ -68,8 +69,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             (:mod:`.dropout`), so balanced and unbalanced training are equal.
         input_dropout: dropout rate of the input of the layers, likewise.
         lr: learning rate of AdamW. Tables that the strategy shards have their own optimizer, an argument of the strategy.
-        betas: the two decay rates of AdamW.
-        weight_decay: weight decay of AdamW.
+        betas, weight_decay: further arguments of AdamW.
         warmup_steps: number of steps in which the learning rate rises linearly.
         max_steps: step at which a cosine has lowered the learning rate to 0; without it the learning rate stays constant.
         max_eval_items: validation and test rank all items of a catalogue up to this size. Of a larger catalogue they rank the
@@ -78,6 +78,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         top_k: number of items that ``trainer.predict`` recommends to each user.
         meta_tables: put the tables on the meta device, for tables that do not fit one rank. The strategy allocates and
             initializes the shards; without such a strategy the model cannot run.
+        cuda_graphs: start the kernels of a layer in one call, in mixed precision on Hopper GPUs (:mod:`.layer_graphs`).
     """
 
     loss_reduction = "token"
@@ -115,6 +116,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         filter_seen: bool = False,
         top_k: int = 10,
         meta_tables: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         super().__init__()
         feed_forward = FeedForward.of(feed_forward, embedding_dim)
@@ -123,8 +125,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         self.num_items = num_items
         self.feature_names = [HISTORY, NEGATIVES, *(feature_sizes or {})]
         tables = [table_config(ITEM_TABLE, num_items, embedding_dim, [HISTORY, NEGATIVES], table_std)]
-        for name, rows in (feature_sizes or {}).items():
-            tables.append(table_config(name, rows, embedding_dim, [name], table_std))
+        tables += [
+            table_config(key, rows, embedding_dim, [key], table_std) for key, rows in (feature_sizes or {}).items()
+        ]
         self.embedding = EmbeddingCollection(tables=tables, device=torch.device("meta" if meta_tables else "cpu"))
         self.qk_dim, self.v_dim = (width or embedding_dim // num_heads for width in (qk_dim, v_dim))
         self.input_scale = math.sqrt(embedding_dim) if scale_input else 1.0
@@ -173,7 +176,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             if times.is_cuda:
                 from lightning_freescale.models.fused_layer import prepare_layers  # Triton is on CUDA machines only
 
-                prepare_layers(list(self.layers), attention.plan)
+                prepare_layers(list(self.layers), attention.plan, keys, self.hparams["cuda_graphs"])
         self._prepared = PreparedHistories(batch, keys, attention)
 
     def _encode(self, embedded: Mapping[str, Any], batch: SeqBatch, last: bool) -> Tensor:
@@ -183,7 +186,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         (_, keys, attention), self._prepared = self._prepared, None
         times, ends = batch.timestamps, _offsets(batch)[1:] if last else None
         if attention is not None:
-            x = self.layer_input(embedded, batch, keys=keys, total=len(attention.timestamps))
+            x = self.layer_input(embedded, batch, keys, len(attention.timestamps), attention.place)
             return self.apply_layers(x, attention, keys, len(times), ends)
         if (chunks := self._chunks(batch)) > 1:
             outputs = self._encode_in_chunks(embedded, batch, keys, chunks)
@@ -219,16 +222,22 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         return batch.timestamps.is_cuda and not experts
 
     def layer_input(
-        self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None = None, total: int | None = None
+        self,
+        embedded: Mapping[str, Any],
+        batch: SeqBatch,
+        keys: Tensor | None = None,
+        total: int | None = None,
+        place: Tensor | None = None,
     ) -> Tensor:
         """The input of the layers, ``[sum(L), D]``.
 
-        Without ``keys`` nothing is dropped. With ``total`` the result has so many rows; the added ones are 0.
+        Without ``keys`` nothing is dropped. With ``total`` the result has so many rows, of which the added ones are 0, and is
+        written to ``place`` if that is given.
         """
         x, scale = self.unscaled_input(embedded, batch)
         if keys is None:
-            return pad_rows(x if scale == 1 else x * scale, total)
-        return self.input_dropout(x, keys, scale, total)
+            return pad_rows(x if scale == 1 else x * scale, total, place)
+        return self.input_dropout(x, keys, scale, total, place)
 
     def unscaled_input(
         self, embedded: Mapping[str, Any], batch: SeqBatch, states: UserStates | ChosenStates | None = None
@@ -368,19 +377,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def cost_coefficients(self) -> tuple[float, float, float]:
-        """FLOPs of a sample, forward and backward: ``(a, b, c)`` in ``a * L + b * L^2 + c * candidates``.
-
-        ``a``: the two linear maps of a layer take ``2 D H (2 Dqk + 3 Dv)`` per event in forward, and twice that in backward; a
-        feed-forward layer takes three products of ``D`` times its hidden units for each expert of an event, and the router.
-        ``b``: causal attention has ``L^2 / 2`` pairs of events. A pair takes ``2 H`` times ``4 Dqk`` (the scores, the scores
-        again in backward, dq, dk) ``+ 3 Dv`` (the output, dv, the gradient of the weights) per layer. Biases add no products.
-        ``c``: ``6 D`` per candidate. A sample of ``L`` events has ``(L - 1) * K`` candidates, with ``K`` negatives per position.
-        """
-        dim, heads, layers = self.hparams["embedding_dim"], self.hparams["num_heads"], len(self.layers)
-        linear = 3.0 * layers * 2 * dim * heads * (2 * self.qk_dim + 3 * self.v_dim)
-        attention = float(layers * heads * (4 * self.qk_dim + 3 * self.v_dim))
-        linear += sum(layer.moe.flops_per_token() for layer in self.feed_forwards)  # type: ignore[union-attr, operator]
-        return linear, attention, 6.0 * dim
+        """FLOPs of a sample, forward and backward: ``(a, b, c)`` in ``a * L + b * L^2 + c * candidates`` (:mod:`.hstu_cost`)."""
+        sizes = self.hparams["embedding_dim"], self.hparams["num_heads"], self.qk_dim, self.v_dim, len(self.layers)
+        return cost_coefficients(*sizes, [layer.moe.flops_per_token() for layer in self.feed_forwards])  # type: ignore
 
     @property
     def squared_lengths(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -269,12 +269,19 @@ class Norm(NamedTuple):
     def _constants(self, x: Tensor, gate: Tensor | None, elements: int, warps: int) -> dict[str, Any]:
         return _tile(x, elements, warps) | {"GATED": gate is not None, "SILU": self.silu, "DROP": self.drop is not None}
 
-    def forward(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype, join: Join | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        gate: Tensor | None,
+        dtype: torch.dtype,
+        join: Join | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """The norm of ``x [N, D]``, times the gate ``[N, D]`` if there is one; ``[N, D]`` of type ``dtype``.
 
-        With ``join`` it is the norm of a sum, see there.
+        With ``join`` it is the norm of a sum, see there. ``out`` receives the result if it is given.
         """
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
         if x.shape[0]:
             # The kernel needs some pointers.
             some_gate, drop, some_join = (

@@ -31,6 +31,12 @@ class Attention:
         self.offsets, self.timestamps = offsets, timestamps
         self.plan = plan_attention(offsets, timestamps, bias=bias)
 
+    @property
+    def place(self) -> Tensor | None:
+        """Where the layers read their input, if there is such a place (:mod:`.layer_graphs`)."""
+        graphs = getattr(self.plan, "graphs", None)
+        return None if graphs is None else graphs.place()
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None, time_bias: Tensor | None
     ) -> Tensor:

@@ -55,9 +55,23 @@ def test_few_numbers_of_rows_and_few_added_rows() -> None:
 
 
 def test_added_histories_are_short() -> None:
-    offsets = even_rows.add_histories(torch.tensor([0, 10, 30]), 30, 200)
-    assert offsets.tolist() == [0, 10, 30, 94, 158, 200]
-    assert even_rows.add_histories(torch.tensor([0, 64]), 64, 64).tolist() == [0, 64]
+    total = even_rows.even(40_000)
+    offsets = even_rows.add_histories(torch.tensor([0, 100, 39_990]), 39_990, total)
+    assert offsets.tolist() == [0, 100, 39_990, *(min(end, total) for end in range(40_054, 40_054 + 64 * 8, 64))]
+    assert even_rows.add_histories(torch.tensor([0, 64]), 64, 64).tolist() == [0, 64, 64]
+
+
+def test_the_number_of_histories_follows_from_the_number_of_rows() -> None:
+    for total in (128, 8192, 40_448, 149_504):
+        fewest = max(rows for rows in range(total + 1) if even_rows.even(rows) < total) + 1
+        found = [
+            even_rows.add_rows(torch.tensor([0, rows]), torch.zeros(rows, dtype=torch.long), None)
+            for rows in (fewest, fewest + 5, total)
+        ]
+        assert len({(len(offsets), len(times)) for offsets, times, _ in found}) == 1
+        for offsets, times, _ in found:
+            assert offsets[-1] == total == len(times)
+            assert 0 <= offsets.diff().min() <= offsets[1:].diff().max() <= even_rows.ADDED_LENGTH
 
 
 def test_a_cpu_and_experts_get_no_rows() -> None:

@@ -74,10 +74,9 @@ def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice
     """What to train, and which steps count."""
     cuda, quick = arguments.device == "cuda", arguments.quick
     tiny = quick and not cuda
-    warm = arguments.warm_up or (
-        2 if tiny and not arguments.strict else WARM_UP_STEPS
-    )  # first steps of a variant, which do not count
     steps = arguments.steps or (3 if tiny else 12 if quick else 24)
+    # First steps of a variant, which do not count. On a GPU each batch that counts is among them: a new shape costs time there.
+    warm = arguments.warm_up or (2 if tiny and not arguments.strict else WARM_UP_STEPS + (steps if cuda else 0))
     workload: LongTailWorkload | ClickWorkload = LongTailWorkload(
         samples=arguments.batch_size or (128 if cuda else 4 if tiny else 16),
         longest=arguments.longest or (8192 if cuda else 64 if tiny else 512),
@@ -148,7 +147,8 @@ def _measure(name: str, job: TrainingJob, batches: JobBatches, counted: slice, t
         if steady is not None:
             break
         before += counted.start if attempt < trainings - 1 else 0
-    steps = before + (counted.start if steady is None else 1 + steady)  # the time of the first step is unknown
+    judged = len(variant["warm_up_ms"])
+    steps = before + counted.start - (0 if steady is None else judged - steady)
     return variant | {"warm_up": {"steps": steps, "steady": steady is not None}}
 
 
@@ -168,7 +168,8 @@ def _gather(trained: TrainedVariant, counted: slice) -> Figures:
     losses, predicted = (np.array([rank[key] for rank in ranks]) for key in ("losses", "predicted"))
     seconds = np.stack([rank["seconds"] for rank in ranks])
     return account(seconds, counted) | {
-        "warm_up_ms": step_ms(seconds, slice(1, counted.start)).tolist(),
+        # The time of the first step is unknown.
+        "warm_up_ms": step_ms(seconds, slice(max(1, counted.start - WARM_UP_STEPS), counted.start)).tolist(),
         "sent_bytes": float(np.mean([rank["sent_bytes"] for rank in ranks])),  # of a rank and step, to other ranks
         "losses": global_losses(losses, predicted),
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),

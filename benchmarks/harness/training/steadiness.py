@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.harness.variant_names import DENSE_ONLY, SM_FREE, SYNC, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
 WARM_UP_BATCHES = 2  # number of different batches in the warm-up; they alternate, so that equal steps can be compared
-WARM_UP_STEPS = 10  # first steps of a training, which do not count
+WARM_UP_STEPS = 10  # last steps of the warm-up, which must become steady
 STEADY_STEPS = 6  # consecutive steps that must be steady
 STEADY_TOLERANCE = 0.10  # of the median time of the same batch; one of the steps may differ by more
 SAME_COMPUTE_TOLERANCE = 0.05  # between the compute times of the same batches in different variants

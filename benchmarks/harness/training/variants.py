@@ -29,7 +29,7 @@ from benchmarks.harness.training.bubble import UNCOUNTED_LAST_STEPS
 from benchmarks.harness.training.clicks import ClickBatch, ClickWorkload, TimestampedDLRM
 from benchmarks.harness.training.context import ContextHSTU, context_tables, with_context
 from benchmarks.harness.training.sent_bytes import SentBytes
-from benchmarks.harness.training.steadiness import WARM_UP_BATCHES
+from benchmarks.harness.training.steadiness import WARM_UP_BATCHES, WARM_UP_STEPS
 from benchmarks.harness.training.step_timestamps import (
     ProfilerTrace,
     StepTimestamps,
@@ -100,8 +100,15 @@ class TrainingJob:
     warm_up: int = 0  # number of first steps that do not count
 
     def batch_of(self, step: int) -> int:
-        """Number of the batch of a step. The steps of the warm-up alternate between the first batches that count."""
-        return step if step >= self.warm_up else self.warm_up + (step - self.warm_up) % WARM_UP_BATCHES
+        """Number of the batch of a step.
+
+        The warm-up first trains on the batches that count, so that their shapes are known. Its last steps alternate between
+        the first of these batches.
+        """
+        if step >= self.warm_up:
+            return step
+        alternating = step >= self.warm_up - WARM_UP_STEPS
+        return self.warm_up + ((step - self.warm_up) % WARM_UP_BATCHES if alternating else step)
 
     def timestamps(self, variant: str) -> StepTimestamps:
         """Time stamps for one training. With ``traces``, steps that do not count are also traced on ranks 0 and 1."""

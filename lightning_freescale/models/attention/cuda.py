@@ -42,6 +42,7 @@ class CudaPlan:
             tuple[int, torch.dtype], Tensor
         ] = {}  # weights as another type, by ``id``; see fused_layer.py
         self.late: dict[int, Any] = {}  # postponed gradients of a layer, by ``id`` of a weight; see fused_layer.py
+        self.graphs: Any = None  # CUDA graphs of the layers for this batch; see layer_graphs.py
         self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property
@@ -59,7 +60,9 @@ class CudaPlan:
         from lightning_freescale.models.attention.hopper_plan import HopperPlan  # Triton is on CUDA machines only
 
         times = self.timestamps.contiguous() if self.bias else None  # the kernels need offsets and times without gaps
-        return HopperPlan(self.offsets.long().contiguous(), total, times, edges)
+        plan = HopperPlan(self.offsets.long().contiguous(), total, times, edges)
+        plan.places = None if self.graphs is None else self.graphs.places
+        return plan
 
     @cached_property
     def triton(self) -> TritonPlan:
@@ -69,9 +72,18 @@ class CudaPlan:
 
     def prepare(self, dtype: torch.dtype, qk_dim: int, v_dim: int, biases: Biases | None) -> None:
         """Make the plan of the kernels for heads of these widths now, and not at the first use."""
+        if self.timestamps.shape[0] and self.selects_hopper(dtype, qk_dim, v_dim, biases):
+            hopper.prepare(*self._heads(dtype, qk_dim, v_dim), biases, self.hopper)
+
+    def selects_hopper(self, dtype: torch.dtype, qk_dim: int, v_dim: int, biases: Biases | None) -> bool:
+        """:meth:`runs_hopper` for heads of these widths."""
+        q, v = self._heads(dtype, qk_dim, v_dim)
+        return self.runs_hopper(q, q, v, biases)
+
+    def _heads(self, dtype: torch.dtype, qk_dim: int, v_dim: int) -> tuple[Tensor, Tensor]:
+        """Queries and values of no event."""
         q, v = (torch.empty(0, 1, width, dtype=dtype, device=self.offsets.device) for width in (qk_dim, v_dim))
-        if self.timestamps.shape[0] and self.runs_hopper(q, q, v, biases):
-            hopper.prepare(q, v, biases, self.hopper)
+        return q, v
 
     def runs_hopper(self, q: Tensor, k: Tensor, v: Tensor, biases: Biases | None) -> bool:
         """The result of :func:`select_hopper`. It is found once for all layers of a batch."""
@@ -99,10 +111,22 @@ def attention(
     return triton_attention.attention(q, k, v, biases, alpha, plan.triton)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: CudaPlan) -> Tensor:
-    """:func:`attention` without a gradient, for a function that computes its own. There must be events."""
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Biases | None,
+    alpha: float,
+    plan: CudaPlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """:func:`attention` without a gradient, for a function that computes its own. There must be events.
+
+    The Hopper kernels write the result to ``out``, ``[sum(L), H * Dv]`` and contiguous, if it is given.
+    """
     if plan.runs_hopper(q, k, v, biases):
-        return hopper.forward(q, k, v, biases, alpha, plan.hopper)
+        return hopper.forward(q, k, v, biases, alpha, plan.hopper, out)
+    assert out is None, "out: the Triton kernels allocate their result"
     from lightning_freescale.models.attention import triton_attention
 
     triton_attention.check_types(q, k, v)

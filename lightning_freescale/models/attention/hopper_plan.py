@@ -6,6 +6,8 @@ The results are the same integers, and the same floating-point numbers.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -90,8 +92,17 @@ def _events(
 class HopperPlan(hopper.Plan):
     """A :class:`.hopper.Plan` on CUDA. Its times may be any integers: only their distances within a history are used."""
 
+    places: dict[Any, Tensor] | None = None  # arrays of earlier plans of the same shape, which are written again
+
+    def _empty(self, name: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.places is None:
+            return torch.empty(shape, dtype=dtype, device=self.offsets.device)
+        if name not in self.places:
+            self.places[name] = torch.empty(shape, dtype=dtype, device=self.offsets.device)
+        return self.places[name]
+
     def _make(self, size: int, query_size: int, keys: bool) -> Tensor:
-        out = torch.empty(self.tiles(size), 4, dtype=torch.int32, device=self.offsets.device)
+        out = self._empty((size, query_size, keys), (self.tiles(size), 4), torch.int32)
         samples = self.offsets.shape[0] - 1
         if out.shape[0]:
             _schedule[(out.shape[0],)](self.offsets, out, samples, size, query_size, keys, tiles_triton.BLOCK)
@@ -110,11 +121,11 @@ class HopperPlan(hopper.Plan):
         return self._scale
 
     def _make_events(self) -> None:
-        device, samples = self.offsets.device, self.offsets.shape[0] - 1
-        self._scale = torch.empty(self.total, device=device)
+        samples = self.offsets.shape[0] - 1
+        self._scale = self._empty("scale", (self.total,), torch.float32)
         times = self._scale if self.times is None else self.times  # the kernel needs some pointer
         # A kernel may read a record more than a history has, and what it reads there must be numbers.
-        records = torch.zeros(self.tiles(EVENTS) + 1, EVENTS + 4, dtype=torch.int32, device=device)
+        records = self._empty("records", (self.tiles(EVENTS) + 1, EVENTS + 4), torch.int32).zero_()
         if self.total:
             constants = self.times is not None, TIME_LIMIT, EVENTS, tiles_triton.BLOCK
             _events[(samples, CHUNKS)](self.offsets, times, records, self._scale, samples, *constants, num_warps=1)

@@ -92,11 +92,11 @@ class _Inputs(NamedTuple):
         return [ctypes.c_int(self.q.shape[1]), ctypes.c_float(self.half_alpha)]
 
 
-def _forward(inputs: _Inputs) -> Tensor:
+def _forward(inputs: _Inputs, out: Tensor | None = None) -> Tensor:
     use = inputs.kernels()
     c, heads, v = use.config, inputs.q.shape[1], inputs.v
     schedule = inputs.plan.schedule(c.forward_rows, c.backward_rows, False)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out.view(v.shape)
     arguments = [*inputs.maps(), inputs.bias(), out, schedule, *inputs.rest()]
     use.launch("hstu_forward", schedule.shape[0] * heads, c.forward_threads, arguments, c.forward_shared)
     return out
@@ -176,10 +176,15 @@ def prepare(q: Tensor, v: Tensor, biases: Biases | None, plan: Plan) -> None:
         plan.scale()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan) -> Tensor:
-    """:func:`attention` without its checks and without a gradient. There must be events."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Biases | None, alpha: float, plan: Plan, out: Tensor | None = None
+) -> Tensor:
+    """:func:`attention` without its checks and without a gradient. There must be events.
+
+    ``out [sum(L), H * Dv]``, contiguous, receives the result if it is given.
+    """
     with _on(q.device):
-        return _forward(_inputs(q, k, v, biases, alpha, plan))
+        return _forward(_inputs(q, k, v, biases, alpha, plan), out)
 
 
 def backward(

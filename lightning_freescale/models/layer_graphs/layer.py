@@ -1,0 +1,139 @@
+"""The graphs of one layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.models.layer_graphs.arena import load
+from lightning_freescale.models.layer_graphs.capture import Captured
+from lightning_freescale.models.layer_graphs.turn import STALE, Turn
+from lightning_freescale.models.layer_passes import (
+    KeptRows,
+    LayerBatch,
+    LayerGradients,
+    LayerShape,
+    LayerWeights,
+    backward_pass,
+    forward_pass,
+    share_shape,
+)
+from lightning_freescale.models.norm_triton import Drop
+from lightning_freescale.runtime.errors import FreeScaleError
+
+if TYPE_CHECKING:
+    from lightning_freescale.models.layer_graphs.model import ShapeGraphs
+
+Before = tuple[Tensor, Tensor | None, Tensor | None]  # summands of the input of a layer
+
+
+class LayerGraph:
+    """The graphs of one layer for one shape.
+
+    Args:
+        shape_graphs: those of all layers for this shape.
+        number: number of the layer, from 0.
+    """
+
+    def __init__(self, shape_graphs: ShapeGraphs, number: int) -> None:
+        self._all, self._number = shape_graphs, number
+        self.forward: Captured | None = None
+        self.backward: Captured | None = None
+        self._addresses: list[int | None] = []
+        self._inputs: list[Tensor] = []
+        self._dbranch: Tensor | None = None
+
+    def runs(self) -> bool:
+        """Whether a batch runs in the graphs. Otherwise they are captured."""
+        return self._all.used > 0
+
+    def fits(self, before: Before, weights: LayerWeights) -> bool:
+        """Whether a batch with this input, and these parameters, can run in the graphs."""
+        x, branch, shift = before
+        same = (branch is not None) == (len(self._inputs) == 2) and x.dtype == self._inputs[0].dtype
+        return same and x.shape == self._inputs[0].shape and _addresses(shift, weights) == self._addresses
+
+    def input_place(self) -> Tensor:
+        """Where the forward pass reads its input."""
+        return self._inputs[0]
+
+    def place(self) -> Tensor | None:
+        """Where the backward pass reads the gradient of the branch, if the batch runs in the graphs."""
+        return self._dbranch if self.runs() else None
+
+    def capture_forward(self, before: Before, weights: LayerWeights, shape: LayerShape, batch: LayerBatch) -> None:
+        """Capture the forward pass. Nothing is computed."""
+        x, branch, shift = before
+        (rows, width), columns, i = x.shape, weights.w1.shape[0], self._number
+        gates, own = shape.split[0], self._all.owner
+        widths = {"normed": width, "projected": columns, "active": columns - gates, "attended": gates, "gated": gates}
+        places = {name: own.take((name, i), rows, size, shape.dtype) for name, size in widths.items()}
+        places["branch"] = own.take(("branch", i), rows, width, shape.dtype)
+        places["total"] = own.take(("total", i), rows, width, x.dtype)
+        self._inputs = [places["total"]]
+        if branch is not None:  # the layer before writes them
+            total = own.take(("total", i - 1), rows, width, x.dtype)
+            self._inputs = [total, own.take(("branch", i - 1), rows, width, branch.dtype)]
+        inputs: Before = (self._inputs[0], None if branch is None else self._inputs[1], shift)
+        fixed, arranged = own.fixed(weights, i), self._all.arranged(batch)
+        self._addresses = _addresses(shift, fixed)
+        self.forward = own.capture(lambda: forward_pass(inputs, fixed, shape, arranged, places))
+
+    def run_forward(self, x: Tensor, branch: Tensor | None, drop: Drop | None) -> tuple[Turn, Tensor, Tensor]:
+        """The sum of the input and the branch. They stay as they are until the next batch runs in a graph."""
+        assert self.forward is not None
+        turn = self._all.turn()
+        for place, value in zip(self._inputs, (x, branch), strict=False):
+            load(place, value)
+        if drop is not None:
+            turn.load_keys(drop.keys)
+        self.forward.graph.replay()
+        turn.pending.add(self._number)
+        kept, out = self.forward.results
+        return turn, kept.total.detach(), out.detach()
+
+    def check_captured(self) -> None:
+        """Raise an error if a batch has run in the graphs since they were captured: it has overwritten the plan."""
+        if self._all.used:
+            raise FreeScaleError(STALE)
+
+    def capture_backward(self, weights: LayerWeights, shape: LayerShape, batch: LayerBatch) -> None:
+        """Capture the backward pass, if the forward pass was captured. Nothing is computed."""
+        if self.forward is None or self.backward is not None:
+            return
+        own, i = self._all.owner, self._number
+        kept: KeptRows = self.forward.results[0]
+        (rows, width), columns = kept.total.shape, kept.projected.shape[1]
+        places = {
+            "dnormed": own.take("dnormed", rows, width, shape.dtype),
+            "dprojected": own.take("dprojected", rows, columns, shape.dtype),
+            "shares": own.take("shares", *share_shape(shape, columns, width), torch.float32),
+        }
+        self._dbranch = dbranch = own.take(("dbranch", i % 2), rows, width, shape.dtype)
+        fixed, arranged = own.fixed(weights, i), self._all.arranged(batch)
+        self.backward = own.capture(lambda: backward_pass(kept, fixed, shape, arranged, dbranch, places))
+
+    def run_backward(self, turn: Turn, dbranch: Tensor) -> tuple[KeptRows, LayerGradients, Tensor, Tensor | None]:
+        """What the layer kept, its gradients, that of its branch, and where the layer before reads the gradient of its branch.
+
+        The gradients of the tables of biases are new arrays. The others stay until the backward of the layer before.
+        """
+        assert self.forward is not None
+        assert self.backward is not None
+        assert self._dbranch is not None
+        turn.check()
+        load(self._dbranch, dbranch)
+        self.backward.graph.replay()
+        turn.pending.discard(self._number)
+        found: LayerGradients = self.backward.results
+        position, time = found.dbiases
+        dbiases = None if position is None else position.clone(), None if time is None else time.clone()
+        place = self._all.layers[self._number - 1].place() if self._number else None
+        return self.forward.results[0], found._replace(dbiases=dbiases), self._dbranch, place
+
+
+def _addresses(shift: Tensor | None, weights: LayerWeights) -> list[int | None]:
+    """The addresses of the parameters, which a graph reads."""
+    return [None if x is None else x.data_ptr() for x in (shift, *weights)]
