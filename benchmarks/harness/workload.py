@@ -23,6 +23,7 @@ FEATURE = "item"
 HOT_REPEATS = 8
 
 
+SAME_LENGTHS = 10_000  # steps of a LongTailWorkload this far apart have histories of the same lengths with other ids
 CONTEXT_ROWS = 100_000  # rows of the table of each context feature
 CONTEXT_IDS = 10  # ids of each sample and context feature
 
@@ -133,7 +134,8 @@ class LongTailWorkload:
         if not self.log_std:
             return torch.full((self.samples,), self.longest)
         log_median = 7.3 + math.log(self.longest / 21_000)
-        drawn = torch.randn(self.samples, generator=seeded_generator(self.seed, rank, step)) * self.log_std + log_median
+        generator = seeded_generator(self.seed, rank, step % SAME_LENGTHS)
+        drawn = torch.randn(self.samples, generator=generator) * self.log_std + log_median
         return drawn.exp().long().clamp(2, self.longest)
 
     def predicted(self, rank: int, step: int) -> int:

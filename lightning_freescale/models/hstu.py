@@ -122,12 +122,10 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         feed_forward = FeedForward.of(feed_forward, embedding_dim)
         self.save_hyperparameters()
         check_options(self.hparams)
-        self.num_items = num_items
-        self.feature_names = [HISTORY, NEGATIVES, *(feature_sizes or {})]
+        self.num_items, sizes = num_items, dict(feature_sizes or {})
+        self.feature_names = [HISTORY, NEGATIVES, *sizes]
         tables = [table_config(ITEM_TABLE, num_items, embedding_dim, [HISTORY, NEGATIVES], table_std)]
-        tables += [
-            table_config(key, rows, embedding_dim, [key], table_std) for key, rows in (feature_sizes or {}).items()
-        ]
+        tables += [table_config(name, rows, embedding_dim, [name], table_std) for name, rows in sizes.items()]
         self.embedding = EmbeddingCollection(tables=tables, device=torch.device("meta" if meta_tables else "cpu"))
         self.qk_dim, self.v_dim = (width or embedding_dim // num_heads for width in (qk_dim, v_dim))
         self.input_scale = math.sqrt(embedding_dim) if scale_input else 1.0
@@ -144,8 +142,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             HSTULayer(embedding_dim, num_heads, self.qk_dim, self.v_dim, position_buckets, dropout, linear_init, layer)
             for layer in range(1, num_layers + 1)
         )
-        added = make_feed_forwards(feed_forward, embedding_dim, num_layers, dropout)
-        self.hparams["feed_forward"], self.feed_forwards = added
+        options = feed_forward, embedding_dim, num_layers, dropout
+        self.hparams["feed_forward"], self.feed_forwards = make_feed_forwards(*options)
         self.register_buffer("log_q", None, persistent=False)
         self._make_metrics()
 

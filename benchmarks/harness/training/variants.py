@@ -49,7 +49,7 @@ from benchmarks.harness.variant_names import (
     TORCHREC_BASE,
     TORCHREC_SPARSE_DIST,
 )
-from benchmarks.harness.workload import CONTEXT_ROWS, ContextBatch, LongTailWorkload
+from benchmarks.harness.workload import CONTEXT_ROWS, SAME_LENGTHS, ContextBatch, LongTailWorkload
 from lightning_freescale.balance import CostModel
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.embedding.shard import shard
@@ -102,13 +102,14 @@ class TrainingJob:
     def batch_of(self, step: int) -> int:
         """Number of the batch of a step.
 
-        The warm-up first trains on the batches that count, so that their shapes are known. Its last steps alternate between
-        the first of these batches.
+        The warm-up first trains on batches of the same lengths as those that count, with other ids, so that all shapes are
+        known. Its last steps alternate between the first batches that count.
         """
         if step >= self.warm_up:
             return step
-        alternating = step >= self.warm_up - WARM_UP_STEPS
-        return self.warm_up + ((step - self.warm_up) % WARM_UP_BATCHES if alternating else step)
+        if step >= self.warm_up - WARM_UP_STEPS:
+            return self.warm_up + (step - self.warm_up) % WARM_UP_BATCHES
+        return SAME_LENGTHS + self.warm_up + step
 
     def timestamps(self, variant: str) -> StepTimestamps:
         """Time stamps for one training. With ``traces``, steps that do not count are also traced on ranks 0 and 1."""
