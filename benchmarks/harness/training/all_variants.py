@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
         wait: longest wait of a rank for another, seconds.
     """
     silence_libraries()
-    job, counted = _job(arguments, wait)
+    job, counted = make_job(arguments, wait)
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=wait))
     if job.device.type == "cuda":
         check_products(job.device, job.rank, job.model["embedding_dim"])
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
     return figures
 
 
-def _job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice]:
+def make_job(arguments: argparse.Namespace, wait: float) -> tuple[TrainingJob, slice]:
     """What to train, and which steps count."""
     cuda, quick = arguments.device == "cuda", arguments.quick
     tiny = quick and not cuda
@@ -142,7 +142,7 @@ def _measure(name: str, job: TrainingJob, batches: JobBatches, counted: slice, t
     """The figures of a variant. It is trained again, up to ``trainings`` times, if its steps were not steady. A collective."""
     before = 0  # warm-up steps of trainings that were not steady
     for attempt in range(trainings):
-        variant = _gather(train(name, job, batches), counted)
+        variant = gather_figures(train(name, job, batches), counted)
         steady = steady_after(variant["warm_up_ms"])
         if steady is not None:
             break
@@ -152,7 +152,7 @@ def _measure(name: str, job: TrainingJob, batches: JobBatches, counted: slice, t
     return variant | {"warm_up": {"steps": steps, "steady": steady is not None}}
 
 
-def _gather(trained: TrainedVariant, counted: slice) -> Figures:
+def gather_figures(trained: TrainedVariant, counted: slice) -> Figures:
     """The figures of a variant from the time stamps and losses of all ranks, equal on all ranks. A collective."""
     timestamps = trained.timestamps
     mine = {
