@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -119,9 +118,9 @@ class _FusedLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shape: LayerShape = ctx.shape
         dtotal, dbranch, saved, graph = unit_stride(grads[0]), grads[1], ctx.saved_tensors, ctx.graph
-        place = None
-        if ctx.turn is not None:
-            kept, found, dbranch, place = graph.run_backward(ctx.turn, dbranch)
+        place, turn = None, ctx.turn
+        if turn is not None:
+            kept, found, dbranch, place = graph.run_backward(turn, dbranch)
         else:
             if graph is not None:
                 graph.check_captured()
@@ -131,7 +130,15 @@ class _FusedLayer(torch.autograd.Function):
             if graph is not None:
                 graph.capture_backward(weights, shape, ctx.batch)
         dx, dbefore = norm_backward(found, kept, saved[:2], shape, dtotal, ctx.joined, place)
-        compute = functools.partial(parameter_gradients, found, kept, dbranch, shape)
+
+        def compute() -> list[Any]:
+            if turn is not None:
+                return graph.run_parameters()
+            computed = parameter_gradients(found, kept, dbranch, shape)
+            if graph is not None:
+                graph.capture_parameters(shape)
+            return computed
+
         if ctx.held is None:
             *dparameters, dshift = compute()
         else:

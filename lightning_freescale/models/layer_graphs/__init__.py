@@ -10,5 +10,5 @@ a graph, and its kernels are captured. Later batches of the shape run in the gra
 Graphs read and write the same addresses each time. All graphs of a model share one :class:`Arena`, so they need about as much
 memory as one batch. Therefore one batch at a time can use them. If a forward comes before the backward of another batch, it runs
 without graphs. The gradients that leave the layers are new arrays, because others may keep them: the backward of the first norm
-of a layer, and the gradients of the parameters, are not part of a graph.
+of a layer is not part of a graph, and the gradients of the parameters are copied.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from lightning_freescale.models.layer_passes import (
     LayerWeights,
     backward_pass,
     forward_pass,
+    parameter_gradients,
     share_shape,
 )
 from lightning_freescale.models.norm_triton import Drop
@@ -41,9 +43,15 @@ class LayerGraph:
         self._all, self._number = shape_graphs, number
         self.forward: Captured | None = None
         self.backward: Captured | None = None
+        self.parameters: Captured | None = None
+        self._shapes: list[torch.Size] = []  # of the gradients of the parameters
         self._addresses: list[int | None] = []
         self._inputs: list[Tensor] = []
         self._dbranch: Tensor | None = None
+
+    def is_complete(self) -> bool:
+        """Whether all passes have been captured."""
+        return None not in (self.forward, self.backward, self.parameters)
 
     def runs(self) -> bool:
         """Whether a batch runs in the graphs. Otherwise they are captured."""
@@ -115,6 +123,18 @@ class LayerGraph:
         fixed, arranged = own.fixed(weights, i), self._all.arranged(batch)
         self.backward = own.capture(lambda: backward_pass(kept, fixed, shape, arranged, dbranch, places))
 
+    def capture_parameters(self, shape: LayerShape) -> None:
+        """Capture the gradients of the parameters, if the backward pass was captured. Nothing is computed."""
+        if self.forward is None or self.backward is None or self._dbranch is None or self.parameters is not None:
+            return
+        found, kept, dbranch = self.backward.results, self.forward.results[0], self._dbranch
+        own = self._all.owner
+        self.parameters = own.capture(lambda: self._join(parameter_gradients(found, kept, dbranch, shape)))
+
+    def _join(self, grads: Sequence[Tensor]) -> Tensor:
+        self._shapes = [x.shape for x in grads]
+        return torch.cat([x.flatten() for x in grads])
+
     def run_backward(self, turn: Turn, dbranch: Tensor) -> tuple[KeptRows, LayerGradients, Tensor, Tensor | None]:
         """What the layer kept, its gradients, that of its branch, and where the layer before reads the gradient of its branch.
 
@@ -132,6 +152,16 @@ class LayerGraph:
         dbiases = None if position is None else position.clone(), None if time is None else time.clone()
         place = self._all.layers[self._number - 1].place() if self._number else None
         return self.forward.results[0], found._replace(dbiases=dbiases), self._dbranch, place
+
+    def run_parameters(self) -> list[Tensor]:
+        """The results of :func:`~lightning_freescale.models.layer_passes.parameter_gradients`, as parts of a new array.
+
+        Call it after the backward of the norm, and before the backward of another layer.
+        """
+        assert self.parameters is not None
+        self.parameters.graph.replay()
+        parts = self.parameters.results.clone().split([shape.numel() for shape in self._shapes])
+        return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def _addresses(shift: Tensor | None, weights: LayerWeights) -> list[int | None]:

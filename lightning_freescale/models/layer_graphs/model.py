@@ -48,7 +48,7 @@ class ShapeGraphs:
 
     def is_complete(self) -> bool:
         """Whether all passes have been captured."""
-        return all(layer.forward and layer.backward for layer in self.layers)
+        return all(layer.is_complete() for layer in self.layers)
 
     def begin(self) -> Turn:
         """Begin a batch that runs in the graphs."""
