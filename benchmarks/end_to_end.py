@@ -211,7 +211,8 @@ def finish(figures: dict[str, Any]) -> dict[str, Any]:
 
 def publish(figures: dict[str, Any], arguments: argparse.Namespace, printed: bool = True) -> None:
     """Print the result, unless ``printed`` is false; write it to ``--output``."""
-    text = json.dumps(report.head("end_to_end") | figures, indent=1)
+    machines = [found["machine"] for found in figures.get("shapes", {}).values()]  # a single measurement has its own
+    text = json.dumps(report.head("end_to_end", *machines[:1]) | figures, indent=1)
     if arguments.output:
         arguments.output.write_text(text + "\n")
     if printed:

@@ -15,7 +15,8 @@ Modules:
 * :mod:`.event_encoding_triton`: the same on CUDA.
 * :mod:`.initialization`: initial values of tables and linear maps.
 * :mod:`.attention`: jagged attention, with implementations for CPUs and for CUDA.
-* :mod:`.fused_layer`: a layer of HSTU on CUDA as one function; :mod:`.elementwise_triton`: its elementwise passes;
+* :mod:`.fused_layer`: a layer of HSTU on CUDA as one function; :mod:`.layer_passes`: its kernels in order;
+  :mod:`.elementwise_triton`: its elementwise passes; :mod:`.layer_graphs`: its passes as CUDA graphs;
   :mod:`.late_gradients`: the first layer computes its gradients after the gradient of the embeddings.
 * :mod:`.feed_forward`: a feed-forward layer after each layer; :mod:`.moe`: its mixture of experts;
   :mod:`.micro_chunks`: layers in parts of the batch, while events travel to experts.

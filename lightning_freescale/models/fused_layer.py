@@ -132,10 +132,10 @@ class _FusedLayer(torch.autograd.Function):
         dx, dbefore = norm_backward(found, kept, saved[:2], shape, dtotal, ctx.joined, place)
 
         def compute() -> list[Any]:
-            if turn is not None:
+            if turn is not None and graph.parameters is not None:
                 return graph.run_parameters()
             computed = parameter_gradients(found, kept, dbranch, shape)
-            if graph is not None:
+            if turn is None and graph is not None:
                 graph.capture_parameters(shape)
             return computed
 

@@ -69,7 +69,8 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             (:mod:`.dropout`), so balanced and unbalanced training are equal.
         input_dropout: dropout rate of the input of the layers, likewise.
         lr: learning rate of AdamW. Tables that the strategy shards have their own optimizer, an argument of the strategy.
-        betas, weight_decay: further arguments of AdamW.
+        betas: the two decay rates of AdamW.
+        weight_decay: weight decay of AdamW.
         warmup_steps: number of steps in which the learning rate rises linearly.
         max_steps: step at which a cosine has lowered the learning rate to 0; without it the learning rate stays constant.
         max_eval_items: validation and test rank all items of a catalogue up to this size. Of a larger catalogue they rank the

@@ -1,4 +1,7 @@
-"""The memory and the turns of CUDA graphs, which need no GPU."""
+"""The memory and the turns of CUDA graphs, which need no GPU.
+
+:data:`SCRIPT` runs the layers in Triton's interpreter. There a graph is the function that was captured, which runs again.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,109 @@ import torch
 from lightning_freescale.models.layer_graphs.arena import Arena, load
 from lightning_freescale.models.layer_graphs.turn import Turn
 from lightning_freescale.runtime.errors import FreeScaleError
+from tests.models.interpreter import run_interpreted
+
+SCRIPT = """
+import gc, torch, weakref
+from lightning_freescale.models import elementwise_triton, norm_triton
+from tests.models.test_fused_layer import make_batch, make_layers, run_layers
+
+elementwise_triton.COLUMNS, elementwise_triton.SUM_PROGRAMS, norm_triton.PROGRAMS = 32, 3, 2
+from lightning_freescale.models.attention import cuda
+from lightning_freescale.models.fused_layer import postpone_gradients
+from lightning_freescale.models.layer_graphs import layer, model
+from lightning_freescale.models.layer_graphs.arena import Arena
+from lightning_freescale.models.layer_graphs.capture import Captured
+
+class Again:
+    def __init__(self, run):
+        self.run = run
+        with torch.no_grad():
+            self.results = run()
+
+    def replay(self):
+        with torch.no_grad():
+            for place, value in zip(tensors(self.results), tensors(self.run()), strict=True):
+                place.copy_(value)  # a graph writes to the same memory each time
+
+def tensors(found):
+    if isinstance(found, torch.Tensor):
+        return [found]
+    return [x for part in found if part is not None for x in tensors(part)]
+
+def capture(self, run):
+    again = Again(run)
+    return Captured(again, again.results)
+
+def has_room(self, key):
+    if key.rows > self._arena.rows:
+        self._arena = Arena(2 * key.rows, self._device)
+    return True
+
+attend = cuda.forward
+def forward(*arguments):
+    *inputs, out = arguments
+    found = attend(*inputs)
+    return found if out is None else out.view(found.shape).copy_(found)
+
+cuda.forward = forward
+model.LayerGraphs.capture, model.LayerGraphs._has_room = capture, has_room
+torch.cuda.is_current_stream_capturing = lambda: False
+
+def prepare(layers, plan, graphs=True):
+    if graphs:
+        plan.graphs = model.begin_batch(layers, plan, torch.float32, batch["keys"])
+    if plan.graphs is not None:
+        maps = [(x.f1.weight, x.f1.bias, x.f2.weight) for x in layers]
+        rounded = plan.graphs.rounded(maps, torch.float32) or []
+        for weight, place in zip([x for part in maps for x in part], rounded):
+            place.copy_(weight.detach())
+            plan.rounded[id(weight), torch.float32] = place
+    postpone_gradients(layers[0], plan)
+
+def train(graphs):
+    layers, found = make_layers(True, count=2), []
+    for step in range(3):
+        batch["x"], batch["keys"] = x + step, keys + step
+        found.append(run_layers(layers, batch, True, lambda *given: prepare(*given, graphs)))
+        with torch.no_grad():
+            for name, parameter in layers.named_parameters():
+                parameter -= 1e-2 * found[-1][name].sign()
+    return layers, found
+
+def differing(got, want):
+    return [(step, name) for step in range(3) for name in want[step] if not torch.equal(got[step][name], want[step][name])]
+
+batch = make_batch([5, 0, 12, 1])
+x, keys = batch["x"], batch["keys"]
+_, want = train(False)
+layers, got = train(True)
+graphs = model._of_layers[layers[0]]
+assert graphs.used == 2, graphs.used
+(shape,) = graphs._shapes.values()
+assert all(part.parameters is not None for part in shape.layers)
+assert differing(got, want) == []
+
+# Negative control: graphs that read the rows and keys of the batch before.
+layer.load = lambda place, value: None
+assert differing(train(True)[1], want) != []
+
+# Graphs that nothing needs are freed at once, without a garbage collection.
+gc.disable()
+owner = model.LayerGraphs(layers, torch.device("cpu"))
+shape, turn = owner.begin(model.ShapeKey(18, 5, torch.float32, False), None)
+gone = [weakref.ref(owner), weakref.ref(shape), weakref.ref(shape.layers[0])]
+kept = shape.layers[0]
+assert turn is None
+del owner
+assert shape.owner is None
+del shape, kept
+assert [ref() for ref in gone] == [None, None, None]
+"""
+
+
+def test_interpreted_layers_in_graphs_compute_the_same_bits() -> None:
+    run_interpreted(SCRIPT)
 
 
 def test_arrays_of_one_name_share_memory() -> None:

@@ -62,6 +62,24 @@ def matrix_products(results: Mapping[str, StoredResult]) -> Iterator[Row]:
             yield {"machine": short_machine(found), "product": row["product"]} | times | {"new to rounded": ratio}
 
 
+def layer_graphs(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """Steps with and without CUDA graphs of the layers."""
+    for found in results.values():
+        if found["benchmark"] != "layer_graphs":
+            continue
+        for row in found["rows"]:
+            yield {
+                "machine": short_machine(found),
+                "shape": found["shape"],
+                "variant": row["variant"],
+                "layers": row["layers"],
+                "step ms (range of the rounds)": f"{row['step_ms']:.1f} ({row['lowest']:.1f} to {row['highest']:.1f})",
+                "ratio": f"{row['ratio']:.2f}",
+                "steps that waited for the host": f"{row['waited for the host']:.0%}",
+                "peak GiB": f"{row['peak_gib']:.1f}",
+            }
+
+
 def index_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
     """The index work of one step, by number of ranks."""
     for found in results.values():

@@ -16,7 +16,14 @@ from benchmarks.harness.tables.claims import (
     exposed_results,
     sm_free_rows,
 )
-from benchmarks.harness.tables.exchange_blocks import forecast, host_work, index_work, matrix_products, shapes
+from benchmarks.harness.tables.exchange_blocks import (
+    forecast,
+    host_work,
+    index_work,
+    layer_graphs,
+    matrix_products,
+    shapes,
+)
 from benchmarks.harness.training.bubble import PARTS
 from benchmarks.harness.variant_names import (
     ALL,
@@ -52,6 +59,7 @@ def blocks(results: Results) -> dict[str, str]:
         "same link": markdown.table(list(same_link(results))),
         "remaining bubble": markdown.table(list(remaining_bubble(results))),
         "shapes": markdown.table(list(shapes(results))),
+        "layer graphs": _with_commands(results, "layer_graphs", layer_graphs(results)),
         "matrix products": _with_commands(results, "matrix_products", matrix_products(results)),
         "index work": _with_commands(results, "exchange_index", index_work(results)),
         "host work": _with_commands(results, "exchange_host_work", host_work(results)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,8 @@ class LayerGraph:
     """
 
     def __init__(self, shape_graphs: ShapeGraphs, number: int) -> None:
-        self._all, self._number = shape_graphs, number
+        # The plan of a batch keeps the graphs of its shape. Here a strong reference would keep their memory in a cycle.
+        self._of_shape, self._number = weakref.ref(shape_graphs), number
         self.forward: Captured | None = None
         self.backward: Captured | None = None
         self.parameters: Captured | None = None
@@ -49,9 +51,15 @@ class LayerGraph:
         self._inputs: list[Tensor] = []
         self._dbranch: Tensor | None = None
 
+    @property
+    def _all(self) -> ShapeGraphs:
+        found = self._of_shape()
+        assert found is not None
+        return found
+
     def is_complete(self) -> bool:
-        """Whether all passes have been captured."""
-        return None not in (self.forward, self.backward, self.parameters)
+        """Whether both passes have been captured."""
+        return self.forward is not None and self.backward is not None
 
     def runs(self) -> bool:
         """Whether a batch runs in the graphs. Otherwise they are captured."""
@@ -76,6 +84,7 @@ class LayerGraph:
         x, branch, shift = before
         (rows, width), columns, i = x.shape, weights.w1.shape[0], self._number
         gates, own = shape.split[0], self._all.owner
+        assert own is not None
         widths = {"normed": width, "projected": columns, "active": columns - gates, "attended": gates, "gated": gates}
         places = {name: own.take((name, i), rows, size, shape.dtype) for name, size in widths.items()}
         places["branch"] = own.take(("branch", i), rows, width, shape.dtype)
@@ -109,9 +118,9 @@ class LayerGraph:
 
     def capture_backward(self, weights: LayerWeights, shape: LayerShape, batch: LayerBatch) -> None:
         """Capture the backward pass, if the forward pass was captured. Nothing is computed."""
-        if self.forward is None or self.backward is not None:
-            return
         own, i = self._all.owner, self._number
+        if own is None or self.forward is None or self.backward is not None:
+            return
         kept: KeptRows = self.forward.results[0]
         (rows, width), columns = kept.total.shape, kept.projected.shape[1]
         places = {
@@ -125,10 +134,16 @@ class LayerGraph:
 
     def capture_parameters(self, shape: LayerShape) -> None:
         """Capture the gradients of the parameters, if the backward pass was captured. Nothing is computed."""
-        if self.forward is None or self.backward is None or self._dbranch is None or self.parameters is not None:
+        own, dbranch = self._all.owner, self._dbranch
+        if (
+            own is None
+            or self.forward is None
+            or self.backward is None
+            or dbranch is None
+            or self.parameters is not None
+        ):
             return
-        found, kept, dbranch = self.backward.results, self.forward.results[0], self._dbranch
-        own = self._all.owner
+        found, kept = self.backward.results, self.forward.results[0]
         self.parameters = own.capture(lambda: self._join(parameter_gradients(found, kept, dbranch, shape)))
 
     def _join(self, grads: Sequence[Tensor]) -> Tensor:

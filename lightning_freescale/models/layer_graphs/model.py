@@ -19,6 +19,7 @@ from lightning_freescale.runtime.log import log_once
 
 SLACK = 1.25  # rows for which memory is allocated, relative to the first batch that needs more
 MAX_UNUSED = 32  # shapes that were captured and have not come again; with more of them, nothing is captured
+MAX_TRIES = 3  # captures of a shape whose backward was not captured
 MEMORY_SHARE = 0.5  # of the free memory that graphs may take
 
 
@@ -40,11 +41,16 @@ class ShapeGraphs:
     """
 
     def __init__(self, owner: LayerGraphs, keys: Tensor | None) -> None:
-        self.owner, self.used = owner, 0
+        self._owner, self.used = weakref.ref(owner), 0
         self.layers = [LayerGraph(self, number) for number in range(owner.count)]
         self.places: dict[Any, Tensor] = {}  # arrays of the plan of the attention
         self._keys = None if keys is None else torch.empty_like(keys)
         self._turn: weakref.ref[Turn] | None = None
+
+    @property
+    def owner(self) -> LayerGraphs | None:
+        """The graphs of the model; ``None`` if the model is gone."""
+        return self._owner()
 
     def is_complete(self) -> bool:
         """Whether all passes have been captured."""
@@ -52,7 +58,9 @@ class ShapeGraphs:
 
     def begin(self) -> Turn:
         """Begin a batch that runs in the graphs."""
-        turn = Turn(self.owner, self._keys)
+        owner = self.owner
+        assert owner is not None
+        turn = Turn(owner, self._keys)
         self._turn = weakref.ref(turn)
         self.used += 1
         return turn
@@ -106,7 +114,9 @@ class BatchGraphs:
         w1, b1, w2 = (x if y is None else y for x, y in zip((weights.w1, weights.b1, weights.w2), rounded, strict=True))
         if graph.fits(before, weights._replace(w1=w1, b1=b1, w2=w2)):
             return graph
-        self._graphs.owner.reset("a parameter has moved")
+        owner = self._graphs.owner
+        assert owner is not None
+        owner.reset("a parameter has moved")
         return None
 
     def place(self) -> Tensor | None:
@@ -118,6 +128,7 @@ class BatchGraphs:
         if self._turn is None:
             return None
         owner = self._graphs.owner
+        assert owner is not None
         return [x for number, weights in enumerate(maps) for x in owner.rounded(number, weights, dtype)]
 
 
@@ -133,6 +144,7 @@ class LayerGraphs:
         self.count, self._device = len(layers), device
         self._width = sum(layers[0].split), layers[0].split[0], layers[0].f1.weight.shape[1]
         self._shapes: dict[ShapeKey, ShapeGraphs] = {}
+        self._tries: dict[ShapeKey, int] = {}  # captures of a shape
         self._arena = Arena(0, device)
         self._weights: dict[Any, Tensor] = {}  # weights of the linear maps as another type
         self._current: weakref.ref[Turn] | None = None
@@ -164,6 +176,9 @@ class LayerGraphs:
             return graphs, turn
         if sum(not found.used for found in self._shapes.values()) >= MAX_UNUSED or not self._has_room(key):
             return None
+        self._tries[key] = self._tries.get(key, 0) + 1
+        if self._tries[key] > MAX_TRIES:  # the backward of this shape does not run
+            return None
         self._shapes[key] = graphs = ShapeGraphs(self, keys)
         return graphs, None
 
@@ -174,7 +189,8 @@ class LayerGraphs:
     def reset(self, why: str) -> None:
         """Drop all graphs. They are captured again."""
         log_once(f"HSTU: the CUDA graphs of the layers are captured again, because {why}")
-        self._shapes, self._arena, self._weights = {}, Arena(self._arena.rows, self._device), {}
+        self._shapes, self._tries, self._weights = {}, {}, {}
+        self._arena = Arena(self._arena.rows, self._device)
 
     def _has_room(self, key: ShapeKey) -> bool:
         """Whether there is memory for this shape. If the arena is too small, it is replaced and all graphs are dropped."""
@@ -195,7 +211,7 @@ class LayerGraphs:
             )
             return False
         log_once("HSTU: the layers run as CUDA graphs; HSTU(cuda_graphs=False) runs them without")
-        self._shapes, self._arena = {}, Arena(rows, self._device)
+        self._shapes, self._tries, self._arena = {}, {}, Arena(rows, self._device)
         return True
 
     # Memory and capture.
