@@ -19,6 +19,7 @@ from lightning_freescale.runtime.log import log_once
 
 SLACK = 1.25  # rows for which memory is allocated, relative to the first batch that needs more
 MAX_UNUSED = 32  # shapes that were captured and have not come again; with more of them, nothing is captured
+MAX_SHAPES = 256  # shapes that have graphs; each takes some megabytes
 MAX_TRIES = 3  # captures of a shape whose backward was not captured
 MEMORY_SHARE = 0.5  # of the free memory that graphs may take
 
@@ -174,7 +175,8 @@ class LayerGraphs:
             self.used += 1
             self._current = weakref.ref(turn)
             return graphs, turn
-        if sum(not found.used for found in self._shapes.values()) >= MAX_UNUSED or not self._has_room(key):
+        unused = sum(not found.used for found in self._shapes.values())
+        if unused >= MAX_UNUSED or len(self._shapes) >= MAX_SHAPES or not self._has_room(key):
             return None
         self._tries[key] = self._tries.get(key, 0) + 1
         if self._tries[key] > MAX_TRIES:  # the backward of this shape does not run
