@@ -248,7 +248,9 @@ def fused_layer(
     ticket, held = (None, None) if late is None else late
     graph = None
     if plan.graphs is not None and arranged is None and torch.is_grad_enabled():
-        graph = plan.graphs.take(f1.weight, before, LayerWeights(*parameters), rounded)
+        weights = LayerWeights(*parameters)
+        w1, b1, w2 = (x if y is None else y for x, y in zip((weights.w1, weights.b1, weights.w2), rounded, strict=True))
+        graph = plan.graphs.take(f1.weight, before, weights._replace(w1=w1, b1=b1, w2=w2), shape, drop)
     batch = LayerBatch(plan, drop, arranged)
     total, branch = _FusedLayer.apply(*before, *parameters, shape, batch, rounded, held, ticket, graph)
     return Summands(total, branch, f2.bias, None if graph is None else graph.place())

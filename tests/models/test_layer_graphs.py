@@ -96,6 +96,29 @@ assert graphs.used == 2, graphs.used
 assert all(part.parameters is not None for part in shape.layers)
 assert differing(got, want) == []
 
+# A rate of dropout that changes is used: the graphs are captured again.
+one = model._of_layers[layers[0]]
+for part in layers:
+    part.dropout.rate = 0.1
+again = run_layers(layers, batch, True, prepare)
+plain = run_layers(layers, batch, True, lambda *given: prepare(*given, False))
+assert one.used == 3 and not one._shapes
+assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+# Batches that need no gradients of the parameters run in graphs, too.
+def input_gradient(graphs):
+    rows = batch["x"].detach().requires_grad_()
+    plan, out = cuda.CudaPlan(batch["offsets"], batch["timestamps"], True), rows
+    prepare(layers, plan, graphs)
+    for part in layers:
+        out = part._fused(out, plan, batch["keys"])
+    return torch.autograd.grad(out.total(), rows, batch["dout"])[0]
+
+found = [input_gradient(graphs) for graphs in (True, True, False)]
+(shape,) = one._shapes.values()
+assert one.used == 4 and shape.layers[0].parameters is None and shape.layers[1].parameters is not None
+assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+
 # Negative control: graphs that read the rows and keys of the batch before.
 layer.load = lambda place, value: None
 assert differing(train(True)[1], want) != []

@@ -145,6 +145,22 @@ def test_parameters_that_move_are_found() -> None:
     assert used(layers) > 0
 
 
+def test_another_rate_of_dropout_is_used() -> None:
+    layers, other = (make_layers(True, 128, 2, 64).cuda() for _ in range(2))
+    batch = on_cuda(make_batch([300, 65, 83], 128))
+    for layer in other:
+        layer.dropout.rate = 0.1
+    wanted = [run_forward(chosen, batch)[1] for chosen in (layers, other)]
+    assert not torch.equal(*wanted)
+    for rate, want in ((0.3, wanted[0]), (0.3, wanted[0]), (0.1, wanted[1]), (0.1, wanted[1]), (0.1, wanted[1])):
+        for layer in layers:
+            layer.dropout.rate = rate
+        leaf, out = run_forward(layers, batch)
+        torch.autograd.grad(out, leaf, batch["dout"])
+        assert torch.equal(out, want)
+    assert used(layers) > 0
+
+
 @pytest.mark.parametrize("options", [{"bias": "relative"}, {"bias": "input", "feed_forward": {"hidden": 96}}])
 def test_trainings_are_equal(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HSTU, "log", lambda *args, **kwargs: None)

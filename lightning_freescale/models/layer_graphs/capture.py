@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ class Recorder:
             log_once(f"HSTU: the layers run without CUDA graphs, because a capture failed: {error}")
             # PyTorch's random numbers stay in the state of a capture that failed, until another one has succeeded.
             some = torch.empty(1, device=self._device)
-            self._capture(some.zero_)
+            with suppress(RuntimeError):
+                self._capture(some.zero_)
             return None
 
     def _capture(self, run: Callable[[], Any]) -> Captured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class LayerGraph:
         self.parameters: Captured | None = None
         self._shapes: list[torch.Size] = []  # of the gradients of the parameters
         self._addresses: list[int | None] = []
+        self._settings: tuple[Any, ...] = ()
         self._inputs: list[Tensor] = []
         self._dbranch: Tensor | None = None
 
@@ -65,11 +66,12 @@ class LayerGraph:
         """Whether a batch runs in the graphs. Otherwise they are captured."""
         return self._all.used > 0
 
-    def fits(self, before: Before, weights: LayerWeights) -> bool:
-        """Whether a batch with this input, and these parameters, can run in the graphs."""
+    def fits(self, before: Before, weights: LayerWeights, shape: LayerShape, drop: Drop | None) -> bool:
+        """Whether a batch with this input, these parameters and these settings can run in the graphs."""
         x, branch, shift = before
         same = (branch is not None) == (len(self._inputs) == 2) and x.dtype == self._inputs[0].dtype
-        return same and x.shape == self._inputs[0].shape and _addresses(shift, weights) == self._addresses
+        same = same and x.shape == self._inputs[0].shape and _settings(shape, drop) == self._settings
+        return same and _addresses(shift, weights) == self._addresses
 
     def input_place(self) -> Tensor:
         """Where the forward pass reads its input."""
@@ -95,7 +97,7 @@ class LayerGraph:
             self._inputs = [total, own.take(("branch", i - 1), rows, width, branch.dtype)]
         inputs: Before = (self._inputs[0], None if branch is None else self._inputs[1], shift)
         fixed, arranged = own.fixed(weights, i), self._all.arranged(batch)
-        self._addresses = _addresses(shift, fixed)
+        self._addresses, self._settings = _addresses(shift, fixed), _settings(shape, batch.drop)
         self.forward = own.capture(lambda: forward_pass(inputs, fixed, shape, arranged, places))
 
     def run_forward(self, x: Tensor, branch: Tensor | None, drop: Drop | None) -> tuple[Turn, Tensor, Tensor]:
@@ -182,3 +184,8 @@ class LayerGraph:
 def _addresses(shift: Tensor | None, weights: LayerWeights) -> list[int | None]:
     """The addresses of the parameters, which a graph reads."""
     return [None if x is None else x.data_ptr() for x in (shift, *weights)]
+
+
+def _settings(shape: LayerShape, drop: Drop | None) -> tuple[Any, ...]:
+    """The numbers that are part of a graph. A user may change them, for example the rate of dropout."""
+    return shape, None if drop is None else drop.constants()

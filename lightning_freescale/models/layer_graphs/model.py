@@ -14,7 +14,8 @@ from lightning_freescale.models.layer_graphs.arena import Arena
 from lightning_freescale.models.layer_graphs.capture import Captured, Recorder
 from lightning_freescale.models.layer_graphs.layer import Before, LayerGraph
 from lightning_freescale.models.layer_graphs.turn import Turn
-from lightning_freescale.models.layer_passes import LayerBatch, LayerWeights
+from lightning_freescale.models.layer_passes import LayerBatch, LayerShape, LayerWeights
+from lightning_freescale.models.norm_triton import Drop
 from lightning_freescale.runtime.log import log_once
 
 SLACK = 1.25  # rows for which memory is allocated, relative to the first batch that needs more
@@ -100,24 +101,22 @@ class BatchGraphs:
         return self._graphs.places
 
     def take(
-        self, weight: Tensor, before: Before, weights: LayerWeights, rounded: Sequence[Tensor | None]
+        self, weight: Tensor, before: Before, weights: LayerWeights, shape: LayerShape, drop: Drop | None
     ) -> LayerGraph | None:
         """The graphs of the layer with this ``weight`` of its first linear map. A layer that runs again gets none.
 
         Args:
             before: the input of the layer.
-            weights: its parameters.
-            rounded: the linear maps as the type of autocast.
+            weights: its parameters, the linear maps where the graphs read them if the batch runs in graphs.
+            shape: its settings.
+            drop: its dropout.
         """
         graph = self._left.pop(id(weight), None)
-        if graph is None or self._turn is None:
-            return graph
-        w1, b1, w2 = (x if y is None else y for x, y in zip((weights.w1, weights.b1, weights.w2), rounded, strict=True))
-        if graph.fits(before, weights._replace(w1=w1, b1=b1, w2=w2)):
+        if graph is None or self._turn is None or graph.fits(before, weights, shape, drop):
             return graph
         owner = self._graphs.owner
         assert owner is not None
-        owner.reset("a parameter has moved")
+        owner.reset("a parameter has moved or a setting has changed")
         return None
 
     def place(self) -> Tensor | None:
