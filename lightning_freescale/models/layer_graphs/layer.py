@@ -27,7 +27,7 @@ from lightning_freescale.models.norm_triton import Drop
 from lightning_freescale.runtime.errors import FreeScaleError
 
 if TYPE_CHECKING:
-    from lightning_freescale.models.layer_graphs.model import ShapeGraphs
+    from lightning_freescale.models.layer_graphs.model import LayerGraphs, ShapeGraphs
 
 Before = tuple[Tensor, Tensor | None, Tensor | None]  # summands of the input of a layer
 
@@ -58,6 +58,11 @@ class LayerGraph:
         assert found is not None
         return found
 
+    def _owner(self) -> LayerGraphs | None:
+        """The graphs of the model; ``None`` if nothing needs graphs of this layer any more."""
+        found = self._of_shape()
+        return None if found is None else found.owner
+
     def is_complete(self) -> bool:
         """Whether both passes have been captured."""
         return self.forward is not None and self.backward is not None
@@ -85,7 +90,7 @@ class LayerGraph:
         """Capture the forward pass. Nothing is computed."""
         x, branch, shift = before
         (rows, width), columns, i = x.shape, weights.w1.shape[0], self._number
-        gates, own = shape.split[0], self._all.owner
+        gates, own = shape.split[0], self._owner()
         assert own is not None
         widths = {"normed": width, "projected": columns, "active": columns - gates, "attended": gates, "gated": gates}
         places = {name: own.take((name, i), rows, size, shape.dtype) for name, size in widths.items()}
@@ -120,7 +125,7 @@ class LayerGraph:
 
     def capture_backward(self, weights: LayerWeights, shape: LayerShape, batch: LayerBatch) -> None:
         """Capture the backward pass, if the forward pass was captured. Nothing is computed."""
-        own, i = self._all.owner, self._number
+        own, i = self._owner(), self._number
         if own is None or self.forward is None or self.backward is not None:
             return
         kept: KeptRows = self.forward.results[0]
@@ -136,7 +141,7 @@ class LayerGraph:
 
     def capture_parameters(self, shape: LayerShape) -> None:
         """Capture the gradients of the parameters, if the backward pass was captured. Nothing is computed."""
-        own, dbranch = self._all.owner, self._dbranch
+        own, dbranch = self._owner(), self._dbranch
         if (
             own is None
             or self.forward is None
