@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from lightning_freescale.models.dropout import SampleDropout
 from lightning_freescale.models.event_encoding import TIME_BUCKETS
 from lightning_freescale.models.hstu_options import LinearInit
 from lightning_freescale.models.initialization import draw_linear_maps
+from lightning_freescale.models.layer_graphs.registry import release
 from lightning_freescale.models.norm import gated_layer_norm, layer_norm
 from lightning_freescale.models.sequences import Attention
 
@@ -56,6 +57,11 @@ class HSTULayer(nn.Module):
         self.f2 = nn.Linear(heads * v_dim, dim)
         if linear_init == "hstu":
             draw_linear_maps(self.f1, self.f2)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or convert the parameters, as ``to`` does. CUDA graphs read them at their old addresses, so they are freed."""
+        release(self)
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor, attention: Attention, keys: Tensor | None = None, *, total: bool = True) -> Tensor:
         """``x`` and the result are flat, ``[N, D]``, a row for each event.

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_freescale.models import HSTU
 from lightning_freescale.models.layer_graphs.arena import Arena, load
+from lightning_freescale.models.layer_graphs.registry import graphs_of
 from lightning_freescale.models.layer_graphs.turn import Turn
 from lightning_freescale.runtime.errors import FreeScaleError
 from tests.models.interpreter import run_interpreted
@@ -90,14 +92,14 @@ batch = make_batch([5, 0, 12, 1])
 x, keys = batch["x"], batch["keys"]
 _, want = train(False)
 layers, got = train(True)
-graphs = model._of_layers[layers[0]]
+graphs = model.graphs_of[layers[0]]
 assert graphs.used == 2, graphs.used
 (shape,) = graphs._shapes.values()
 assert all(part.parameters is not None for part in shape.layers)
 assert differing(got, want) == []
 
 # A rate of dropout that changes is used: the graphs are captured again.
-one = model._of_layers[layers[0]]
+one = model.graphs_of[layers[0]]
 for part in layers:
     part.dropout.rate = 0.1
 again = run_layers(layers, batch, True, prepare)
@@ -160,6 +162,17 @@ def test_rows_that_are_in_their_place_are_not_copied() -> None:
     load(place, place.detach())
     load(place, None)
     assert place._version == version
+
+
+def test_a_model_that_moves_has_no_graphs_any_more() -> None:
+    moved, other = HSTU(10, embedding_dim=8), HSTU(10, embedding_dim=8)
+    for model in (moved, other):
+        graphs_of[model.layers[0]] = object()
+    moved.double()
+    assert moved.layers[0] not in graphs_of
+    assert other.layers[0] in graphs_of
+    other.load_state_dict(other.state_dict())  # a resume writes to the same addresses
+    assert other.layers[0] in graphs_of
 
 
 class Owner:

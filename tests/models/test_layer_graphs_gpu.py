@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.attention import cuda, hopper
+from lightning_freescale.models.layer_graphs.registry import graphs_of
 from lightning_freescale.runtime.errors import FreeScaleError
 from tests.models.cases import make_batch as make_samples
 from tests.models.test_fused_layer import make_batch, make_layers, on_cuda, run_layers
@@ -55,9 +56,7 @@ def run_steps(bias: bool, dropout: float, graphs: bool) -> tuple[list[dict[str, 
 
 def used(layers: nn.ModuleList) -> int:
     """How many batches have run in graphs."""
-    from lightning_freescale.models.layer_graphs.model import _of_layers
-
-    return _of_layers[layers[0]].used
+    return graphs_of[layers[0]].used
 
 
 def differing(got: list[dict[str, Tensor]], want: list[dict[str, Tensor]]) -> list[str]:

@@ -42,7 +42,7 @@ class CudaPlan:
             tuple[int, torch.dtype], Tensor
         ] = {}  # weights as another type, by ``id``; see fused_layer.py
         self.late: dict[int, Any] = {}  # postponed gradients of a layer, by ``id`` of a weight; see fused_layer.py
-        self.graphs: Any = None  # CUDA graphs of the layers for this batch; see layer_graphs.py
+        self.graphs: Any = None  # CUDA graphs of the layers for this batch; see layer_graphs/
         self._selected: dict[tuple[torch.dtype, int, int], bool] = {}
 
     @cached_property

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_freescale.models.attention import cuda
 from lightning_freescale.models.layer_graphs.arena import Arena
 from lightning_freescale.models.layer_graphs.capture import Captured, Recorder
 from lightning_freescale.models.layer_graphs.layer import Before, LayerGraph
+from lightning_freescale.models.layer_graphs.registry import graphs_of
 from lightning_freescale.models.layer_graphs.turn import Turn
 from lightning_freescale.models.layer_passes import LayerBatch, LayerShape, LayerWeights
 from lightning_freescale.models.norm_triton import Drop
@@ -175,10 +176,17 @@ class LayerGraphs:
             self._current = weakref.ref(turn)
             return graphs, turn
         unused = sum(not found.used for found in self._shapes.values())
-        if unused >= MAX_UNUSED or len(self._shapes) >= MAX_SHAPES or not self._has_room(key):
+        if unused >= MAX_UNUSED or len(self._shapes) >= MAX_SHAPES:
+            log_once(
+                f"HSTU: batches of further shapes run without CUDA graphs. {len(self._shapes)} shapes have graphs, "
+                f"and {unused} of these shapes have not come again"
+            )
+            return None
+        if not self._has_room(key):
             return None
         self._tries[key] = self._tries.get(key, 0) + 1
-        if self._tries[key] > MAX_TRIES:  # the backward of this shape does not run
+        if self._tries[key] > MAX_TRIES:
+            log_once("HSTU: batches run without CUDA graphs if the backward of batches of their shape was not run")
             return None
         self._shapes[key] = graphs = ShapeGraphs(self, keys)
         return graphs, None
@@ -241,13 +249,10 @@ class LayerGraphs:
         return self._recorder.capture(run)
 
 
-_of_layers: weakref.WeakKeyDictionary[nn.Module, LayerGraphs] = weakref.WeakKeyDictionary()  # by the first layer
-
-
 def begin_batch(
     layers: Sequence[Any], plan: cuda.CudaPlan, dtype: torch.dtype, keys: Tensor | None
 ) -> BatchGraphs | None:
-    """See :meth:`LayerGraphs.begin`. The graphs live as long as the layers do.
+    """See :meth:`LayerGraphs.begin`. The graphs live until the layers move to another device or are deleted.
 
     Args:
         layers: all layers of a model.
@@ -256,8 +261,9 @@ def begin_batch(
         keys: the keys of dropout, if anything is dropped.
     """
     first = layers[0]
-    if first not in _of_layers:
-        _of_layers[first] = LayerGraphs(layers, plan.offsets.device)
+    if first not in graphs_of:
+        graphs_of[first] = LayerGraphs(layers, plan.offsets.device)
     key = ShapeKey(len(plan.timestamps), len(plan.offsets), dtype, keys is not None)
-    found = _of_layers[first].begin(key, keys) if key.rows else None
+    owner: LayerGraphs = graphs_of[first]
+    found = owner.begin(key, keys) if key.rows else None
     return None if found is None else BatchGraphs(*found, layers)
