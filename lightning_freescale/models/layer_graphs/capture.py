@@ -30,14 +30,15 @@ class Recorder:
         self._device, self.failed = device, False
         self._pool: Any = None  # memory of the arrays that live within a graph
         self._stream: Any = None
+        self._first: Captured | None = None  # see _open()
 
     def capture(self, run: Callable[[], Any]) -> Captured | None:
         """The graph of the kernels that ``run`` starts. If it cannot be captured, no graphs are used from now on."""
         if self.failed:
             return None
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         try:
+            if self._pool is None:
+                self._open()
             return self._capture(run)
         except RuntimeError as error:
             self.failed = True
@@ -47,6 +48,11 @@ class Recorder:
             with suppress(RuntimeError):
                 self._capture(some.zero_)
             return None
+
+    def _open(self) -> None:
+        """Make the pool, and a graph that stays: PyTorch refuses to capture in a pool whose last graph is gone."""
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        self._first = self._capture(torch.empty(1, device=self._device).zero_)
 
     def _capture(self, run: Callable[[], Any]) -> Captured:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
