@@ -99,9 +99,19 @@ class GradientReturn:
         returning = ReturningBatch(
             batch, self._finder.divide(requests, batch.routed.with_next, COLLISION, self.return_set)
         )
+        if batch.routed.with_next is not None:  # without a next batch nobody waits for the rows
+            self._group(returning.row_sets)
         self._pacer.backward_starts()
         self._expected = returning
         return returning
+
+    def _group(self, row_sets: list[dict[RowKind, RowSet]]) -> None:
+        """Prepare the update of the collision rows as far as that is possible before their gradients arrive."""
+        with self._stream.work():
+            for group, sets in enumerate(row_sets):
+                rows = sets[COLLISION]
+                assert rows.wire_position is not None
+                rows.grouped = self._tables.group_gradients(group, rows.features, rows.wire_position)
 
     def return_set(self, group: int, requests: Requests, rows: RowSet) -> RowSet:
         """Add what is needed to return the gradients of ``rows``."""
@@ -219,6 +229,10 @@ class GradientReturn:
         if not received.numel():
             return
         assert rows.wire_position is not None
+        if rows.grouped is not None:
+            divisor = self._world_size if batch.settings.divide_by_ranks else 1
+            self._tables.update_grouped(group, rows.grouped, received, divisor)
+            return
         gradient = received.index_select(0, rows.wire_position).float()  # a gather of rows is faster than a scatter
         if batch.settings.divide_by_ranks:
             gradient.div_(self._world_size)

@@ -7,9 +7,11 @@ from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
+from lightning_freescale.embedding.grouped_update import GroupedGradients, GroupedUpdate
 from lightning_freescale.embedding.index_results import Features, as_kjt
 from lightning_freescale.embedding.row_update import RowUpdate
 from lightning_freescale.embedding.table_optimizer import ModuleOptimizer, UpdateSettings, kernels_in
+from lightning_freescale.runtime.streams import int64_on_device
 
 CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING
 
@@ -37,6 +39,8 @@ class LocalTables:
         self._only_table: list[Tensor | None] = []
         # By group: the update without a look-up, if the group has one kernel and no cache.
         self._row_updates: list[RowUpdate | None] = []
+        # By group: the update in one kernel, if there is one.
+        self._grouped_updates: list[GroupedUpdate | None] = []
         # By group: whether some rows lie in a cache. The tables in host memory then hold old values of them.
         self.cached: list[bool] = []
         for lookup in module._lookups:
@@ -51,7 +55,9 @@ class LocalTables:
             self._only_table.append(weights[0] if weights and all(table is weights[0] for table in weights) else None)
             configs = [table for config in lookup.grouped_configs for table in config.embedding_tables]
             self.cached.append(any(table.compute_kernel == CACHING for table in configs))
-            self._row_updates.append(None if self.cached[-1] or len(kernels) != 1 else RowUpdate(kernels[0]))
+            only_kernel = None if self.cached[-1] or len(kernels) != 1 else kernels[0]
+            self._row_updates.append(None if only_kernel is None else RowUpdate(only_kernel))
+            self._grouped_updates.append(None if only_kernel is None else GroupedUpdate(only_kernel))
             self._first_key.append(torch.tensor(first_key, dtype=torch.int64, device=self.device))
             self.num_rows.append(rows)
 
@@ -110,3 +116,24 @@ class LocalTables:
         with torch.autograd.set_multithreading_enabled(False):  # saves a switch of threads
             rows.backward(gradient)  # the fused optimizer runs in here
         self.optimizer.restore_count()
+
+    def group_gradients(self, group: int, features: Features, wire_position: Tensor) -> GroupedGradients | None:
+        """Prepare :meth:`update_grouped` for the ids of ``features``; None if the group has no such update.
+
+        Args:
+            wire_position: ``[n]`` place in wire order of each id in lookup order.
+        """
+        update = self._grouped_updates[group]
+        if update is None or not update.is_possible():
+            return None
+        keys = features.values().long()
+        if self._only_table[group] is None:
+            counts = int64_on_device(features.length_per_key(), self.device)
+            keys = keys + self._first_key[group].repeat_interleave(counts, output_size=len(keys))
+        return update.group(keys, wire_position)
+
+    def update_grouped(self, group: int, grouped: GroupedGradients, received: Tensor, divisor: int) -> None:
+        """:meth:`update` with gradients in wire order ``[n, D]``, each of which is divided by ``divisor`` first."""
+        update = self._grouped_updates[group]
+        assert update is not None
+        update(grouped, received, divisor)

@@ -187,6 +187,9 @@ class BagGradientReturn(GradientReturn):
             batch_position=requests.batch_position[rows.requester_wire_order],
         )
 
+    def _group(self, row_sets: list[dict[RowKind, RowSet]]) -> None:
+        """FBGEMM updates the rows of bags."""
+
     def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
         """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them."""
         requests = batch.routed.requests[group]

@@ -23,6 +23,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
+from lightning_freescale.embedding.grouped_update import GroupedGradients
 from lightning_freescale.embedding.index_results import Features, FusedMarks, PlacedIds, Segments
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
 from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
@@ -102,7 +103,7 @@ class CollisionMarks:
 class RowSet:
     """The collision rows, or the exclusive rows, of a batch: which rows they are, and between which ranks they travel.
 
-    The last four are None until they are needed, unless fused index work has found them before. It needs no
+    The last five are None until they are needed, unless fused index work has found them before. It needs no
     ``requester_wire_order``.
     """
 
@@ -117,6 +118,7 @@ class RowSet:
     batch_order: Tensor | None = (
         None  # [all m] requester: for each id of the batch, its position among the rows of both kinds
     )
+    grouped: GroupedGradients | None = None  # owner: the gradients by row, if the tables are updated so
 
 
 def contents_version(kjt: KeyedJaggedTensor) -> int:

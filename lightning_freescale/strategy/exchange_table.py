@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torchrec.distributed.types import ShardingType
 
 from lightning_freescale.embedding import support, table_optimizer
+from lightning_freescale.embedding.grouped_update import GROUPED_OPTIMIZER
 from lightning_freescale.embedding.plan import CPU_TABLE_TYPES
 from lightning_freescale.strategy.refusals import PRECISIONS, WEIGHT_AVERAGING
 
@@ -195,7 +196,12 @@ def optimizer_markdown() -> str:
             keys = ["weight_decay", f"weight_decay_mode` ({modes})"]
         further = ", ".join(f"`{key}" if key.endswith(")") else f"`{key}`" for key in keys)
         cpu = "our update" if moments else "FBGEMM's"
-        lines.append(f"| `{name}` | {cpu} | FBGEMM's | {table_optimizer.STATE_OF_A_ROW[name]} | {further} |")
+        cuda = (
+            "FBGEMM's; our update of collision rows"
+            if table_optimizer.TABLE_OPTIMIZERS[name] == GROUPED_OPTIMIZER
+            else "FBGEMM's"
+        )
+        lines.append(f"| `{name}` | {cpu} | {cuda} | {table_optimizer.STATE_OF_A_ROW[name]} | {further} |")
     return "\n".join([OPTIMIZERS_BEGIN, "", *lines, "", OPTIMIZERS_END])
 
 

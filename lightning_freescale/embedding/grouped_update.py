@@ -1,0 +1,89 @@
+"""The update of collision rows in one kernel, for row-wise Adagrad on CUDA.
+
+The next forward waits for the collision rows, so the time between the arrival of their gradients and their update is exposed.
+FBGEMM's update sorts the ids, finds those that are equal, and updates their rows. These are about 25 small kernels, one after the
+other. But the ids are known before the backward. So :meth:`GroupedUpdate.group` sorts them while the backward computes, and one
+kernel is left for later (``adagrad_triton.py``).
+
+The formula is FBGEMM's. The squares of a row are added in another order, so that results may differ by rounding. The other
+optimizers, and tables that are not in the memory of the GPU, are updated by FBGEMM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+
+GROUPED_OPTIMIZER = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+
+
+class GroupedGradients(NamedTuple):
+    """The gradients of each row side by side.
+
+    Args:
+        keys: ``[n]`` int64, ascending: the number of each gradient's row among all rows of the kernel.
+        places: ``[n]`` int64, the place of each gradient in wire order.
+    """
+
+    keys: Tensor
+    places: Tensor
+
+
+class GroupedUpdate:
+    """Updates rows of the tables of one kernel that does not pool.
+
+    Args:
+        kernel: FBGEMM's kernel. :meth:`is_possible` says whether its rows can be updated here.
+    """
+
+    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen):
+        self._kernel = kernel
+        self._options: Any = None  # those of the kernel for which ``_possible`` was found
+        self._possible = False
+
+    def is_possible(self) -> bool:
+        """Whether the kernel has row-wise Adagrad without further options, and float32 tables in the memory of a GPU."""
+        if self._options is not self._kernel.optimizer_args:
+            self._options = self._kernel.optimizer_args
+            self._possible = self._check()
+        return self._possible
+
+    def _check(self) -> bool:
+        kernel, options = self._kernel, self._options
+        weights, sums = getattr(kernel, "weights_dev", None), getattr(kernel, "momentum1_dev", None)
+        if kernel.optimizer != GROUPED_OPTIMIZER or weights is None or sums is None:
+            return False
+        rows, widths = [spec[0] for spec in kernel.embedding_specs], {spec[1] for spec in kernel.embedding_specs}
+        return (
+            not (options.gradient_clipping or options.weight_decay or getattr(options, "max_norm", 0.0))
+            and weights.is_cuda
+            and weights.dtype == sums.dtype == torch.float32
+            and len(widths) == 1
+            and weights.numel() == sum(rows) * min(widths)  # otherwise some tables are not in this array
+            and sums.numel() == sum(rows)
+            and importlib.util.find_spec("triton") is not None
+        )
+
+    def group(self, keys: Tensor, wire_position: Tensor) -> GroupedGradients:
+        """Sort the gradients by their rows.
+
+        Args:
+            keys: ``[n]`` int64 in lookup order: the number of each id's row among all rows of the kernel.
+            wire_position: ``[n]`` int64, the place in wire order of each id.
+        """
+        ascending, order = torch.sort(keys, stable=True)
+        return GroupedGradients(ascending, wire_position[order])
+
+    def __call__(self, grouped: GroupedGradients, received: Tensor, divisor: int) -> None:
+        """Update the rows with ``received``, the ``[n, D]`` gradients in wire order. Each is divided by ``divisor`` first."""
+        from lightning_freescale.embedding.adagrad_triton import update_rows  # Triton is on CUDA machines only
+
+        kernel = self._kernel
+        weights, sums = kernel.weights_dev.detach(), kernel.momentum1_dev
+        rate, eps = kernel.get_learning_rate(), kernel.optimizer_args.eps
+        update_rows(*grouped, received, weights, sums, divisor, rate, eps)

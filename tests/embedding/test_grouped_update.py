@@ -1,0 +1,136 @@
+"""The update of rows in one kernel is that of FBGEMM's look-up and backward, within 1e-6 (interpreter) and 1e-5 (CUDA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_freescale.embedding.grouped_update import GroupedUpdate
+from lightning_freescale.embedding.row_update import update_by_look_up
+from tests.embedding.test_row_update import ROWS, Kernel, close, make, train, updates
+from tests.models.interpreter import run_interpreted
+
+RANKS = 3
+FIRST_ROW = torch.tensor([0, 0, ROWS])  # of the table of each feature
+
+# A CPU has FBGEMM's update, to which the interpreted kernel is compared.
+SCRIPT = """
+import torch
+from lightning_freescale.embedding import grouped_update
+from lightning_freescale.embedding.adagrad_triton import update_rows
+from lightning_freescale.embedding.row_update import update_by_look_up
+from tests.embedding import test_grouped_update as test
+from tests.embedding.test_row_update import make, train
+
+def grouped(kernel, shift=0):
+    weights, (sums,) = kernel.weights_host.detach(), [kernel.momentum1_host]
+    group = grouped_update.GroupedUpdate(kernel).group
+    def update(keys, places, received, step):
+        rate, eps = kernel.get_learning_rate(), kernel.optimizer_args.eps
+        update_rows(*group(keys, places), received, weights, sums, test.RANKS + shift, rate, eps)
+    return test.by_wire(update)
+
+kernel = make("rowwise_adagrad", "cpu")
+found = train(kernel, grouped(kernel), "cpu")
+other = make("rowwise_adagrad", "cpu")
+want = train(other, test.divided(lambda *given: update_by_look_up(other, *given)), "cpu")
+assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, want, strict=True)), "differs from FBGEMM"
+
+# Negative control: gradients that are divided by another number of ranks.
+kernel = make("rowwise_adagrad", "cpu")
+found = train(kernel, grouped(kernel, shift=1), "cpu")
+assert not all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, want, strict=True))
+
+# A row with many gradients: the kernel reads them in blocks. A width that is no power of two.
+for count in (7, 8, 9, 17):
+    keys, places = torch.tensor([1] * count + [3]), torch.randperm(count + 1)
+    gradients, weights, sums = torch.randn(count + 1, 12), torch.randn(60), torch.rand(5)
+    before, squares = weights.clone().view(5, 12), sums.clone()
+    update_rows(keys, places, gradients, weights, sums, 1, 0.1, 1e-8)
+    for row, total in ((1, gradients[places[:count]].sum(0)), (3, gradients[places[count]])):
+        squares[row] += total.square().mean()
+        before[row] -= 0.1 / (squares[row].sqrt() + 1e-8) * total
+    assert torch.allclose(weights.view(5, 12), before, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(sums, squares, rtol=1e-5)
+"""
+
+
+def divided(update: Callable[..., None]) -> Callable[..., None]:
+    """``update`` with gradients that are divided by the number of ranks."""
+    return lambda ids, offsets, gradient, step: update(ids, offsets, gradient / RANKS, step)
+
+
+def by_wire(update: Callable[..., None]) -> Callable[..., None]:
+    """Calls ``update`` with the numbers of rows, their places in some wire order, and the gradients in this order."""
+
+    def run(ids: Tensor, offsets: Tensor, gradient: Tensor, step: int) -> None:
+        by_feature = offsets[:: (len(offsets) - 1) // len(FIRST_ROW)].diff()
+        keys = ids.long() + FIRST_ROW.to(ids.device).repeat_interleave(by_feature)
+        places = torch.randperm(len(ids), generator=torch.Generator().manual_seed(step)).to(ids.device)
+        received = torch.empty_like(gradient)
+        received[places] = gradient
+        update(keys, places, received, step)
+
+    return run
+
+
+def test_interpreted_kernel_updates_as_fbgemm() -> None:
+    run_interpreted(SCRIPT)
+
+
+@pytest.mark.gpu
+def test_as_the_backward_of_a_look_up() -> None:
+    kernel, other = make("rowwise_adagrad", "cuda"), make("rowwise_adagrad", "cuda")
+    update = GroupedUpdate(kernel)
+    assert update.is_possible()
+    found = train(
+        kernel, by_wire(lambda keys, places, received, _: update(update.group(keys, places), received, RANKS)), "cuda"
+    )
+    want = train(other, divided(lambda *given: update_by_look_up(other, *given)), "cuda")
+    assert close(found, want, "cuda")
+    kernel = make("rowwise_adagrad", "cuda")
+    update = GroupedUpdate(kernel)
+    found = train(  # negative control: the gradients of other rows
+        kernel,
+        by_wire(lambda keys, places, received, _: update(update.group(keys, places.flip(0)), received, RANKS)),
+        "cuda",
+    )
+    assert not close(found, want, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["adam", "sgd", "adagrad", "rowwise_adagrad, L2", "rowwise_adagrad, half"])
+def test_other_tables_are_left_to_fbgemm_on_cuda(case: str) -> None:
+    assert not GroupedUpdate(make(case, "cuda")).is_possible()
+
+
+def test_other_tables_are_left_to_fbgemm() -> None:
+    kernel = make("rowwise_adagrad", "cpu")
+    assert not GroupedUpdate(kernel).is_possible()  # not in the memory of a GPU
+
+
+def test_gradients_of_a_row_are_side_by_side_in_their_order() -> None:
+    ids, offsets, _ = next(iter(updates("cpu")))
+    assert len(offsets) > 1
+    wire = torch.randperm(len(ids))
+    keys, places = GroupedUpdate(make("rowwise_adagrad", "cpu")).group(ids, wire)
+    assert torch.equal(keys, ids.sort().values)
+    lookup = wire.argsort()[places]  # the place in lookup order of each gradient
+    assert torch.equal(ids[lookup], keys)
+    same = keys[1:] == keys[:-1]
+    assert bool(same.any())
+    assert bool((lookup[1:] > lookup[:-1])[same].all())
+
+
+def test_options_that_are_replaced_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel: Kernel = make("rowwise_adagrad", "cpu")
+    update, checks = GroupedUpdate(kernel), list[bool]()
+    monkeypatch.setattr(update, "_check", lambda: checks.append(True) or True)
+    assert update.is_possible()
+    assert update.is_possible()
+    kernel.update_hyper_parameters({"eps": 0.01})
+    assert update.is_possible()
+    assert len(checks) == 2
