@@ -37,20 +37,21 @@ def _step(rows: int) -> int:
     return max(ADDED_LENGTH, (1 << max(rows - 1, 0).bit_length()) // (2 * SIZES))
 
 
-def add_rows(offsets: Tensor, timestamps: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def add_rows(offsets: Tensor, timestamps: Tensor) -> tuple[Tensor, Tensor]:
     """Add histories until the number of rows is one of :func:`even`.
 
     Args:
         offsets: ``[B + 1]`` integer, the histories.
         timestamps: ``[N]``, a time for each row. Added rows have the time 0.
-        keys: ``[N]`` of :func:`~.dropout.row_keys`, or ``None``. Added rows have the key 0.
     """
     rows = len(timestamps)
     more = even(rows) - rows
-    padded = timestamps, keys
-    if more:
-        padded = F.pad(timestamps, (0, more)), None if keys is None else F.pad(keys, (0, more))
-    return add_histories(offsets, rows, rows + more), *padded
+    return add_histories(offsets, rows, rows + more), F.pad(timestamps, (0, more)) if more else timestamps
+
+
+def pad_keys(keys: Tensor, total: int) -> Tensor:
+    """``keys [N]`` of :func:`~.dropout.row_keys` for ``total`` rows. Added rows have the key 0."""
+    return keys if len(keys) == total else F.pad(keys, (0, total - len(keys)))
 
 
 def add_histories(offsets: Tensor, rows: int, total: int) -> Tensor:

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,10 +132,13 @@ class _FusedLayer(torch.autograd.Function):
                 graph.capture_backward(weights, shape, ctx.batch)
         dx, dbefore = norm_backward(found, kept, saved[:2], shape, dtotal, ctx.joined, place)
 
-        def compute() -> list[Any]:
+        def compute() -> list[Tensor | None]:
             if turn is not None and graph.parameters is not None:
                 return graph.run_parameters()
-            computed = parameter_gradients(found, kept, dbranch, shape)
+            own = found
+            if turn is not None:  # the tables of a graph are written again by the next batch
+                own = found._replace(dbiases=tuple(x if x is None else x.clone() for x in found.dbiases))
+            computed = parameter_gradients(own, kept, dbranch, shape)
             if turn is None and graph is not None:
                 graph.capture_parameters(shape)
             return computed
@@ -142,11 +146,11 @@ class _FusedLayer(torch.autograd.Function):
         if ctx.held is None:
             *dparameters, dshift = compute()
         else:
-            ctx.held[:] = [lambda: compute()[:-1]]
-            dparameters, dshift = [None] * 7, None
+            ctx.held[:] = [lambda: [x for x in compute()[:-1] if x is not None]]
+            dparameters, dshift = [None] * len(LayerWeights._fields), None
         before = (dx if dbefore is None else dbefore, dshift) if ctx.joined else (None, None)
         ticket = None if ctx.held is None else dx.new_empty(0)
-        return dx, *before, *dparameters[:4], *found.dbiases, *dparameters[4:], None, None, None, None, ticket, None
+        return dx, *before, *dparameters, None, None, None, None, ticket, None
 
 
 @torch.no_grad()
@@ -165,44 +169,78 @@ def round_weights(
         plan.rounded.update({(id(x), dtype): y for x, y in zip(weights, rounded, strict=True)})
 
 
-def postpone_gradients(first: Any, plan: cuda.CudaPlan) -> None:
-    """Postpone the gradients of the parameters of the ``first`` layer in this batch (:mod:`.late_gradients`).
+def postpone_gradients(first: Any, plan: cuda.CudaPlan, then: Callable[[], None] | None = None) -> None:
+    """Postpone the gradients of the parameters of the ``first`` layer in this batch, and call ``then`` after them.
 
-    The biases of position and time are not among them. Nothing is postponed if one of the parameters needs no gradient.
+    See :mod:`.late_gradients`. Nothing is postponed, and ``then`` not called, if one of the parameters needs no gradient.
     """
-    parts = first.norm, first.f1, first.attention_norm
-    parameters = [*(x for part in parts for x in (part.weight, part.bias)), first.f2.weight]
+    norm, f1, attention_norm = first.norm, first.f1, first.attention_norm
+    biases = first.position_bias, first.time_bias
+    weights = LayerWeights(
+        *(norm.weight, norm.bias, f1.weight, f1.bias, *biases),
+        *(attention_norm.weight, attention_norm.bias, first.f2.weight),
+    )
+    parameters = [x for x in weights if x is not None]
     if all(x.requires_grad for x in parameters):
-        plan.late[id(first.f1.weight)] = postpone(parameters)
+        plan.late[id(f1.weight)] = postpone(parameters, then)
+
+
+def plan_layers(
+    layers: Sequence[Any], plan: cuda.CudaPlan, dtype: torch.dtype, drops: bool = False, graphs: bool = False
+) -> None:
+    """Compute what ``layers`` need of a batch in a training, beside their parameters and their input.
+
+    Args:
+        layers: all layers of a model.
+        plan: the plan of the attention of the batch.
+        dtype: type of the arrays between the products.
+        drops: whether anything is dropped.
+        graphs: run the layers as CUDA graphs where that is possible (:mod:`.layer_graphs`).
+    """
+    first = layers[0]
+    _, v_columns, q_columns, _ = first.split
+    widths, biases = (q_columns // first.heads, v_columns // first.heads), None
+    if first.position_bias is not None:
+        biases = first.position_bias, first.time_bias
+    maps = _linear_maps(layers)
+    if graphs and all(x.dtype == torch.float32 != dtype for weights in maps for x in weights):
+        plan.graphs = begin_batch(layers, plan, dtype, drops) if plan.selects_hopper(dtype, *widths, biases) else None
+    plan.prepare(dtype, *widths, biases)
 
 
 def prepare_layers(
-    layers: Sequence[Any], plan: cuda.CudaPlan, keys: Tensor | None = None, graphs: bool = False
+    layers: Sequence[Any],
+    plan: cuda.CudaPlan,
+    drops: bool = False,
+    graphs: bool = False,
+    planned: bool = False,
+    then: Callable[[torch.dtype], None] | None = None,
 ) -> None:
     """Compute what ``layers`` need of a batch before their input exists. For inference it does nothing.
 
     Args:
         layers: all layers of a model.
         plan: the plan of the attention of the batch.
-        keys: the keys of dropout, if anything is dropped.
+        drops: whether anything is dropped.
         graphs: run the layers as CUDA graphs where that is possible (:mod:`.layer_graphs`).
+        planned: whether :func:`plan_layers` has been called.
+        then: called at the end of the backward, with the type of the arrays between the products.
     """
     if not torch.is_grad_enabled():
         return
     first, rounded = layers[0], None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else first.f1.weight.dtype
-    _, v_columns, q_columns, _ = first.split
-    widths, biases = (q_columns // first.heads, v_columns // first.heads), None
-    if first.position_bias is not None:
-        biases = first.position_bias, first.time_bias
-    maps = [(layer.f1.weight, layer.f1.bias, layer.f2.weight) for layer in layers]
-    if graphs and all(x.dtype == torch.float32 != dtype for weights in maps for x in weights):
-        plan.graphs = begin_batch(layers, plan, dtype, keys) if plan.selects_hopper(dtype, *widths, biases) else None
+    if not planned:
+        plan_layers(layers, plan, dtype, drops, graphs)
     if plan.graphs is not None:
-        rounded = plan.graphs.rounded(maps, dtype)
+        rounded = plan.graphs.rounded(_linear_maps(layers), dtype)
     round_weights(layers, plan, dtype, rounded)
-    postpone_gradients(first, plan)
-    plan.prepare(dtype, *widths, biases)
+    postpone_gradients(first, plan, None if then is None else partial(then, dtype))
+
+
+def _linear_maps(layers: Sequence[Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The parameters of each layer that have the type of autocast in its products."""
+    return [(layer.f1.weight, layer.f1.bias, layer.f2.weight) for layer in layers]
 
 
 def fused_layer(

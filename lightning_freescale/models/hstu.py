@@ -21,7 +21,7 @@ from lightning_freescale.batch.torchrec_types import EmbeddingCollection
 from lightning_freescale.models.attention.buckets import num_buckets
 from lightning_freescale.models.dropout import SampleDropout, row_keys
 from lightning_freescale.models.evaluation import RankingEvaluation
-from lightning_freescale.models.even_rows import add_rows, pad_rows
+from lightning_freescale.models.even_rows import pad_rows
 from lightning_freescale.models.event_encoding import EventEncoding
 from lightning_freescale.models.feed_forward import FeedForward, make_feed_forwards, take_router_losses
 from lightning_freescale.models.hstu_cost import cost_coefficients
@@ -34,6 +34,7 @@ from lightning_freescale.models.moe import MoE
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.models.personalization import ChosenStates, Personalization, Personalizing, UserStates
+from lightning_freescale.models.preparation import offsets_of, prepare_histories
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention, PreparedHistories
 
@@ -167,23 +168,18 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
         Call it before the lookup, in the same step. The GPU then computes it while embeddings still travel.
         """
-        keys, offsets, times, attention = self.dropout_keys(batch), _offsets(batch), batch.timestamps, None
-        if self.personalization is None and self._chunks(batch) == 1:
-            if self._adds_rows(batch):
-                offsets, times, keys = add_rows(offsets, times, keys)
-            attention = Attention(offsets, times, self.has_bias)
-            if times.is_cuda:
-                from lightning_freescale.models.fused_layer import prepare_layers  # Triton is on CUDA machines only
+        self._prepared = prepare_histories(self, batch)
 
-                prepare_layers(list(self.layers), attention.plan, keys, self.hparams["cuda_graphs"])
-        self._prepared = PreparedHistories(batch, keys, attention)
+    def attends_to_whole_histories(self, batch: SeqBatch) -> bool:
+        """Whether the layers attend to the histories as they are: all at once, and without personal tokens."""
+        return self.personalization is None and self._chunks(batch) == 1
 
     def _encode(self, embedded: Mapping[str, Any], batch: SeqBatch, last: bool) -> Tensor:
         if self._prepared is None or self._prepared.batch is not batch:
             self.prepare(batch)
         assert self._prepared is not None
         (_, keys, attention), self._prepared = self._prepared, None
-        times, ends = batch.timestamps, _offsets(batch)[1:] if last else None
+        times, ends = batch.timestamps, offsets_of(batch)[1:] if last else None
         if attention is not None:
             x = self.layer_input(embedded, batch, keys, len(attention.timestamps), attention.place)
             return self.apply_layers(x, attention, keys, len(times), ends)
@@ -205,7 +201,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         self, embedded: Mapping[str, Any], batch: SeqBatch, keys: Tensor | None, count: int
     ) -> Tensor:
         """:meth:`encode` in ``count`` parts of the batch (:mod:`.micro_chunks`)."""
-        samples = Samples(self.layer_input(embedded, batch, keys=keys), _offsets(batch), batch.timestamps, keys)
+        samples = Samples(self.layer_input(embedded, batch, keys=keys), offsets_of(batch), batch.timestamps, keys)
         parts = [self._arrange(part) for part in samples.split(count)]
         return unit_rows(apply_in_chunks(self.layers, self.feed_forwards, parts))  # type: ignore[arg-type]
 
@@ -215,7 +211,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             return LayerInput(x, Attention(offsets, timestamps, self.has_bias), keys)
         return LayerInput(*self.personalization.insert(x, offsets.diff(), timestamps, keys, self.has_bias))
 
-    def _adds_rows(self, batch: SeqBatch) -> bool:
+    def adds_rows(self, batch: SeqBatch) -> bool:
         """Whether rows are added (:mod:`.even_rows`). Routers of experts would count them."""
         experts = any(layer.settings.experts > 1 for layer in self.feed_forwards)  # type: ignore[union-attr,operator]
         return batch.timestamps.is_cuda and not experts
@@ -251,7 +247,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
         if self.event_encoding is None:
             return x, self.input_scale
         before = None if states is None else (states.lengths, states.last_times)
-        return self.event_encoding(x, _offsets(batch), batch.timestamps, before, self.input_scale), 1.0
+        return self.event_encoding(x, offsets_of(batch), batch.timestamps, before, self.input_scale), 1.0
 
     def apply_layers(
         self,
@@ -282,10 +278,13 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     def dropout_keys(self, batch: SeqBatch) -> Tensor | None:
         """``row_keys`` of the batch in this training step; ``None`` if nothing depends on them."""
+        return row_keys(batch, self.global_step) if self.drops else None
+
+    @property
+    def drops(self) -> bool:
+        """Whether a step depends on :meth:`dropout_keys`."""
         h = self.hparams
-        if not self.training or not (h["dropout"] or h["input_dropout"] or self.personalization):
-            return None
-        return row_keys(batch, self.global_step)
+        return self.training and bool(h["dropout"] or h["input_dropout"] or self.personalization)
 
     def on_fit_start(self) -> None:
         self.take_catalogue()
@@ -391,8 +390,3 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
 class HSTU(HSTUMixin, pl.LightningModule):
     __doc__ = HSTUMixin.__doc__
-
-
-def _offsets(batch: SeqBatch) -> Tensor:
-    """Offsets ``[B + 1]`` int64 of the histories."""
-    return batch.by_key[HISTORY].offsets().long()

@@ -5,7 +5,8 @@ parameters are needed later, by the optimizer. So the first layer hands on the g
 gradients of its parameters while the rows travel. The values do not change.
 
 Of all nodes that are ready, autograd runs the one that was created last. :func:`postpone` makes a node for the parameters, which
-must exist before the embeddings are looked up. The node then runs when the gradient of the rows has been handed over.
+must exist before the embeddings are looked up. The node then runs when the gradient of the rows has been handed over. A further
+node may follow, for work that no gradient depends on.
 """
 
 from __future__ import annotations
@@ -35,16 +36,36 @@ class _LateGradients(torch.autograd.Function):
     """Its backward computes the gradients that the layer has postponed."""
 
     @staticmethod
-    def forward(ctx: Any, held: list[Callable[[], Gradients]], *parameters: Tensor) -> Tensor:
-        ctx.held = held
+    def forward(ctx: Any, held: list[Callable[[], Gradients]], followed: Tensor | None, *parameters: Tensor) -> Tensor:
+        ctx.held, ctx.is_followed = held, followed is not None
         return torch.empty(0, device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        return None, *ctx.held.pop()()
+        return None, grads[0] if ctx.is_followed else None, *ctx.held.pop()()
 
 
-def postpone(parameters: Sequence[Tensor]) -> LateGradients:
-    """Postpone the gradients of ``parameters``, all of which need one. Call it before the embeddings are looked up."""
+class _Afterwards(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.call()
+        return None, None
+
+
+def postpone(parameters: Sequence[Tensor], then: Callable[[], None] | None = None) -> LateGradients:
+    """Postpone the gradients of ``parameters``, all of which need one. Call it before the embeddings are looked up.
+
+    ``then`` is called in the backward when autograd has accumulated them. DDP has then begun to sum them.
+    """
     held: list[Callable[[], Gradients]] = []
-    return LateGradients(_LateGradients.apply(held, *parameters), held)
+    followed = None
+    if then is not None:  # a leaf that needs a gradient, so that autograd calls the backward
+        followed = _Afterwards.apply(torch.empty(0, device=parameters[0].device, requires_grad=True), then)
+    return LateGradients(_LateGradients.apply(held, followed, *parameters), held)

@@ -232,14 +232,16 @@ def norm_backward(
     return norm.backward(x, None, found.dnormed, shares, added=dtotal, rounded=dbefore), dbefore
 
 
-def parameter_gradients(found: LayerGradients, kept: KeptRows, dbranch: Tensor, shape: LayerShape) -> list[Any]:
-    """The gradients of the norm (2), the first map (2), the attention norm (2), the second map's weight, and the shift."""
+def parameter_gradients(
+    found: LayerGradients, kept: KeptRows, dbranch: Tensor, shape: LayerShape
+) -> list[Tensor | None]:
+    """The gradients of :class:`LayerWeights` in their order, and that of the shift."""
     gates, width = shape.split[0], kept.total.shape[1]
     dw1, dw2 = _weight_gradient(found.dprojected, kept.normed), _weight_gradient(dbranch, kept.gated)
     # The last third of the gate's shares and those of the rest are the bias of the whole projection.
     sizes = [gates, gates, found.dprojected.shape[1], width, width, width]
     dattention_weight, dattention_bias, db1, *dnorm, dshift = found.shares.sum(0).split(sizes)
-    return [*dnorm, dw1, db1, dattention_weight, dattention_bias, dw2, dshift]
+    return [*dnorm, dw1, db1, *found.dbiases, dattention_weight, dattention_bias, dw2, dshift]
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:

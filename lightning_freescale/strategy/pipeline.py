@@ -77,6 +77,7 @@ class BatchPipeline:
         self.train_loaders: list[PrefetchLoader] = []
         self.current: list[PreparedBatch] = []  # The batches in training, one for each train loader.
         self._received: Any = None  # The same batches, in the nesting in which Lightning combines them.
+        self._next: PreparedBatch | None = None  # The batch of the next step, if there is one train loader.
         self._handed_out: dict[int, deque[PreparedBatch]] = defaultdict(deque)  # By train loader, without wrapping.
         self._predicting: PrefetchLoader | None = None
         self._predicted = 0  # Loaders of this prediction that are done on all ranks.
@@ -243,7 +244,7 @@ class BatchPipeline:
         return changed
 
     def _use(self, batches: list[PreparedBatch]) -> None:
-        self.current = batches
+        self.current, self._next = batches, None
         for batch in batches:
             if batch.loader is not None:
                 batch.loader.use(batch)
@@ -258,7 +259,17 @@ class BatchPipeline:
                 following.append(follower)
                 after_next.append(None if follower is None else follower.follower())
             self._note_announced([*following, *after_next])
+        self._next = following[0] if len(following) == 1 else None
         return features_of(following), features_of(after_next)
+
+    def next_batch(self) -> Any:
+        """The batch of the next step, safe to use on the current stream.
+
+        ``None`` if it is not known, or if user code may replace it. Known after :meth:`features_ahead`.
+        """
+        if self._next is None or not self._next.moved or self._has_hook("on_after_batch_transfer"):
+            return None
+        return self._next.use()
 
     def _note_announced(self, batches: list[PreparedBatch | None]) -> None:
         """Keep what the headers say about the ids of ``batches`` with their jagged tensors."""
@@ -322,7 +333,7 @@ class BatchPipeline:
     def close(self) -> None:
         """Forget the loaders and batches of this run."""
         self.train_loaders.clear()
-        self.current, self._received, self._predicting = [], None, None
+        self.current, self._received, self._predicting, self._next = [], None, None, None
         self._handed_out.clear()
 
 

@@ -100,6 +100,13 @@ class StepHooks(CheckpointHooks):
         self._balancer.compute_timer.end_forward()
         return output
 
+    def next_batch(self) -> Any:
+        """The batch of the next training step, safe to use on the current stream; ``None`` if it is not known.
+
+        It is known in a training step whose embeddings are exchanged with priorities, unless hooks of the user replace it.
+        """
+        return self._pipeline.next_batch()
+
     def _log_over_the_global_batch(self, results: Any) -> None:
         """Weight the values of the next step by samples or tokens, as the loss is, unless ``log`` gets a batch size."""
         weights = self._pipeline.loss_weights()

@@ -1,7 +1,7 @@
 """Trains HSTU with the Trainer, with synchronous and with prioritized exchange. ``test_cluster.py`` starts each rank.
 
 Rank 0 prints one JSON line: for each run the losses, the ms of a step, the validation metrics, whether a checkpoint was written,
-and the peak memory.
+how many batches were planned in the step before, and the peak memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.models import HSTU
+from lightning_freescale.models.layer_graphs.registry import plans_of
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
@@ -78,6 +79,7 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
         "ms": seconds * 1e3,
         "val": hr,
         "checkpoint": os.path.exists(path),
+        "planned": plans_of[model.layers[0]].used,
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
 

@@ -122,6 +122,8 @@ def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
         assert got["losses"] == pytest.approx(expected["losses"], rel=0.01), name
         assert got["losses"][-1] < 0.7 * got["losses"][0]
         assert got["checkpoint"]
+        assert got["planned"] > 20
+    assert expected["planned"] == 0  # a synchronous exchange does not know the next batch
 
 
 def test_saves_beside_the_training_are_exact() -> None:

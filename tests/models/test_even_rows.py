@@ -15,7 +15,7 @@ def outputs_and_gradients(model: HSTU, batch: SeqBatch, added: bool) -> dict[str
     """Outputs of the layers, and the gradients of all parameters for a fixed gradient of the outputs."""
     model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_adds_rows", lambda batch: added)
+        patch.setattr(model, "adds_rows", lambda batch: added)
         outputs = model(batch)
     outputs.backward(torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs))
     found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
@@ -65,16 +65,16 @@ def test_the_number_of_histories_follows_from_the_number_of_rows() -> None:
     for total in (128, 8192, 40_448, 149_504):
         fewest = max(rows for rows in range(total + 1) if even_rows.even(rows) < total) + 1
         found = [
-            even_rows.add_rows(torch.tensor([0, rows]), torch.zeros(rows, dtype=torch.long), None)
+            even_rows.add_rows(torch.tensor([0, rows]), torch.zeros(rows, dtype=torch.long))
             for rows in (fewest, fewest + 5, total)
         ]
-        assert len({(len(offsets), len(times)) for offsets, times, _ in found}) == 1
-        for offsets, times, _ in found:
+        assert len({(len(offsets), len(times)) for offsets, times in found}) == 1
+        for offsets, times in found:
             assert offsets[-1] == total == len(times)
             assert 0 <= offsets.diff().min() <= offsets[1:].diff().max() <= even_rows.ADDED_LENGTH
 
 
 def test_a_cpu_and_experts_get_no_rows() -> None:
     model = tiny()
-    assert not model._adds_rows(training_batch(planted(3)[0]))
-    assert not tiny(feed_forward={"experts": 2})._adds_rows(training_batch(planted(3)[0]))
+    assert not model.adds_rows(training_batch(planted(3)[0]))
+    assert not tiny(feed_forward={"experts": 2}).adds_rows(training_batch(planted(3)[0]))

@@ -88,3 +88,22 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_in_each_pass(passes: int) 
         out.backward(retain_graph=number + 1 < passes)
     assert weight.grad is not None
     assert torch.equal(weight.grad, passes * (x.detach().sum(0)[:, None].expand(3, 4)))
+
+
+def test_what_follows_runs_after_the_gradients_were_accumulated() -> None:
+    """DDP sums the gradients in such hooks, so the sum has begun when the work that follows starts."""
+    rows, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    order: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda _: order.append("accumulated"))
+    late = postpone([weight], then=lambda: order.append("then"))
+    x = LookUp.apply(rows, order)
+    Product.apply(torch.tanh(x), weight, order, late.held, late.ticket).square().sum().backward()
+    assert order == ["rows", "weight", "accumulated", "then"]
+
+
+def test_nothing_follows_if_no_gradient_of_the_parameters_is_asked_for() -> None:
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    order: list[str] = []
+    late = postpone([weight], then=lambda: order.append("then"))
+    torch.autograd.grad(Product.apply(x, weight, order, late.held, late.ticket).sum(), x)
+    assert order == []

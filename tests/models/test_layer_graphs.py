@@ -66,7 +66,7 @@ torch.cuda.is_current_stream_capturing = lambda: False
 
 def prepare(layers, plan, graphs=True):
     if graphs:
-        plan.graphs = model.begin_batch(layers, plan, torch.float32, batch["keys"])
+        plan.graphs = model.begin_batch(layers, plan, torch.float32, True)
     if plan.graphs is not None:
         maps = [(x.f1.weight, x.f1.bias, x.f2.weight) for x in layers]
         rounded = plan.graphs.rounded(maps, torch.float32) or []
@@ -121,6 +121,14 @@ found = [input_gradient(graphs) for graphs in (True, True, False)]
 assert one.used == 4 and shape.layers[0].parameters is None and shape.layers[1].parameters is not None
 assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
 
+# Where the gradients of the parameters are in no graph, the next batch does not write to those of the batch before.
+third = run_layers(layers, batch, True, prepare)
+values = {name: value.clone() for name, value in third.items() if name != "out"}
+batch["x"] = x + 7
+run_layers(layers, batch, True, prepare)
+assert one.used == 6 and shape.layers[0].parameters is None
+assert all(torch.equal(third[name], value) for name, value in values.items())
+
 # Negative control: graphs that read the rows and keys of the batch before.
 layer.load = lambda place, value: None
 assert differing(train(True)[1], want) != []
@@ -128,7 +136,7 @@ assert differing(train(True)[1], want) != []
 # Graphs that nothing needs are freed at once, without a garbage collection.
 gc.disable()
 owner = model.LayerGraphs(layers, torch.device("cpu"))
-shape, turn = owner.begin(model.ShapeKey(18, 5, torch.float32, False), None)
+shape, turn = owner.begin(model.ShapeKey(18, 5, torch.float32, False))
 gone = [weakref.ref(owner), weakref.ref(shape), weakref.ref(shape.layers[0])]
 kept = shape.layers[0]
 assert turn is None

@@ -41,10 +41,10 @@ def run_steps(bias: bool, dropout: float, graphs: bool) -> tuple[list[dict[str, 
     for step, lengths in enumerate(SHAPES):
         batch = on_cuda(make_batch(lengths, 128))
         batch["x"] += step
-        keys = batch["keys"] = batch["keys"] + step
+        batch["keys"] = batch["keys"] + step
 
-        def prepare(layers: nn.ModuleList, plan: cuda.CudaPlan, keys: Tensor = keys) -> None:
-            prepare_layers(list(layers), plan, keys if dropout else None, graphs)
+        def prepare(layers: nn.ModuleList, plan: cuda.CudaPlan) -> None:
+            prepare_layers(list(layers), plan, bool(dropout), graphs)
 
         with torch.autocast("cuda", torch.bfloat16):
             found.append(run_layers(layers, batch, True, prepare))
@@ -86,7 +86,7 @@ def run_forward(layers: nn.ModuleList, batch: dict[str, Tensor]) -> tuple[Tensor
     x: Any = batch["x"].detach().requires_grad_()
     leaf, plan = x, cuda.CudaPlan(batch["offsets"], batch["timestamps"], True)
     with torch.autocast("cuda", torch.bfloat16):
-        prepare_layers(list(layers), plan, batch["keys"], True)
+        prepare_layers(list(layers), plan, True, True)
         for layer in layers:
             x = layer._fused(x, plan, batch["keys"])
         return leaf, x.total()

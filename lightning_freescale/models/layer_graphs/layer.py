@@ -46,7 +46,7 @@ class LayerGraph:
         self.forward: Captured | None = None
         self.backward: Captured | None = None
         self.parameters: Captured | None = None
-        self._shapes: list[torch.Size] = []  # of the gradients of the parameters
+        self._shapes: list[torch.Size | None] = []  # of the gradients of the parameters
         self._addresses: list[int | None] = []
         self._settings: tuple[Any, ...] = ()
         self._inputs: list[Tensor] = []
@@ -153,14 +153,14 @@ class LayerGraph:
         found, kept = self.backward.results, self.forward.results[0]
         self.parameters = own.capture(lambda: self._join(parameter_gradients(found, kept, dbranch, shape)))
 
-    def _join(self, grads: Sequence[Tensor]) -> Tensor:
-        self._shapes = [x.shape for x in grads]
-        return torch.cat([x.flatten() for x in grads])
+    def _join(self, grads: Sequence[Tensor | None]) -> Tensor:
+        self._shapes = [None if x is None else x.shape for x in grads]
+        return torch.cat([x.flatten() for x in grads if x is not None])
 
     def run_backward(self, turn: Turn, dbranch: Tensor) -> tuple[KeptRows, LayerGradients, Tensor, Tensor | None]:
         """What the layer kept, its gradients, that of its branch, and where the layer before reads the gradient of its branch.
 
-        The gradients of the tables of biases are new arrays. The others stay until the backward of the layer before.
+        The gradients stay until the backward of the layer before.
         """
         assert self.forward is not None
         assert self.backward is not None
@@ -169,21 +169,20 @@ class LayerGraph:
         load(self._dbranch, dbranch)
         self.backward.graph.replay()
         turn.pending.discard(self._number)
-        found: LayerGradients = self.backward.results
-        position, time = found.dbiases
-        dbiases = None if position is None else position.clone(), None if time is None else time.clone()
         place = self._all.layers[self._number - 1].place() if self._number else None
-        return self.forward.results[0], found._replace(dbiases=dbiases), self._dbranch, place
+        return self.forward.results[0], self.backward.results, self._dbranch, place
 
-    def run_parameters(self) -> list[Tensor]:
+    def run_parameters(self) -> list[Tensor | None]:
         """The results of :func:`~lightning_freescale.models.layer_passes.parameter_gradients`, as parts of a new array.
 
         Call it after the backward of the norm, and before the backward of another layer.
         """
         assert self.parameters is not None
         self.parameters.graph.replay()
-        parts = self.parameters.results.clone().split([shape.numel() for shape in self._shapes])
-        return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        parts = iter(
+            self.parameters.results.clone().split([shape.numel() for shape in self._shapes if shape is not None])
+        )
+        return [shape if shape is None else next(parts).view(shape) for shape in self._shapes]
 
 
 def _addresses(shift: Tensor | None, weights: LayerWeights) -> list[int | None]:

@@ -40,14 +40,14 @@ class ShapeGraphs:
 
     Args:
         owner: the graphs of the model.
-        keys: the keys of dropout of a batch of this shape, if anything is dropped.
+        keys: where the graphs read the keys of dropout, if anything is dropped.
     """
 
     def __init__(self, owner: LayerGraphs, keys: Tensor | None) -> None:
         self._owner, self.used = weakref.ref(owner), 0
         self.layers = [LayerGraph(self, number) for number in range(owner.count)]
         self.places: dict[Any, Tensor] = {}  # arrays of the plan of the attention
-        self._keys = None if keys is None else torch.empty_like(keys)
+        self._keys = keys
         self._turn: weakref.ref[Turn] | None = None
 
     @property
@@ -154,20 +154,18 @@ class LayerGraphs:
 
     # Which batches use graphs.
 
-    def begin(self, key: ShapeKey, keys: Tensor | None) -> tuple[ShapeGraphs, Turn | None] | None:
+    def is_busy(self) -> bool:
+        """Whether a batch runs in the graphs, so that no other one can."""
+        current = self.current()
+        return current is not None and not current.is_over()
+
+    def begin(self, key: ShapeKey) -> tuple[ShapeGraphs, Turn | None] | None:
         """The graphs of a batch, and its turn if it runs in them. Without a turn they are captured; or there are none.
 
         Args:
             key: the shape of the batch.
-            keys: the keys of dropout, if anything is dropped.
         """
-        current = self.current()
-        if (
-            self._off
-            or self._recorder.failed
-            or torch.cuda.is_current_stream_capturing()
-            or (current is not None and not current.is_over())
-        ):
+        if self._off or self._recorder.failed or torch.cuda.is_current_stream_capturing() or self.is_busy():
             return None
         graphs = self._shapes.get(key)
         if graphs is not None and graphs.is_complete():
@@ -188,6 +186,7 @@ class LayerGraphs:
         if self._tries[key] > MAX_TRIES:
             log_once("HSTU: batches run without CUDA graphs if the backward of batches of their shape was not run")
             return None
+        keys = torch.empty(key.rows, dtype=torch.int32, device=self._device) if key.drops else None
         self._shapes[key] = graphs = ShapeGraphs(self, keys)
         return graphs, None
 
@@ -249,21 +248,19 @@ class LayerGraphs:
         return self._recorder.capture(run)
 
 
-def begin_batch(
-    layers: Sequence[Any], plan: cuda.CudaPlan, dtype: torch.dtype, keys: Tensor | None
-) -> BatchGraphs | None:
+def begin_batch(layers: Sequence[Any], plan: cuda.CudaPlan, dtype: torch.dtype, drops: bool) -> BatchGraphs | None:
     """See :meth:`LayerGraphs.begin`. The graphs live until the layers move to another device or are deleted.
 
     Args:
         layers: all layers of a model.
         plan: the plan of the attention of a batch.
         dtype: type of the arrays between the products, which is not that of the parameters.
-        keys: the keys of dropout, if anything is dropped.
+        drops: whether anything is dropped.
     """
     first = layers[0]
     if first not in graphs_of:
         graphs_of[first] = LayerGraphs(layers, plan.offsets.device)
-    key = ShapeKey(len(plan.timestamps), len(plan.offsets), dtype, keys is not None)
+    key = ShapeKey(len(plan.timestamps), len(plan.offsets), dtype, drops)
     owner: LayerGraphs = graphs_of[first]
-    found = owner.begin(key, keys) if key.rows else None
+    found = owner.begin(key) if key.rows else None
     return None if found is None else BatchGraphs(*found, layers)

@@ -1,4 +1,4 @@
-"""Which models have graphs. This file is imported on machines without Triton, too."""
+"""Which models have graphs and plans. This file is imported on machines without Triton, too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import nn
 
-graphs_of: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # by the first layer of a model
+# By the first layer of a model: its graphs, and the plan of its next batch (:mod:`lightning_freescale.models.preparation`).
+graphs_of: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+plans_of: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def release(layer: nn.Module) -> None:
     """Free the graphs of the model whose first layer is ``layer``, if it has some. They are captured again when needed."""
     graphs_of.pop(layer, None)
+    plans_of.pop(layer, None)
