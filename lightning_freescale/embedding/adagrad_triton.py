@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_freescale.runtime.direct_triton import direct
 
-GRADIENTS = 8  # of a row that are read at once
+GRADIENTS = 16  # of a row that are read at once
 
 
 @direct
@@ -69,4 +69,4 @@ def update_rows(
     if count:
         columns = triton.next_power_of_2(width)
         arguments = keys, places, gradients, weights, sums, count, divisor, rate, eps, width, columns, GRADIENTS
-        _update[(count,)](*arguments, num_warps=1 if columns <= 128 else 4)
+        _update[(count,)](*arguments, num_warps=min(max(columns // 64, 1), 8))

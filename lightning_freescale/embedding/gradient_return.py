@@ -229,9 +229,10 @@ class GradientReturn:
         if not received.numel():
             return
         assert rows.wire_position is not None
-        if rows.grouped is not None:
+        grouped = rows.grouped or self._tables.group_gradients(group, rows.features, rows.wire_position)
+        if grouped is not None:
             divisor = self._world_size if batch.settings.divide_by_ranks else 1
-            self._tables.update_grouped(group, rows.grouped, received, divisor)
+            self._tables.update_grouped(group, grouped, received, divisor)
             return
         gradient = received.index_select(0, rows.wire_position).float()  # a gather of rows is faster than a scatter
         if batch.settings.divide_by_ranks:

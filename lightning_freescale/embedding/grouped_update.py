@@ -1,9 +1,11 @@
-"""The update of collision rows in one kernel, for row-wise Adagrad on CUDA.
+"""The update of rows in one kernel after a sort, for row-wise Adagrad on CUDA.
+
+FBGEMM's update sorts the ids, finds those that are equal, and updates their rows. These are about 25 small kernels, one after the
+other. Before them the gradients are brought into the order of the look-up, and divided by the number of ranks. Here all of this
+is a sort and one kernel (``adagrad_triton.py``), which takes less time of the host and of the GPU.
 
 The next forward waits for the collision rows, so the time between the arrival of their gradients and their update is exposed.
-FBGEMM's update sorts the ids, finds those that are equal, and updates their rows. These are about 25 small kernels, one after the
-other. But the ids are known before the backward. So :meth:`GroupedUpdate.group` sorts them while the backward computes, and one
-kernel is left for later (``adagrad_triton.py``).
+But their ids are known before the backward. So :meth:`GroupedUpdate.group` sorts them while the backward computes.
 
 The formula is FBGEMM's. The squares of a row are added in another order, so that results may differ by rounding. The other
 optimizers, and tables that are not in the memory of the GPU, are updated by FBGEMM.
