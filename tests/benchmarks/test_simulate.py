@@ -21,19 +21,17 @@ SHAPES = "long", "context", "short", "wide"
 IRREGULAR = {
     ("end_to_end_h200_short", names.ALL_OVER_NCCL): 20.0,
     ("end_to_end_h200_short", names.ALL_OVER_TCP): 13.0,
-    ("end_to_end_h200_short_less_host_work", names.ALL_OVER_TCP): 8.0,
-    ("end_to_end_h200_short_prepared", names.ALL_OVER_TCP): 10.0,
-    ("end_to_end_h200_short_prepared", names.ALL): 8.0,
+    ("end_to_end_h200_short_ahead", names.ALL_OVER_TCP): 8.0,
     ("end_to_end_h200_medium_graphs", names.ALL): 12.0,
 }
 # The same of sides whose exchange ran at another rate than the median of all results.
 OTHER_RATE = {
-    ("end_to_end_h200_short", names.TORCHREC_SPARSE_DIST): 7.0,
-    ("end_to_end_h200_short_less_host_work", names.TORCHREC_SPARSE_DIST): 7.0,
+    ("end_to_end_h200_short", names.TORCHREC_SPARSE_DIST): 9.0,
+    ("end_to_end_h200_context", names.TORCHREC_SPARSE_DIST): 7.0,
     ("end_to_end_h200_context_prepared", names.TORCHREC_BASE): 8.0,
     ("end_to_end_h200_long_prepared", names.TORCHREC_BASE): 8.0,
     ("end_to_end_h200_long_prepared", names.TORCHREC_SPARSE_DIST): 8.0,
-    ("end_to_end_h200_short_prepared", names.TORCHREC_BASE): 8.0,
+    ("end_to_end_h200_short_ahead", names.TORCHREC_BASE): 8.0,
     ("end_to_end_h200_medium_graphs", names.TORCHREC_BASE): 12.0,
     ("end_to_end_h200_medium_graphs", names.ALL_OVER_TCP): 32.0,
 }
@@ -58,7 +56,7 @@ def test_simulated_steps_are_close_to_measured_ones(
         "21k",
         "share",
         "prepared",
-        "work",
+        "ahead",
         "graphs",
         *SHAPES,
     }
