@@ -22,7 +22,8 @@ MPS only limits the number of SMs per rank. Kernels of several ranks then share 
 one step than in another, for every variant. The result contains the size of this effect: how much the compute time of
 the same batch varies between variants. ``--clock`` fixes the clock of the GPU, for shapes that reach its limit of power.
 
-The script starts one GPU as a cluster of nodes. If a variant fails, the others run without it. Under another launcher
+The script starts one GPU as a cluster of nodes. If a variant fails, the others run without it. If the script is told to end
+(SIGTERM), it writes the rounds that are complete. Under another launcher
 each process of the script is one of that launcher's ranks, and ``--output`` keeps what was measured before a failure.
 On the CPU all variants run and their losses are compared, but the ranks share cores, so their times mean little.
 """
@@ -33,6 +34,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -118,9 +120,26 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
+class Stopped(SystemExit):
+    """The process was told to end (SIGTERM), for example by ``timeout``.
+
+    Attributes:
+        figures: those of the complete rounds; ``None`` if there is none.
+    """
+
+    def __init__(self, figures: dict[str, Any] | None):
+        super().__init__(128 + signal.SIGTERM)
+        self.figures = figures
+
+
 def launch(arguments: argparse.Namespace) -> int:
     """Measure one shape."""
-    figures = measure(arguments, sys.argv[1:])
+    try:
+        figures = measure(arguments, sys.argv[1:])
+    except Stopped as stop:
+        if stop.figures is not None:
+            publish(stop.figures, arguments)
+        raise
     if figures is None:
         return 1
     publish(figures, arguments)
@@ -134,12 +153,36 @@ def launch_shapes(arguments: argparse.Namespace) -> int:
     names = arguments.shapes or list(SHAPES)
     for name in names:
         argv = [*words, *shape_options(name, arguments.device, arguments.quick)]
-        figures = measure(parse(argv), argv)
+        stopped: Stopped | None = None
+        try:
+            figures = measure(parse(argv), argv)
+        except Stopped as stop:
+            figures, stopped = stop.figures, stop
+        if figures is not None:
+            found[name] = figures
+            publish(
+                {"title": "End to end, by shape", "shapes": found},
+                arguments,
+                printed=name == names[-1] or bool(stopped),
+            )
+        if stopped is not None:
+            raise stopped
         if figures is None:
             return 1
-        found[name] = figures
-        publish({"title": "End to end, by shape", "shapes": found}, arguments, printed=name == names[-1])
     return max(map(_status, found.values()))
+
+
+def complete_rounds(figures: dict[str, Any]) -> dict[str, Any] | None:
+    """The figures of the rounds in which all variants were measured; ``None`` if there is none.
+
+    >>> complete_rounds({"sides": {"a": 1, "b": 2}, "later_rounds": [{"a": 3}, {}], "under_way": "b"})
+    {'sides': {'a': 1, 'b': 2}, 'later_rounds': [], 'under_way': 'b', 'stopped': 'after 1 of 3 rounds'}
+    """
+    first, later = figures["sides"], figures["later_rounds"]
+    if figures["under_way"] is not None and figures["under_way"] not in first:
+        return None
+    done = [sides for sides in later if sides.keys() == first.keys()]
+    return figures | {"later_rounds": done, "stopped": f"after {1 + len(done)} of {1 + len(later)} rounds"}
 
 
 def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, Any] | None:
@@ -163,6 +206,9 @@ def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, An
                 if not _note_failure(part, failure):
                     print(failure, file=sys.stderr)
                     return None
+            except SystemExit:
+                known = complete_rounds(json.loads(part.read_text())) if part.exists() else None
+                raise Stopped(None if known is None else finish(known)) from None
         figures = finish(json.loads(part.read_text()))
         part.unlink()
     return figures
@@ -230,6 +276,8 @@ def main() -> int:
     arguments = parse()
     if "RANK" in os.environ:
         return run_rank(arguments)
+    # An exception, so that the ranks are ended, the clock of the GPU is reset, and complete rounds are written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return launch(arguments) if arguments.shapes is None else launch_shapes(arguments)
 
 

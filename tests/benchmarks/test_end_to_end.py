@@ -332,6 +332,35 @@ def test_a_failed_variant_is_recorded_and_other_failures_are_not(tmp_path: Path)
     assert not end_to_end._note_failure(part, failure)  # no variant was running: another attempt would not help
 
 
+def test_complete_rounds_are_written_if_the_process_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.json"
+    known = {"sides": {SYNC: 1, ALL: 2}, "later_rounds": [{SYNC: 3, ALL: 4}, {SYNC: 5}], "under_way": ALL}
+
+    def stopped(ranks: int, argv: list[str], *rest: Any, **options: Any) -> None:
+        Path(argv[argv.index("--part") + 1]).write_text(json.dumps(known))
+        raise SystemExit(143)
+
+    monkeypatch.setattr(end_to_end.launcher, "run", stopped)
+    monkeypatch.setattr(end_to_end, "finish", lambda figures: figures)
+    monkeypatch.setattr(end_to_end, "publish", lambda figures, arguments: output.write_text(json.dumps(figures)))
+    monkeypatch.setattr("sys.argv", ["end_to_end"])
+    arguments = end_to_end.parse(["--device", "cpu", "--ranks", "2"])
+    with pytest.raises(SystemExit) as caught:
+        end_to_end.launch(arguments)
+    assert caught.value.code == 143
+    found = json.loads(output.read_text())
+    assert found["later_rounds"] == [{SYNC: 3, ALL: 4}]
+    assert found["stopped"] == "after 2 of 3 rounds"
+
+    output.unlink()
+    known = {"sides": {SYNC: 1}, "later_rounds": [{}], "under_way": ALL}  # the first round is not complete
+    with pytest.raises(SystemExit):
+        end_to_end.launch(arguments)
+    assert not output.exists()
+
+
 @pytest.mark.parametrize("longest", [512, 8192])
 def test_the_workload_has_long_histories_and_the_requested_collisions(longest: int) -> None:
     workload = LongTailWorkload(64, longest, 2_000_000)
