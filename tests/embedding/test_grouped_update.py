@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_freescale.embedding.grouped_update import GroupedUpdate
+from lightning_freescale.embedding.grouped_update import GROUPED_OPTIMIZER, GroupedGradients, GroupedUpdate
 from lightning_freescale.embedding.row_update import update_by_look_up
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from tests.embedding.comparison import case, compare
 from tests.embedding.test_row_update import ROWS, Kernel, close, make, train, updates
+from tests.embedding.training import SHARDINGS
 from tests.models.interpreter import run_interpreted
+from tests.ranks import run_ranks
 
 RANKS = 3
 FIRST_ROW = torch.tensor([0, 0, ROWS])  # of the table of each feature
@@ -134,3 +138,64 @@ def test_options_that_are_replaced_are_checked_again(monkeypatch: pytest.MonkeyP
     kernel.update_hyper_parameters({"eps": 0.01})
     assert update.is_possible()
     assert len(checks) == 2
+
+
+# ---- in the exchange, on a CPU: FBGEMM's update takes the place of the kernel ------------------------------------------
+class ByFbgemm(GroupedUpdate):
+    """Updates rows by FBGEMM, from gradients that were grouped. It adds those of a row in their order, so all bits are equal."""
+
+    used = 0
+
+    def is_possible(self) -> bool:
+        return self._kernel.optimizer == GROUPED_OPTIMIZER
+
+    def __call__(self, grouped: GroupedGradients, received: Tensor, divisor: int) -> None:
+        type(self).used += 1
+        kernel, (keys, places) = self._kernel, grouped
+        rows = torch.tensor([0, *(spec[0] for spec in kernel.embedding_specs)]).cumsum(0)
+        bounds = torch.searchsorted(keys, rows)
+        tables = kernel.feature_table_map
+        # All ids of a table are those of its first feature.
+        counts = [
+            int(bounds[table + 1] - bounds[table]) if tables.index(table) == feature else 0
+            for feature, table in enumerate(tables)
+        ]
+        ids = keys - rows[torch.searchsorted(rows, keys, right=True) - 1]
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        step = int(kernel.iter_cpu)
+        update_by_look_up(kernel, ids, offsets, received[places].float() / divisor, step)
+
+
+def group(schedule: ExchangeSchedule) -> None:
+    tables = schedule.modules[0].exchange.tables
+    tables._grouped_updates = [update and ByFbgemm(update._kernel) for update in tables._grouped_updates]
+
+
+def group_without_order(schedule: ExchangeSchedule) -> None:
+    group(schedule)
+    for update in filter(None, schedule.modules[0].exchange.tables._grouped_updates):
+        in_order = update.group
+        update.group = lambda keys, places, in_order=in_order: in_order(keys, places.roll(1))  # type: ignore[method-assign]
+
+
+def compare_grouped(rank: int, world: int, cases: list[dict]) -> tuple[list[bool], int]:
+    ByFbgemm.used = 0
+    return compare(rank, world, cases), ByFbgemm.used
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_exchange_that_groups_gradients_gives_the_same_bits(world: int) -> None:
+    shapes = [lambda rank, step: 4, lambda rank, step: 0 if (rank + step) % 3 == 0 else 1 + 3 * rank]
+    cases = [
+        case(world, kind=kind, optimizer="rowwise_adagrad", sabotage=group, samples=shape, seed=seed, steps=5 + seed)
+        for seed, shape in enumerate(shapes)
+        for kind in SHARDINGS
+    ]
+    for equal, used in run_ranks(compare_grouped, world, args=(world, cases)):
+        assert equal == [True] * len(cases)
+        assert used > 5 * len(cases)
+
+
+def test_the_exchange_notices_gradients_of_other_rows() -> None:
+    cases = [case(2, kind="mixed", optimizer="rowwise_adagrad", sabotage=group_without_order)]
+    assert not all(equal[0] for equal, _ in run_ranks(compare_grouped, 2, args=(2, cases)))
