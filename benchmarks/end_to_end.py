@@ -175,14 +175,17 @@ def launch_shapes(arguments: argparse.Namespace) -> int:
 def complete_rounds(figures: dict[str, Any]) -> dict[str, Any] | None:
     """The figures of the rounds in which all variants were measured; ``None`` if there is none.
 
-    >>> complete_rounds({"sides": {"a": 1, "b": 2}, "later_rounds": [{"a": 3}, {}], "under_way": "b"})
-    {'sides': {'a': 1, 'b': 2}, 'later_rounds': [], 'under_way': 'b', 'stopped': 'after 1 of 3 rounds'}
+    >>> known = {"sides": {"a": 1, "b": 2}, "later_rounds": [{"a": 3}, {}], "failed": {"c": ""}, "wanted": ["a", "b", "c"]}
+    >>> complete_rounds(known)["later_rounds"], complete_rounds(known)["stopped"]
+    ([], 'after 1 of 3 rounds')
     """
-    first, later = figures["sides"], figures["later_rounds"]
-    if figures["under_way"] is not None and figures["under_way"] not in first:
+    wanted = {*figures["wanted"]} - figures["failed"].keys()
+    rounds_so_far = [figures["sides"], *figures["later_rounds"]]
+    done = [sides for sides in rounds_so_far if wanted <= sides.keys()]
+    if not done:
         return None
-    done = [sides for sides in later if sides.keys() == first.keys()]
-    return figures | {"later_rounds": done, "stopped": f"after {1 + len(done)} of {1 + len(later)} rounds"}
+    stopped = f"after {len(done)} of {len(rounds_so_far)} rounds"
+    return figures | {"sides": done[0], "later_rounds": done[1:], "stopped": stopped}
 
 
 def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, Any] | None:
@@ -249,7 +252,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def finish(figures: dict[str, Any]) -> dict[str, Any]:
     """The measured figures, and what follows from them."""
-    figures.pop("under_way", None)
+    for name in ("under_way", "wanted"):
+        figures.pop(name, None)
     later = [bubble.summarise({**figures, "sides": sides}) for sides in figures.pop("later_rounds", [])]
     figures = bubble.summarise(figures)
     return figures | {"rounds": rounds.collect([figures, *later])}

@@ -2,9 +2,9 @@
 
 Each rank *owns* a part of every table. In a step, a rank *requests* the rows of its batch from their owners, and returns the
 gradients of these rows to them. TorchRec does this synchronously: the model waits for both all-to-alls. The prioritized exchange
-hides them behind the dense compute and gives the same result bit for bit. Rows that batch N+1 does not share with batch N
-(*exclusive rows*) travel while batch N computes. Only rows that both batches use (*collision rows*) wait for the update by
-batch N.
+hides them behind the dense compute and gives the same result, on a CPU bit for bit. Rows that batch N+1 does not share with
+batch N (*exclusive rows*) travel while batch N computes. Only rows that both batches use (*collision rows*) wait for the update
+by batch N.
 
 Where to start: ``reference_step.py`` is the whole step as straight-line code over plain tensors. ``schedule.py`` has the same
 step as it runs, with a picture of its order.

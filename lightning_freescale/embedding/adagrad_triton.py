@@ -1,22 +1,64 @@
-"""Row-wise Adagrad of the rows of a table in one Triton kernel, for gradients whose rows are known before."""
+"""Two Triton kernels update rows of tables by row-wise Adagrad. The gradients of a row must be neighbours in a sorted order.
+
+The first kernel is for rows with many gradients, such as those of the most popular items. It divides the sorted order into spans,
+and sums the gradients of the row that a span shares with the span before. The second kernel sums the other gradients of each row,
+adds the sums of the spans, and updates the row. Every sum has a fixed order.
+"""
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_freescale.runtime.direct_triton import direct
 
-GRADIENTS = 16  # of a row that are read at once
+SPAN = 64  # gradients of a span
+BLOCK = 16  # gradients, or sums of spans, that a program reads at once
+
+
+@triton.jit
+def _part(
+    keys_ptr, places_ptr, gradients_ptr, start, end, row, divisor, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sum and the number of the gradients of ``row`` among the ``BLOCK`` gradients from ``start`` on, before ``end``."""
+    numbers = start + tl.arange(0, BLOCK)
+    own = tl.load(keys_ptr + numbers, mask=numbers < end, other=-1) == row
+    place = tl.load(places_ptr + numbers, mask=own, other=0)
+    mask = own[:, None] & (columns < WIDTH)[None, :]
+    part = tl.load(gradients_ptr + place[:, None] * WIDTH + columns[None, :], mask=mask, other=0).to(tl.float32)
+    return tl.sum(tl.div_rn(part, tl.zeros_like(part) + divisor), 0), tl.sum(own.to(tl.int32), 0)
+
+
+@direct
+@triton.jit(do_not_specialize=["count", "divisor"])
+def _sum_spans(
+    keys_ptr, places_ptr, gradients_ptr, sums_ptr, count, divisor,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One span for each program, from the second on: the sum of its first row, if the span before ends with the same row."""
+    span = tl.program_id(0) + 1
+    start = span * SPAN
+    row = tl.load(keys_ptr + start)
+    if row == tl.load(keys_ptr + start - 1):
+        columns = tl.arange(0, COLUMNS)
+        end = tl.minimum(start + SPAN, count)
+        total = tl.zeros([COLUMNS], tl.float32)
+        for first in tl.static_range(0, SPAN, BLOCK):
+            part, _ = _part(
+                keys_ptr, places_ptr, gradients_ptr, start + first, end, row, divisor, columns, WIDTH, BLOCK
+            )
+            total += part
+        tl.store(sums_ptr + span.to(tl.int64) * WIDTH + columns, total, mask=columns < WIDTH)
 
 
 @direct
 @triton.jit(do_not_specialize=["count", "divisor"])
 def _update(
-    keys_ptr, places_ptr, gradients_ptr, weights_ptr, sums_ptr, count, divisor, rate, eps,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    keys_ptr, places_ptr, gradients_ptr, spans_ptr, weights_ptr, squares_ptr, count, divisor, rate, eps,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for each gradient. It updates a row if the gradient is the first one of the row."""
     first = tl.program_id(0)
@@ -25,19 +67,25 @@ def _update(
     if row != before:
         columns = tl.arange(0, COLUMNS)
         inside = columns < WIDTH
+        span = first // SPAN + 1  # the next one
+        end = tl.minimum(span * SPAN, count)
         gradient = tl.zeros([COLUMNS], tl.float32)
         start, found = first, tl.full([], BLOCK, tl.int32)
-        while found == BLOCK:
-            numbers = start + tl.arange(0, BLOCK)
-            own = tl.load(keys_ptr + numbers, mask=numbers < count, other=-1) == row
-            place = tl.load(places_ptr + numbers, mask=own, other=0)
-            mask = own[:, None] & inside[None, :]
-            part = tl.load(gradients_ptr + place[:, None] * WIDTH + columns[None, :], mask=mask, other=0).to(tl.float32)
-            gradient += tl.sum(tl.div_rn(part, tl.full([BLOCK, COLUMNS], 1.0, tl.float32) * divisor), 0)
-            found = tl.sum(own.to(tl.int32), 0)
+        while found == BLOCK:  # after ``end`` it finds none
+            part, found = _part(keys_ptr, places_ptr, gradients_ptr, start, end, row, divisor, columns, WIDTH, BLOCK)
+            gradient += part
             start += BLOCK
-        squares = tl.load(sums_ptr + row) + tl.div_rn(tl.sum(gradient * gradient, 0), tl.full([], WIDTH, tl.float32))
-        tl.store(sums_ptr + row, squares)
+        continues = tl.load(keys_ptr + end, mask=end < count, other=-1) == row
+        found = tl.where(continues, BLOCK, 0)
+        while found == BLOCK:
+            spans = (span + tl.arange(0, BLOCK)).to(tl.int64)
+            own = tl.load(keys_ptr + spans * SPAN, mask=spans * SPAN < count, other=-1) == row
+            mask = own[:, None] & inside[None, :]
+            gradient += tl.sum(tl.load(spans_ptr + spans[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0), 0)
+            found = tl.sum(own.to(tl.int32), 0)
+            span += BLOCK
+        squares = tl.load(squares_ptr + row) + tl.div_rn(tl.sum(gradient * gradient, 0), tl.full([], WIDTH, tl.float32))
+        tl.store(squares_ptr + row, squares)
         weights = weights_ptr + row * WIDTH + columns
         step = tl.div_rn(tl.full([], 1.0, tl.float32) * rate, tl.sqrt_rn(squares) + eps)
         tl.store(weights, tl.load(weights, mask=inside, other=0) - step * gradient, mask=inside)
@@ -48,7 +96,7 @@ def update_rows(
     places: Tensor,
     gradients: Tensor,
     weights: Tensor,
-    sums: Tensor,
+    squares: Tensor,
     divisor: int,
     rate: float,
     eps: float,
@@ -60,13 +108,19 @@ def update_rows(
         places: ``[n]`` int64, the place of each gradient in ``gradients``.
         gradients: ``[n, D]``, contiguous.
         weights: ``[rows * D]`` float32.
-        sums: ``[rows]`` float32, the state of the optimizer.
+        squares: ``[rows]`` float32, the state of the optimizer.
         divisor: every gradient is divided by it.
         rate: the learning rate.
         eps: the ``eps`` of the optimizer.
     """
     count, width = gradients.shape
-    if count:
-        columns = triton.next_power_of_2(width)
-        arguments = keys, places, gradients, weights, sums, count, divisor, rate, eps, width, columns, GRADIENTS
-        _update[(count,)](*arguments, num_warps=min(max(columns // 64, 1), 8))
+    if not count:
+        return
+    columns, spans = triton.next_power_of_2(width), -(-count // SPAN)
+    options = {"num_warps": min(max(columns // 64, 1), 8)}
+    sums = torch.empty(spans, width, device=gradients.device)
+    constants = width, columns, SPAN, BLOCK
+    if spans > 1:
+        _sum_spans[(spans - 1,)](keys, places, gradients, sums, count, divisor, *constants, **options)
+    arguments = keys, places, gradients, sums, weights, squares, count, divisor, rate, eps
+    _update[(count,)](*arguments, *constants, **options)

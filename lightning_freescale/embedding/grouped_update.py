@@ -1,14 +1,15 @@
-"""The update of rows in one kernel after a sort, for row-wise Adagrad on CUDA.
+"""The update of rows after a sort of their gradients, for row-wise Adagrad on CUDA.
 
 FBGEMM's update sorts the ids, finds those that are equal, and updates their rows. These are about 25 small kernels, one after the
-other. Before them the gradients are brought into the order of the look-up, and divided by the number of ranks. Here all of this
-is a sort and one kernel (``adagrad_triton.py``), which takes less time of the host and of the GPU.
+other. Before them the gradients are brought into the order of the look-up, and divided by the number of ranks. Here a sort, a
+gather of indices and two kernels (``adagrad_triton.py``) do all of this.
 
 The next forward waits for the collision rows, so the time between the arrival of their gradients and their update is exposed.
 But their ids are known before the backward. So :meth:`GroupedUpdate.group` sorts them while the backward computes.
 
-The formula is FBGEMM's. The squares of a row are added in another order, so that results may differ by rounding. The other
-optimizers, and tables that are not in the memory of the GPU, are updated by FBGEMM.
+The formula is FBGEMM's. The gradients and the squares of a row are added in another order, so results may differ by rounding.
+FBGEMM updates bags, tables of the other optimizers, and tables that are not in the memory of the GPU. It updates all tables if
+deterministic algorithms are required: otherwise the bits would depend on which exchange is faster.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ class GroupedUpdate:
         if self._options is not self._kernel.optimizer_args:
             self._options = self._kernel.optimizer_args
             self._possible = self._check()
-        return self._possible
+        return self._possible and not torch.are_deterministic_algorithms_enabled()
 
     def _check(self) -> bool:
         kernel, options = self._kernel, self._options
         weights, sums = getattr(kernel, "weights_dev", None), getattr(kernel, "momentum1_dev", None)
         if kernel.optimizer != GROUPED_OPTIMIZER or weights is None or sums is None:
+            return False
+        if getattr(kernel, "_used_rowwise_adagrad_with_counter", False):  # FBGEMM has another formula then
+            return False
+        if kernel._backward_hooks or kernel._backward_pre_hooks:
             return False
         rows, widths = [spec[0] for spec in kernel.embedding_specs], {spec[1] for spec in kernel.embedding_specs}
         return (

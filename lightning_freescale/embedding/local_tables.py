@@ -39,7 +39,7 @@ class LocalTables:
         self._only_table: list[Tensor | None] = []
         # By group: the update without a look-up, if the group has one kernel and no cache.
         self._row_updates: list[RowUpdate | None] = []
-        # By group: the update in one kernel, if there is one.
+        # By group: the update with gradients that were sorted, if the group has one kernel and no cache.
         self._grouped_updates: list[GroupedUpdate | None] = []
         # By group: whether some rows lie in a cache. The tables in host memory then hold old values of them.
         self.cached: list[bool] = []
@@ -133,7 +133,7 @@ class LocalTables:
         return update.group(keys, wire_position)
 
     def update_grouped(self, group: int, grouped: GroupedGradients, received: Tensor, divisor: int) -> None:
-        """:meth:`update` with gradients in wire order ``[n, D]``, each of which is divided by ``divisor`` first."""
+        """Update rows as :meth:`update` does. ``received [n, D]`` is in wire order. Each gradient is divided by ``divisor``."""
         update = self._grouped_updates[group]
         assert update is not None
         update(grouped, received, divisor)

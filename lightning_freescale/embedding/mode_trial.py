@@ -1,8 +1,8 @@
 """``prioritize="auto"``: measure the synchronous and the prioritized exchange on the first steps, and keep the faster one.
 
-Switching between the two changes no result, so the measured steps are normal training steps. A trial compares two settings. A
-setting is the set of modules whose exchange is prioritized. First no module is compared with all modules. If the model has
-several modules, each of them is then switched alone, and the switch is kept if it makes the steps faster.
+Switching between the two changes no result beyond rounding, so the measured steps are normal training steps. A trial compares two
+settings. A setting is the set of modules whose exchange is prioritized. First no module is compared with all modules. If the
+model has several modules, each of them is then switched alone, and the switch is kept if it makes the steps faster.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class CollisionMarks:
 class RowSet:
     """The collision rows, or the exclusive rows, of a batch: which rows they are, and between which ranks they travel.
 
-    The last five are None until they are needed, unless fused index work has found them before. It needs no
+    ``wire_ids`` and the next three are None until they are needed, unless fused index work has found them before. It needs no
     ``requester_wire_order``.
     """
 
@@ -118,7 +118,7 @@ class RowSet:
     batch_order: Tensor | None = (
         None  # [all m] requester: for each id of the batch, its position among the rows of both kinds
     )
-    grouped: GroupedGradients | None = None  # owner: the gradients by row, if the tables are updated so
+    grouped: GroupedGradients | None = None  # owner: which gradients belong to each row, if they were sorted before
 
 
 def contents_version(kjt: KeyedJaggedTensor) -> int:

@@ -172,7 +172,7 @@ def round_weights(
 def postpone_gradients(first: Any, plan: cuda.CudaPlan, then: Callable[[], None] | None = None) -> None:
     """Postpone the gradients of the parameters of the ``first`` layer in this batch, and call ``then`` after them.
 
-    See :mod:`.late_gradients`. Nothing is postponed, and ``then`` not called, if one of the parameters needs no gradient.
+    See :mod:`.late_gradients`. Nothing is postponed, and ``then`` is not called, if one of the parameters needs no gradient.
     """
     norm, f1, attention_norm = first.norm, first.f1, first.attention_norm
     biases = first.position_bias, first.time_bias

@@ -34,7 +34,7 @@ from lightning_freescale.models.moe import MoE
 from lightning_freescale.models.norm import unit_rows
 from lightning_freescale.models.personal_tokens import PersonalTokens, attention_work
 from lightning_freescale.models.personalization import ChosenStates, Personalization, Personalizing, UserStates
-from lightning_freescale.models.preparation import offsets_of, prepare_histories
+from lightning_freescale.models.preparation import drop_plan, offsets_of, prepare_histories
 from lightning_freescale.models.recommendation import Recommending
 from lightning_freescale.models.sequences import Attention, PreparedHistories
 
@@ -288,6 +288,9 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
 
     def on_fit_start(self) -> None:
         self.take_catalogue()
+
+    def on_train_end(self) -> None:
+        drop_plan(self)
 
     def training_step(self, batch: SeqBatch, batch_idx: int) -> Tensor:
         """Mean loss over the positions of this rank that predict an item."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor | None, ...]
+# Whether the backward that runs has ``retain_graph=True``. A release of torch without this function never says so.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
 
 
 class LateGradients(NamedTuple):
@@ -46,7 +48,7 @@ class _LateGradients(torch.autograd.Function):
 
 
 class _Afterwards(torch.autograd.Function):
-    """Its backward calls a function."""
+    """Its backward calls a function, unless the graph is kept: then a further backward of the same batch may follow."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: Callable[[], None]) -> Tensor:
@@ -55,14 +57,16 @@ class _Afterwards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        ctx.call()
+        if not _keeps_graph():
+            ctx.call()
         return None, None
 
 
 def postpone(parameters: Sequence[Tensor], then: Callable[[], None] | None = None) -> LateGradients:
     """Postpone the gradients of ``parameters``, all of which need one. Call it before the embeddings are looked up.
 
-    ``then`` is called in the backward when autograd has accumulated them. DDP has then begun to sum them.
+    ``then`` is called in the backward when autograd has accumulated them. DDP has then begun to sum them. It is not called in a
+    backward with ``retain_graph=True``.
     """
     held: list[Callable[[], Gradients]] = []
     followed = None

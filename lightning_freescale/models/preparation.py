@@ -1,8 +1,8 @@
-"""What HSTU computes of a batch before its embeddings are looked up, and of the next batch at the end of a backward.
+"""HSTU plans the attention of a batch before the lookup. It plans the next batch at the end of the backward, if it knows it.
 
 The plan of the attention depends on the lengths and times of the histories alone. With a strategy that knows the next batch, a
-step makes the plan of the next step at the end of its own backward. The GPU computes it there while gradients and rows are on
-their way to other ranks, and the next forward begins earlier. The values are the same.
+step makes the plan of the next step at the end of its own backward. The GPU computes it there while gradients and rows
+travel to other ranks, and the next forward begins earlier. The values are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
@@ -28,11 +29,36 @@ MAX_MISSES = 3  # plans in a row that no step used; then no plans are made ahead
 
 
 class PlannedBatch(NamedTuple):
-    """A batch whose plan was made before its step."""
+    """A batch whose plan was made before its step.
+
+    Args:
+        batch: the batch.
+        parts: what the plan depends on: the features, the lengths and the times.
+        versions: numbers of changes in place of the lengths and times.
+        settings: those of the model for which the plan was made.
+        attention: the attention with the plan.
+    """
 
     batch: SeqBatch
-    contents: tuple[int, ...]  # see _contents()
+    parts: tuple[Any, ...]
+    versions: tuple[int, ...]
+    settings: tuple[bool, ...]
     attention: Attention
+
+    @staticmethod
+    def of(model: HSTUMixin, batch: SeqBatch, attention: Attention) -> PlannedBatch:
+        """``batch`` as it is now."""
+        lengths, times = batch.features.lengths(), batch.timestamps
+        versions, settings = (lengths._version, times._version), (model.drops, model.hparams["cuda_graphs"])
+        return PlannedBatch(batch, (batch.features, lengths, times), versions, settings, attention)
+
+    def fits(self, model: HSTUMixin, batch: SeqBatch) -> bool:
+        """Whether ``batch`` is this one, and nothing has changed that the plan depends on."""
+        if batch is not self.batch:
+            return False
+        now = PlannedBatch.of(model, batch, self.attention)
+        same = all(one is other for one, other in zip(self.parts, now.parts, strict=True))
+        return same and self.versions == now.versions and self.settings == now.settings
 
 
 class AheadPlan:
@@ -49,19 +75,19 @@ class AheadPlan:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether steps train on the batches that were said to be the next ones."""
+        """Whether steps train on the batches that the strategy has announced."""
         return self._misses < MAX_MISSES
 
-    def put(self, batch: SeqBatch, attention: Attention) -> None:
-        """Keep the plan of the next batch."""
-        self._planned = PlannedBatch(batch, _contents(batch), attention)
+    def put(self, planned: PlannedBatch | None) -> None:
+        """Keep the plan of the next batch, or no plan."""
+        self._planned = planned
 
-    def take(self, batch: SeqBatch) -> Attention | None:
+    def take(self, model: HSTUMixin, batch: SeqBatch) -> Attention | None:
         """The plan of ``batch``; ``None`` if there is none, or if user code has changed the batch since."""
         planned, self._planned = self._planned, None
         if planned is None:
             return None
-        if planned.batch is batch and planned.contents == _contents(batch):
+        if planned.fits(model, batch):
             self.used, self._misses = self.used + 1, 0
             return planned.attention
         self._misses += 1
@@ -73,19 +99,18 @@ class AheadPlan:
         return None
 
 
-def _contents(batch: SeqBatch) -> tuple[int, ...]:
-    """Numbers that grow when user code changes in place what the plan depends on."""
-    return batch.timestamps._version, batch.features.lengths()._version
-
-
 def offsets_of(batch: SeqBatch) -> Tensor:
     """Offsets ``[B + 1]`` int64 of the histories."""
     return batch.by_key[HISTORY].offsets().long()
 
 
-def plan_histories(model: HSTUMixin, batch: SeqBatch) -> Attention:
-    """The attention over the histories of ``batch``, with added rows where the model adds some."""
-    offsets, times = offsets_of(batch), batch.timestamps
+def plan_histories(model: HSTUMixin, batch: SeqBatch, offsets: Tensor) -> Attention:
+    """The attention over the histories of ``batch``, with added rows where the model adds some.
+
+    Args:
+        offsets: those of the histories, ``[B + 1]`` int64.
+    """
+    times = batch.timestamps
     if model.adds_rows(batch):
         offsets, times = add_rows(offsets, times)
     return Attention(offsets, times, model.has_bias)
@@ -98,9 +123,9 @@ def prepare_histories(model: HSTUMixin, batch: SeqBatch) -> PreparedHistories:
         return PreparedHistories(batch, keys, attention)
     trains = torch.is_grad_enabled() and model.training
     ahead = plans_of.setdefault(model.layers[0], AheadPlan()) if trains else None
-    attention = None if ahead is None else ahead.take(batch)
+    attention = None if ahead is None else ahead.take(model, batch)
     planned = attention is not None
-    attention = plan_histories(model, batch) if attention is None else attention
+    attention = plan_histories(model, batch, offsets_of(batch)) if attention is None else attention
     if keys is not None:
         keys = pad_keys(keys, len(attention.timestamps))
     if batch.timestamps.is_cuda:
@@ -135,9 +160,17 @@ def _plan_next(
     graphs = graphs_of.get(model.layers[0])
     if not model.attends_to_whole_histories(batch) or (graphs is not None and graphs.is_busy()):
         return
-    attention = plan_histories(model, batch)
+    # TorchRec would keep the offsets that it computes, and user code may still change the lengths.
+    attention = plan_histories(model, batch, F.pad(batch.lengths.long().cumsum(0), (1, 0)))
     if batch.timestamps.is_cuda:
         from lightning_freescale.models.fused_layer import plan_layers  # Triton is on CUDA machines only
 
         plan_layers(list(model.layers), attention.plan, dtype, model.drops, model.hparams["cuda_graphs"])
-    ahead.put(batch, attention)
+    ahead.put(PlannedBatch.of(model, batch, attention))
+
+
+def drop_plan(model: HSTUMixin) -> None:
+    """Drop the plan of a next batch, which keeps that batch in memory."""
+    ahead = plans_of.get(model.layers[0])
+    if ahead is not None:
+        ahead.put(None)

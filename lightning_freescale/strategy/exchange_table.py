@@ -197,7 +197,7 @@ def optimizer_markdown() -> str:
         further = ", ".join(f"`{key}" if key.endswith(")") else f"`{key}`" for key in keys)
         cpu = "our update" if moments else "FBGEMM's"
         cuda = (
-            "our update; FBGEMM's with weight decay, clipping, other types or places"
+            "our update in the prioritized exchange of rows, FBGEMM's otherwise"
             if table_optimizer.TABLE_OPTIMIZERS[name] == GROUPED_OPTIMIZER
             else "FBGEMM's"
         )

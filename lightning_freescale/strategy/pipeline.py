@@ -265,7 +265,8 @@ class BatchPipeline:
     def next_batch(self) -> Any:
         """The batch of the next step, safe to use on the current stream.
 
-        ``None`` if it is not known, or if user code may replace it. Known after :meth:`features_ahead`.
+        ``None`` if it is not known, or if a hook of the user may replace it. It is known after :meth:`features_ahead`. User
+        code may still change its fields before its step.
         """
         if self._next is None or not self._next.moved or self._has_hook("on_after_batch_transfer"):
             return None

@@ -103,7 +103,8 @@ class StepHooks(CheckpointHooks):
     def next_batch(self) -> Any:
         """The batch of the next training step, safe to use on the current stream; ``None`` if it is not known.
 
-        It is known in a training step whose embeddings are exchanged with priorities, unless hooks of the user replace it.
+        It is known in a training step of a model whose embeddings may be exchanged with priorities, unless a hook of the user
+        replaces batches. User code may still change its fields before its step.
         """
         return self._pipeline.next_batch()
 

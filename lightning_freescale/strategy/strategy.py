@@ -91,7 +91,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             samples to ranks then depends on measured times, so two runs differ in rounding. By default the costs follow
             from the FLOPs of the model, ``cost_coefficients()``.
         prioritize: ``True`` exchanges rows that the next batch does not share behind dense compute, and shared rows
-            first. The training stays the same bit for bit. ``False`` exchanges synchronously, as TorchRec does.
+            first. The training stays the same, on a CPU bit for bit. ``False`` exchanges synchronously, as TorchRec does.
             ``"auto"`` measures both in the first steps and keeps the faster one.
         dedup: request each distinct row of a batch once, and sum its gradients before they are sent. This changes the order
             of a sum, and so its rounding. ``"auto"`` does it for a module in whose first batch enough ids are repeated.

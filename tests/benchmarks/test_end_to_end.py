@@ -336,7 +336,8 @@ def test_complete_rounds_are_written_if_the_process_is_told_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.json"
-    known = {"sides": {SYNC: 1, ALL: 2}, "later_rounds": [{SYNC: 3, ALL: 4}, {SYNC: 5}], "under_way": ALL}
+    sides = {"wanted": [SYNC, ALL, BALANCE], "failed": {BALANCE: "no luck"}}
+    known = sides | {"sides": {SYNC: 1, ALL: 2}, "later_rounds": [{SYNC: 3, ALL: 4}, {SYNC: 5}]}
 
     def stopped(ranks: int, argv: list[str], *rest: Any, **options: Any) -> None:
         Path(argv[argv.index("--part") + 1]).write_text(json.dumps(known))
@@ -355,7 +356,7 @@ def test_complete_rounds_are_written_if_the_process_is_told_to_end(
     assert found["stopped"] == "after 2 of 3 rounds"
 
     output.unlink()
-    known = {"sides": {SYNC: 1}, "later_rounds": [{}], "under_way": ALL}  # the first round is not complete
+    known = sides | {"sides": {SYNC: 1}, "later_rounds": [{}]}  # the first round is not complete
     with pytest.raises(SystemExit):
         end_to_end.launch(arguments)
     assert not output.exists()

@@ -48,15 +48,17 @@ kernel = make("rowwise_adagrad", "cpu")
 found = train(kernel, grouped(kernel, shift=1), "cpu")
 assert not all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, want, strict=True))
 
-# A row with many gradients: the kernel reads them in blocks. A width that is no power of two.
-for count in (7, 8, 9, 17):
-    keys, places = torch.tensor([1] * count + [3]), torch.randperm(count + 1)
-    gradients, weights, sums = torch.randn(count + 1, 12), torch.randn(60), torch.rand(5)
+# Rows with many gradients: the kernels read them in blocks and spans. The width is no power of two.
+for counts in ([0, 1], [3, 15, 1], [16, 0, 16], [17, 64], [1, 64, 63], [64, 65], [129, 2, 70, 1], [5, 2000, 3], [60, 4, 64, 64]):
+    total = sum(counts)
+    keys, places = torch.arange(5)[: len(counts)].repeat_interleave(torch.tensor(counts)), torch.randperm(total)
+    gradients, weights, sums = torch.randn(total, 12), torch.randn(60), torch.rand(5)
     before, squares = weights.clone().view(5, 12), sums.clone()
     update_rows(keys, places, gradients, weights, sums, 1, 0.1, 1e-8)
-    for row, total in ((1, gradients[places[:count]].sum(0)), (3, gradients[places[count]])):
-        squares[row] += total.square().mean()
-        before[row] -= 0.1 / (squares[row].sqrt() + 1e-8) * total
+    for row in keys.unique().tolist():
+        mean = gradients[places[keys == row]].double().sum(0).float()
+        squares[row] += mean.square().mean()
+        before[row] -= 0.1 / (squares[row].sqrt() + 1e-8) * mean
     assert torch.allclose(weights.view(5, 12), before, rtol=1e-5, atol=1e-6)
     assert torch.allclose(sums, squares, rtol=1e-5)
 """
@@ -114,6 +116,14 @@ def test_other_tables_are_left_to_fbgemm_on_cuda(case: str) -> None:
 def test_other_tables_are_left_to_fbgemm() -> None:
     kernel = make("rowwise_adagrad", "cpu")
     assert not GroupedUpdate(kernel).is_possible()  # not in the memory of a GPU
+
+
+def test_deterministic_algorithms_leave_the_update_to_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = GroupedUpdate(make("rowwise_adagrad", "cpu"))
+    monkeypatch.setattr(update, "_check", lambda: True)
+    assert update.is_possible()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not update.is_possible()
 
 
 def test_gradients_of_a_row_are_side_by_side_in_their_order() -> None:

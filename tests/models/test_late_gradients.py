@@ -107,3 +107,14 @@ def test_nothing_follows_if_no_gradient_of_the_parameters_is_asked_for() -> None
     late = postpone([weight], then=lambda: order.append("then"))
     torch.autograd.grad(Product.apply(x, weight, order, late.held, late.ticket).sum(), x)
     assert order == []
+
+
+def test_nothing_follows_a_backward_whose_graph_is_kept() -> None:
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    order: list[str] = []
+    late = postpone([weight], then=lambda: order.append("then"))
+    loss = Product.apply(x, weight, order, late.held, late.ticket).sum()
+    loss.backward(retain_graph=True)
+    assert order == ["weight"]
+    loss.backward()
+    assert order == ["weight", "weight", "then"]

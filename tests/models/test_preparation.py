@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.models import HSTU, preparation
 from lightning_freescale.models.layer_graphs.registry import plans_of
-from lightning_freescale.models.preparation import MAX_MISSES, AheadPlan, plan_next
+from lightning_freescale.models.preparation import MAX_MISSES, AheadPlan, PlannedBatch, plan_next
 from tests.models.test_hstu import planted, tiny, training_batch
 
 
@@ -69,7 +69,7 @@ def test_a_batch_that_user_code_changes_is_planned_again(monkeypatch: pytest.Mon
     assert same(got, want)
     assert not same(want, old)
     # Negative control: the comparison notices the plan of an older content.
-    monkeypatch.setattr(preparation, "_contents", lambda batch: ())
+    monkeypatch.setattr(PlannedBatch, "fits", lambda self, model, batch: True)
     copies: list[int] = []
     plan = preparation.plan_histories
     monkeypatch.setattr(preparation, "plan_histories", lambda *given: (copies.append(1), plan(*copied(*given)))[1])
@@ -78,9 +78,46 @@ def test_a_batch_that_user_code_changes_is_planned_again(monkeypatch: pytest.Mon
     assert copies == [1]
 
 
-def copied(model: HSTU, batch: SeqBatch) -> tuple[HSTU, SeqBatch]:
+def copied(model: HSTU, batch: SeqBatch, offsets: Tensor) -> tuple[HSTU, SeqBatch, Tensor]:
     """The batch with arrays of its own. On a CPU a plan refers to those of the batch."""
-    return model, SeqBatch(batch.features, batch.timestamps.clone())
+    return model, SeqBatch(batch.features, batch.timestamps.clone()), offsets
+
+
+def test_a_batch_whose_fields_user_code_replaces_is_planned_again() -> None:
+    model, batch, other = tiny(), training_batch(planted(20)[0]), training_batch(planted(20, seed=9)[0])
+    for name, value in (("timestamps", batch.timestamps * 1000), ("features", other.features)):
+        ahead = with_next(model, batch)
+        setattr(batch, name, value)
+        batch.timestamps = batch.timestamps[:1].repeat(int(batch.lengths.sum()))  # as many as there are events
+        got = outputs_and_gradients(model, batch)
+        assert ahead.used == 0
+        assert same(got, outputs_and_gradients(model, SeqBatch(batch.features, batch.timestamps)))
+
+
+def test_lengths_that_user_code_changes_are_used() -> None:
+    model, batch = tiny(), training_batch([[1, 2, 3, 4], [5, 6], [7, 8, 9]])
+    ahead = with_next(model, batch)
+    batch.features.lengths()[:2] += torch.tensor([-1, 1])  # an event moves to the next history
+    got = outputs_and_gradients(model, batch)
+    assert ahead.used == 0
+    fresh = training_batch([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    fresh.timestamps = batch.timestamps
+    assert same(got, outputs_and_gradients(model, fresh))
+
+
+def test_a_setting_that_changes_is_used() -> None:
+    model, batch = tiny(), training_batch(planted(20)[0])
+    ahead = with_next(model, batch)
+    model.hparams["cuda_graphs"] = False
+    model(batch)
+    assert ahead.used == 0
+
+
+def test_the_end_of_a_training_drops_the_plan() -> None:
+    model, batch = tiny(), training_batch(planted(20)[0])
+    ahead = with_next(model, batch)
+    model.on_train_end()
+    assert ahead._planned is None
 
 
 def test_an_evaluation_leaves_the_plan() -> None:

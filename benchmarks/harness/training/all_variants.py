@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, keep: Path | None, known: Figures | None,
     figures = known
     batches = JobBatches(job)
     possible = [name for name in TRAINING_VARIANTS if not (arguments.clicks and name == BALANCE)]
-    wanted = [name for name in possible if not arguments.sides or name in arguments.sides]
+    figures["wanted"] = wanted = [name for name in possible if not arguments.sides or name in arguments.sides]
     if job.device.type == "cuda":
         train(DENSE_ONLY, job, batches)  # compiles the kernels for the batches that count, too
     for number in range(arguments.rounds):

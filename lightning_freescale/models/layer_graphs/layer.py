@@ -46,7 +46,9 @@ class LayerGraph:
         self.forward: Captured | None = None
         self.backward: Captured | None = None
         self.parameters: Captured | None = None
-        self._like: list[Tensor | None] = []  # tensors with the shapes of the gradients of the parameters, without memory
+        self._like: list[
+            Tensor | None
+        ] = []  # tensors with the shapes of the gradients of the parameters, without memory
         self._addresses: list[int | None] = []
         self._settings: tuple[Any, ...] = ()
         self._inputs: list[Tensor] = []
@@ -180,7 +182,7 @@ class LayerGraph:
         assert self.parameters is not None
         self.parameters.graph.replay()
         like = [x for x in self._like if x is not None]
-        # One call. To split and to view are eleven, and this runs in the backward of every layer.
+        # This is one call. A split and the views would be eleven calls, in the backward of every layer.
         parts = iter(torch._C._nn.unflatten_dense_tensors(self.parameters.results.clone(), like))
         return [None if x is None else next(parts) for x in self._like]
 

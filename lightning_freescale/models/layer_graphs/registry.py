@@ -1,4 +1,4 @@
-"""Which models have graphs and plans. This file is imported on machines without Triton, too."""
+"""This file knows which models have graphs and plans. It is imported on machines without Triton, too."""
 
 from __future__ import annotations
 
