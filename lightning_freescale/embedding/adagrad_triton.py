@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_freescale.runtime.direct_triton import direct
 
 SPAN = 64  # gradients of a span
-BLOCK = 16  # gradients, or sums of spans, that a program reads at once
+ROWS_AT_ONCE = 16  # gradients, or sums of spans, that a program reads at once
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def update_rows(
     columns, spans = triton.next_power_of_2(width), -(-count // SPAN)
     options = {"num_warps": min(max(columns // 64, 1), 8)}
     sums = torch.empty(spans, width, device=gradients.device)
-    constants = width, columns, SPAN, BLOCK
+    constants = width, columns, SPAN, ROWS_AT_ONCE
     if spans > 1:
         _sum_spans[(spans - 1,)](keys, places, gradients, sums, count, divisor, *constants, **options)
     arguments = keys, places, gradients, sums, weights, squares, count, divisor, rate, eps

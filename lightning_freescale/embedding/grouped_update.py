@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torch import Tensor
 
 GROUPED_OPTIMIZER = EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -61,7 +64,10 @@ class GroupedUpdate:
         weights, sums = getattr(kernel, "weights_dev", None), getattr(kernel, "momentum1_dev", None)
         if kernel.optimizer != GROUPED_OPTIMIZER or weights is None or sums is None:
             return False
-        if getattr(kernel, "_used_rowwise_adagrad_with_counter", False):  # FBGEMM has another formula then
+        if getattr(kernel, "weight_decay_mode", None) in (
+            WeightDecayMode.COUNTER,
+            WeightDecayMode.COWCLIP,
+        ):  # other formulas
             return False
         if kernel._backward_hooks or kernel._backward_pre_hooks:
             return False
