@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 # One tested set of versions; FBGEMM is built against one torch release and must match it.
 TORCH := torch==2.13.0
@@ -48,6 +48,8 @@ $(VENV)/.stack: Makefile
 $(VENV)/.built: $(VENV)/.stack pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 	PYTHONWARNINGS="ignore:Editable installation" \
 	$(PIP) --no-warn-conflicts --no-build-isolation --editable ".[$(STACK),dev]"
+	@# pip would compile the modules on one core; some files of packages are templates, which cannot be compiled
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib > /dev/null || true
 	@touch $@
 
 clean:

@@ -193,8 +193,8 @@ def compare_grouped(rank: int, world: int, cases: list[dict]) -> tuple[list[bool
     return compare(rank, world, cases), ByFbgemm.used
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_an_exchange_that_groups_gradients_gives_the_same_bits(world: int) -> None:
+def test_an_exchange_that_groups_gradients_gives_the_same_bits() -> None:
+    world = 3
     shapes = [lambda rank, step: 4, lambda rank, step: 0 if (rank + step) % 3 == 0 else 1 + 3 * rank]
     cases = [
         case(world, kind=kind, optimizer="rowwise_adagrad", sabotage=group, samples=shape, seed=seed, steps=5 + seed)
