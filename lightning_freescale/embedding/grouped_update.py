@@ -25,6 +25,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
+from lightning_freescale.runtime.log import log_once
+
 GROUPED_OPTIMIZER = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 
 
@@ -56,31 +58,35 @@ class GroupedUpdate:
         """Whether the kernel has row-wise Adagrad without further options, and float32 tables in the memory of a GPU."""
         if self._options is not self._kernel.optimizer_args:
             self._options = self._kernel.optimizer_args
-            self._possible = self._check()
-        return self._possible and not torch.are_deterministic_algorithms_enabled()
+            reason = self._reason_against()
+            self._possible = reason is None
+            if reason is not None and not self._kernel.use_cpu:  # a CPU has FBGEMM's update alone
+                log_once(f"prioritize: FBGEMM updates the rows of the tables, because {reason}")
+        if self._possible and torch.are_deterministic_algorithms_enabled():
+            log_once("prioritize: FBGEMM updates the rows of the tables, because deterministic algorithms are required")
+            return False
+        return self._possible
 
-    def _check(self) -> bool:
+    def _reason_against(self) -> str | None:
+        """Why the rows cannot be updated here; ``None`` if they can."""
         kernel, options = self._kernel, self._options
-        weights, sums = getattr(kernel, "weights_dev", None), getattr(kernel, "momentum1_dev", None)
-        if kernel.optimizer != GROUPED_OPTIMIZER or weights is None or sums is None:
-            return False
-        if getattr(kernel, "weight_decay_mode", None) in (
-            WeightDecayMode.COUNTER,
-            WeightDecayMode.COWCLIP,
-        ):  # other formulas
-            return False
+        if kernel.optimizer != GROUPED_OPTIMIZER:
+            return f"the optimizer is {kernel.optimizer}"
+        if getattr(kernel, "weight_decay_mode", None) in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP):
+            return f"the weight decay mode is {kernel.weight_decay_mode}"
+        if options.gradient_clipping or options.weight_decay or getattr(options, "max_norm", 0.0):
+            return "gradients are clipped or weights decay"
         if kernel._backward_hooks or kernel._backward_pre_hooks:
-            return False
+            return "the kernel has hooks for its backward"
+        weights: Any = getattr(kernel, "weights_dev", None)
+        sums: Any = getattr(kernel, "momentum1_dev", None)
         rows, widths = [spec[0] for spec in kernel.embedding_specs], {spec[1] for spec in kernel.embedding_specs}
-        return (
-            not (options.gradient_clipping or options.weight_decay or getattr(options, "max_norm", 0.0))
-            and weights.is_cuda
-            and weights.dtype == sums.dtype == torch.float32
-            and len(widths) == 1
-            and weights.numel() == sum(rows) * min(widths)  # otherwise some tables are not in this array
-            and sums.numel() == sum(rows)
-            and importlib.util.find_spec("triton") is not None
-        )
+        in_memory = weights is not None and sums is not None and weights.is_cuda and len(widths) == 1
+        if not in_memory or weights.numel() != sum(rows) * min(widths) or sums.numel() != sum(rows):
+            return "not all of them are in the memory of the GPU, with rows of one width"
+        if weights.dtype != torch.float32 or sums.dtype != torch.float32:
+            return f"the tables have the type {weights.dtype}"
+        return None if importlib.util.find_spec("triton") is not None else "Triton is not installed"
 
     def group(self, keys: Tensor, wire_position: Tensor) -> GroupedGradients:
         """Sort the gradients by their rows.

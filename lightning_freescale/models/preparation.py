@@ -78,9 +78,13 @@ class AheadPlan:
         """Whether steps train on the batches that the strategy has announced."""
         return self._misses < MAX_MISSES
 
-    def put(self, planned: PlannedBatch | None) -> None:
-        """Keep the plan of the next batch, or no plan."""
+    def put(self, planned: PlannedBatch) -> None:
+        """Keep the plan of the next batch."""
         self._planned = planned
+
+    def drop(self) -> None:
+        """Forget the plan, which keeps its batch in memory, and the plans that no step used."""
+        self._planned, self._misses = None, 0
 
     def take(self, model: HSTUMixin, batch: SeqBatch) -> Attention | None:
         """The plan of ``batch``; ``None`` if there is none, or if user code has changed the batch since."""
@@ -170,7 +174,7 @@ def _plan_next(
 
 
 def drop_plan(model: HSTUMixin) -> None:
-    """Drop the plan of a next batch, which keeps that batch in memory."""
+    """Drop the plan of a next batch at the end of a training."""
     ahead = plans_of.get(model.layers[0])
     if ahead is not None:
-        ahead.put(None)
+        ahead.drop()

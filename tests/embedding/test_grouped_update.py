@@ -113,14 +113,25 @@ def test_other_tables_are_left_to_fbgemm_on_cuda(case: str) -> None:
     assert not GroupedUpdate(make(case, "cuda")).is_possible()
 
 
-def test_other_tables_are_left_to_fbgemm() -> None:
-    kernel = make("rowwise_adagrad", "cpu")
-    assert not GroupedUpdate(kernel).is_possible()  # not in the memory of a GPU
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("rowwise_adagrad", "memory of the GPU"),
+        ("sgd", "the optimizer is"),
+        ("rowwise_adagrad, L2", "weights decay"),
+    ],
+)
+def test_other_tables_are_left_to_fbgemm(case: str, reason: str) -> None:
+    update = GroupedUpdate(make(case, "cpu"))
+    assert not update.is_possible()
+    found = update._reason_against()
+    assert found is not None
+    assert reason in found
 
 
 def test_deterministic_algorithms_leave_the_update_to_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
     update = GroupedUpdate(make("rowwise_adagrad", "cpu"))
-    monkeypatch.setattr(update, "_check", lambda: True)
+    monkeypatch.setattr(update, "_reason_against", lambda: None)
     assert update.is_possible()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not update.is_possible()
@@ -142,7 +153,7 @@ def test_gradients_of_a_row_are_side_by_side_in_their_order() -> None:
 def test_options_that_are_replaced_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel: Kernel = make("rowwise_adagrad", "cpu")
     update, checks = GroupedUpdate(kernel), list[bool]()
-    monkeypatch.setattr(update, "_check", lambda: checks.append(True) or True)
+    monkeypatch.setattr(update, "_reason_against", lambda: checks.append(True))
     assert update.is_possible()
     assert update.is_possible()
     kernel.update_hyper_parameters({"eps": 0.01})

@@ -141,6 +141,8 @@ def test_steps_on_other_batches_end_the_plans() -> None:
         assert ahead.is_worth_it == (misses + 1 < MAX_MISSES)
     model._trainer = SimpleNamespace(strategy=SimpleNamespace(next_batch=lambda: batch))  # type: ignore[assignment]
     assert plan_next(model, ahead) is None
+    model.on_train_end()
+    assert plan_next(model, ahead) is not None  # the next training tries again
     model._trainer = None
 
 

@@ -46,9 +46,8 @@ class LayerGraph:
         self.forward: Captured | None = None
         self.backward: Captured | None = None
         self.parameters: Captured | None = None
-        self._like: list[
-            Tensor | None
-        ] = []  # tensors with the shapes of the gradients of the parameters, without memory
+        # Tensors with the shapes of the gradients of the parameters, without memory.
+        self._like: list[Tensor | None] = []
         self._addresses: list[int | None] = []
         self._settings: tuple[Any, ...] = ()
         self._inputs: list[Tensor] = []
