@@ -105,10 +105,18 @@ def bounded_connect(connect: Callable[[], Made], timeout: timedelta, device: tor
 
 
 def new_gloo_group(timeout: timedelta | None) -> Any:
-    """A gloo group of all ranks. A collective."""
-    if timeout is None:
-        return dist.new_group(backend="gloo")
-    return bounded_connect(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
+    """A gloo group of all ranks. A collective. It returns when every rank has its connections.
+
+    torch returns on each rank when the connections of that rank are complete. If the rank left the group at once, the
+    ranks that still connect would fail with "Connection closed by peer". The barrier prevents that.
+    """
+
+    def connect() -> Any:
+        group = dist.new_group(backend="gloo") if timeout is None else dist.new_group(backend="gloo", timeout=timeout)
+        dist.barrier(group)
+        return group
+
+    return connect() if timeout is None else bounded_connect(connect, timeout)
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:

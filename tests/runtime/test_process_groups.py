@@ -21,6 +21,8 @@ from lightning_freescale.runtime.process_groups import (
     bounded_connect,
     is_connection_error,
     keep_from_forked_processes,
+    new_gloo_group,
+    own_store,
 )
 from lightning_freescale.strategy.connecting import BoundedSetup
 from lightning_freescale.transport.groups import new_group
@@ -56,6 +58,32 @@ def forked_child_ends(rank: int, protected: bool) -> bool:
 @pytest.mark.parametrize("protected", [True, False], ids=["protected", "negative control"])
 def test_a_forked_process_does_not_destroy_groups(protected: bool) -> None:
     assert run_ranks(forked_child_ends, 2, (protected,)) == [protected, protected]
+
+
+def other_rank_is_connected(rank: int, ours: bool) -> bool:
+    """Make a group, rank 0 half a second later than rank 1. Whether rank 0 was connected when this rank got the group."""
+    dist.init_process_group("gloo")
+    store = own_store()
+    make = dist.new_group
+
+    def slow(*args: Any, **options: Any) -> Any:
+        group = make(*args, **options)
+        time.sleep(0.5)
+        store.set("connected", "")
+        return group
+
+    if rank == 0:
+        dist.new_group = slow
+    new_gloo_group(timedelta(seconds=20)) if ours else dist.new_group(backend="gloo")
+    connected = store.check(["connected"])
+    dist.barrier()
+    return connected
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "negative control"])
+def test_a_new_group_is_connected_on_every_rank(ours: bool) -> None:
+    """A rank may leave the group at once. The ranks that still connect would fail then."""
+    assert run_ranks(other_rank_is_connected, 2, (ours,)) == [True, ours]
 
 
 def test_a_connection_that_takes_too_long_is_an_error() -> None:
