@@ -12,6 +12,10 @@ namespace freescale::transport {
 // How long a thread without work waits. Whoever has work for it wakes it earlier.
 static constexpr std::chrono::microseconds idle_wait = std::chrono::seconds(1);
 
+// How long a chunk may lie in a ring until a thread notices it. A host that is far ahead of its device issues an exchange
+// long before the device writes the chunks, and then the whole exchange waits for the slowest look of any rank.
+static constexpr std::chrono::microseconds longest_delay{200}, longest_urgent_delay{50};
+
 class Queue::Callbacks : public WireCallbacks {
  public:
   explicit Callbacks(Queue& queue) : queue_(queue) {}
@@ -193,7 +197,7 @@ Queue::SendState Queue::send_ready(NetworkThreads& threads) {
 
 void Queue::send_chunks(NetworkThreads& threads) {
   Callbacks callbacks(*this);
-  Backoff backoff;
+  Backoff backoff(settings_.high_priority ? longest_urgent_delay : longest_delay);
   bool abort_sent = false, waited = false;
   while (!stop_sending_) {
     try {
