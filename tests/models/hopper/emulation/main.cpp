@@ -3,7 +3,6 @@
 // usage: main TRIALS SHIFT; SHIFT is added to the edges of the buckets, for a negative control.
 #include <cstdio>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "bias.cuh"
@@ -90,7 +89,6 @@ struct Trial {
   std::vector<Buckets> seen;
 
   void lane(int number) {
-    threadIdx.x = number;
     const Bias bias = {position.data(), time.data(), edges.data(), nullptr, nullptr, (int)position.size(), (int)time.size()};
     load_tables(TABLES, bias, number, 32);
     __syncwarp();
@@ -180,9 +178,7 @@ int main(int, char** arguments) {
   int paths[5] = {};  // constant bias; one edge of positions; of times; of both; more
   for (int number = 0; number < atoi(arguments[1]); number++) {
     Trial trial = make_trial(number, atoi(arguments[2]), rng);
-    std::vector<std::thread> threads;
-    for (int lane = 0; lane < 32; lane++) threads.emplace_back(&Trial::lane, &trial, lane);
-    for (std::thread& thread : threads) thread.join();
+    block::run(32, [&] { trial.lane(threadIdx.x); });
     const auto found = trial.errors();
     score = max(score, found.first);
     sum = max(sum, found.second);

@@ -2,10 +2,11 @@
 // exchanges between lanes are made through another array and a barrier.
 #pragma once
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+
+#include "block.h"
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -22,10 +23,6 @@ struct int2 {
 struct float2 {
   float x, y;
 };
-struct Index {
-  unsigned x;
-};
-inline thread_local Index threadIdx;
 inline int2 make_int2(int x, int y) { return {x, y}; }
 
 // Bits.
@@ -52,9 +49,8 @@ inline u32 pack(float low, float high) { return round_bf16(low) | round_bf16(hig
 inline float2 unpack(u32 x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)}; }
 
 // Lanes.
-inline std::barrier<> lanes(32);
 inline u32 exchanged[32];
-inline void __syncwarp() { lanes.arrive_and_wait(); }
+inline void __syncwarp() { block::barrier(); }
 
 template <class Combine>
 u32 combine_lanes(u32 x, Combine combine) {

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "silu.cuh"
@@ -75,18 +74,10 @@ int main(int, char** arguments) {
     *targets[p] = {part.grad.data(), part.before.data(), part.shares.data(), part.stride, part.stride, part.stride};
   }
   gridDim.x = 3 * HEADS * PROGRAMS;
-  std::vector<std::thread> threads;
-  for (unsigned t = 0; t < 256; t++)
-    threads.emplace_back([&, t] {
-      threadIdx.x = t;
-      for (unsigned block = 0; block < gridDim.x; block++) {
-        if (t == 0) blockIdx.x = block;
-        __syncthreads();
-        hstu_finish_silu(sums, given, schedule.data(), (int)schedule.size(), HEADS, SCALE);
-        __syncthreads();
-      }
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
+    block::run(256, [&] {
+      hstu_finish_silu(sums, given, schedule.data(), (int)schedule.size(), HEADS, SCALE);
     });
-  for (std::thread& thread : threads) thread.join();
 
   double errors[2] = {0, 0};
   for (const Reference& part : parts)

@@ -1,9 +1,10 @@
 // Stands in for the kernels' tile.cuh when silu.cuh is compiled for a CPU: a thread for each of the 256 threads of a block, which
 // run one block after the other.
 #pragma once
-#include <barrier>
 #include <cmath>
 #include <cstring>
+
+#include "block.h"
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -23,10 +24,6 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
   u32 x, y, z, w;
 };
-struct Index {
-  unsigned x;
-};
-inline thread_local Index threadIdx;
 inline Index blockIdx, gridDim;
 
 struct Work {
@@ -49,9 +46,8 @@ inline u32 round_bf16(float x) {
 inline u32 pack(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 inline float2 unpack(u32 x) { return {as_float(x << 16), as_float(x & 0xffff0000u)}; }
 
-inline std::barrier<> block_barrier(256);
 inline float exchanged[256];
-inline void __syncthreads() { block_barrier.arrive_and_wait(); }
+inline void __syncthreads() { block::barrier(); }
 inline float __shfl_xor_sync(u32, float x, int mask) {
   exchanged[threadIdx.x] = x;
   __syncthreads();
