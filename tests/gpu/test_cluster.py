@@ -5,66 +5,77 @@ The prioritized exchange, and HSTU in the Trainer, are compared with the synchro
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.harness.gpu_cluster import launcher
+from tests.gpu.clusters import Clusters, Run, result_of
 
-HERE = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 
-def result_of(
-    script: str, *arguments: str, folder: Path | None = None, ranks: int = 4, reserve_sms: bool = False
-) -> Any:
-    """The JSON that rank 0 of ``script`` prints."""
-    env = {} if folder is None else {"FOLDER": str(folder)}
-    argv = [str(HERE / script), *arguments]
-    output = launcher.run(ranks, argv, timeout=300, reserve_sms=reserve_sms, env=env)[0]
-    return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
+def runs(*each: Run) -> Callable[[Callable], Callable]:
+    """The test is called once for each run, and gets its result as ``results``."""
+    names = ["-".join((run.script.removesuffix(".py"), *run.arguments)) for run in each]
+    return pytest.mark.parametrize("results", each, ids=names, indirect=True)
 
 
-def test_ranks_have_sms_of_their_own() -> None:
-    apart = result_of("reserved_sms.py", ranks=2, reserve_sms=True)
-    same = result_of("reserved_sms.py", "same", ranks=2, reserve_sms=True)  # the check can fail
+@pytest.fixture(scope="module")
+def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    own = (item for item in request.session.items if item.path == request.path)
+    selected = [item.callspec.params["results"] for item in own if "results" in getattr(item, "fixturenames", ())]  # type: ignore[attr-defined]
+    started = Clusters(selected, tmp_path_factory.mktemp("clusters"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, clusters: Clusters) -> Any:
+    return clusters.result(request.param)
+
+
+def test_ranks_have_sms_of_their_own(tmp_path: Path) -> None:
+    apart = result_of(Run("reserved_sms.py", ranks=2, alone=True), tmp_path)
+    same = result_of(Run("reserved_sms.py", ("same",), ranks=2, alone=True), tmp_path)  # the check can fail
     for ranks, beside in ((apart, True), (same, False)):
         assert all(rank["own"] == rank["sms"] < rank["default"] for rank in ranks), ranks
         assert 2 * ranks[0]["sms"] <= ranks[0]["default"], ranks
         assert (ranks[0]["held"] and ranks[1]["ran"]) is beside, ranks
 
 
-@pytest.mark.parametrize("backend", ["nccl", "freescale"])
-def test_prioritized_equals_synchronous(backend: str) -> None:
+@runs(Run("prioritized.py", ("nccl",)), Run("prioritized.py", ("freescale",)))
+def test_prioritized_equals_synchronous(results: Any) -> None:
     """Losses agree within 1e-6, weights and optimizer state within 1e-5 of their size, also in bfloat16 on the wire."""
-    results = result_of("prioritized.py", backend)
     check_exchanges(results, cases=12)
     for case in results["cases"]:
         assert (case["saved"] > 0) == (case["options"] == ["use_index_dedup"]), case
 
 
-@pytest.mark.parametrize("backend", ["nccl", "freescale"])
-def test_prioritized_bags_equal_synchronous_ones(backend: str) -> None:
+@runs(Run("bags.py", ("nccl",)), Run("bags.py", ("freescale",)))
+def test_prioritized_bags_equal_synchronous_ones(results: Any) -> None:
     """The same for sums, means and weighted sums. Each of two tables has its own width, and two features share one of them."""
-    results = result_of("bags.py", backend)
     check_exchanges(results, cases=17)
     assert all(case["saved"] == 0 for case in results["cases"])
 
 
-def test_optimizers_with_moments() -> None:
+@runs(Run("moment_optimizers.py", ("nccl",)))
+def test_optimizers_with_moments(results: Any) -> None:
     """The same for each of them, without and with weight decay."""
-    check_exchanges(result_of("moment_optimizers.py", "nccl"), cases=8)
+    check_exchanges(results, cases=8)
 
 
-@pytest.mark.parametrize("collection", ["rows", "bags"])
-def test_tables_in_host_memory(collection: str) -> None:
+@runs(Run("host_tables.py", ("nccl", "rows")))
+def test_tables_in_host_memory(results: Any) -> None:
     """The same for tables in host memory, with a cache on the GPU for 20 % of their rows and without one."""
-    results = result_of("host_tables.py", "nccl", collection)
-    check_exchanges(results, cases=6 if collection == "rows" else 2)
-    if collection == "rows":
-        assert results["past_the_cache"] > 1e-3
+    check_exchanges(results, cases=6)
+    assert results["past_the_cache"] > 1e-3
+
+
+@runs(Run("host_tables.py", ("nccl", "bags")))
+def test_tables_of_bags_in_host_memory(results: Any) -> None:
+    check_exchanges(results, cases=2)
 
 
 def check_exchanges(results: Any, cases: int) -> None:
@@ -77,9 +88,9 @@ def check_exchanges(results: Any, cases: int) -> None:
         assert case["weights"] <= 1e-5 * case["moved"], case
 
 
-def test_zero_collision_ids() -> None:
+@runs(Run("zero_collision.py", ("freescale",)))
+def test_zero_collision_ids(results: Any) -> None:
     """Ids, ages and slots are those of the CPU, exactly. The exchanges agree within 1e-6, and with the CPU within 1e-5."""
-    results = result_of("zero_collision.py", "freescale")
     assert [case["optimizer"] for case in results["cases"]] == [
         "rowwise_adagrad",
         "rowwise_adagrad",
@@ -103,9 +114,9 @@ def test_zero_collision_ids() -> None:
     assert results["unordered"]["rows"] > 1e-3
 
 
-def test_hstu_on_raw_ids(tmp_path: Path) -> None:
+@runs(Run("raw_ids.py", ("20",)))
+def test_hstu_on_raw_ids(results: Any) -> None:
     """Both exchanges give the same ids and ages, exactly, and losses within 1 %, because of bf16. The checkpoint is exported."""
-    results = result_of("raw_ids.py", "20", folder=tmp_path)
     assert results["differ"] == 0
     assert results["ids"] > 4000  # of 8,192 rows
     assert len(results["True"]["losses"]) == 20
@@ -113,9 +124,9 @@ def test_hstu_on_raw_ids(tmp_path: Path) -> None:
     assert results["True"]["val"]["val/loss"] == pytest.approx(results["False"]["val"]["val/loss"], rel=0.01)
 
 
-def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
+@runs(Run("hstu.py", ("40",)))
+def test_hstu_has_the_same_losses_in_both_modes(results: Any) -> None:
     """Losses agree within 1 %, also over the SM-free transport. With bf16, the order of sums changes the rounding."""
-    results = result_of("hstu.py", "40", folder=tmp_path)
     expected = results["synchronous"]
     for name in ("nccl", "host"):
         got = results[name]
@@ -126,18 +137,17 @@ def test_hstu_has_the_same_losses_in_both_modes(tmp_path: Path) -> None:
     assert expected["planned"] == 0  # a synchronous exchange does not know the next batch
 
 
-def test_saves_beside_the_training_are_exact() -> None:
+@runs(Run("late_copies.py", alone=True))
+def test_saves_beside_the_training_are_exact(results: Any) -> None:
     """Tables that are copied beside the backward are those of the save, bit for bit, though the copy takes long."""
-    results = result_of("late_copies.py", reserve_sms=True)
     assert results["in time"] == [True] * 4
     assert not any(results["late"])  # the comparison can fail
 
 
-@pytest.mark.parametrize("backend", ["nccl", "freescale"])
-def test_shared_experts_equal_one_rank(backend: str) -> None:
+@runs(Run("shared_experts.py", ("nccl",)), Run("shared_experts.py", ("freescale",)))
+def test_shared_experts_equal_one_rank(results: Any, request: pytest.FixtureRequest) -> None:
     """Output and gradients of four ranks in one to three micro-chunks are within 2e-5 of one rank in float32, by their norm."""
-    results = result_of("shared_experts.py", backend)
-    assert results["backend"] == backend
+    assert results["backend"] in request.node.name
     assert results["chunks"].keys() == {"1", "2", "3"}
     for errors in (results["chunks"].values(), [results["late"]]):
         assert all(error <= 2e-5 for error in errors), results
@@ -146,9 +156,9 @@ def test_shared_experts_equal_one_rank(backend: str) -> None:
     assert results["changed weight"] > 1e-4
 
 
-def test_the_monitor_agrees_with_the_profiler(tmp_path: Path) -> None:
+@runs(Run("bubbles.py", alone=True))
+def test_the_monitor_agrees_with_the_profiler(results: Any) -> None:
     """On every rank, the bubble share of a synchronous run is within 3 points of (wall - busy) in a trace of the same steps."""
-    results = result_of("bubbles.py", folder=tmp_path, reserve_sms=True)
     assert [one["rank"] for one in results] == [0, 1, 2, 3]
     for one in results:
         assert one["steps"] == 10
@@ -159,10 +169,9 @@ def test_the_monitor_agrees_with_the_profiler(tmp_path: Path) -> None:
         assert one["monitor"] != pytest.approx(one["with_nccl_as_busy"], abs=0.03, rel=0), one
 
 
-def test_all_ranks_fit_the_same_costs(tmp_path: Path) -> None:
+@runs(Run("learning.py", ("40",), alone=True))  # the time of a rank must not depend on the samples of the others
+def test_all_ranks_fit_the_same_costs(results: Any) -> None:
     """Measured with CUDA events, in both exchange modes. Losses are within 1 % of the unbalanced run, because of bf16."""
-    # Ranks that share SMs disturb each other: the time of a rank would depend on the samples of the others.
-    results = result_of("learning.py", "40", folder=tmp_path, reserve_sms=True)
     expected = results.pop("off")["losses"]
     for name, found in results.items():
         learnt = found["learnt"]
