@@ -29,7 +29,7 @@ class RankFailed(AssertionError):
 
 
 PORTS_KEPT = 8
-LINGER = 3.0  # seconds that a rank stays after its end, for the others
+LINGER = 15.0  # seconds that a rank stays after its end at most, for others that are late on a busy machine
 GRACE = 1.0  # seconds that the others have to report their errors after the first one
 _taken: deque[socket.socket] = deque()
 
