@@ -105,15 +105,19 @@ def bounded_connect(connect: Callable[[], Made], timeout: timedelta, device: tor
 
 
 def new_gloo_group(timeout: timedelta | None) -> Any:
-    """A gloo group of all ranks. A collective. It returns when every rank has its connections.
+    """Make a gloo group of all ranks. Every rank must call this. It returns when every rank has its connections.
 
     torch returns on each rank when the connections of that rank are complete. If the rank left the group at once, the
-    ranks that still connect would fail with "Connection closed by peer". The barrier prevents that.
+    ranks that still connect would fail with "Connection closed by peer". So the ranks wait for each other.
+
+    Args:
+        timeout: how long a transfer may take; torch's default if it is None.
     """
 
     def connect() -> Any:
-        group = dist.new_group(backend="gloo") if timeout is None else dist.new_group(backend="gloo", timeout=timeout)
-        dist.barrier(group)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        # A barrier would use the GPU that Lightning has bound to the default group. A tensor on the CPU does not.
+        dist.all_reduce(torch.zeros(1), group=group)
         return group
 
     return connect() if timeout is None else bounded_connect(connect, timeout)

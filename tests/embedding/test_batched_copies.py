@@ -174,9 +174,8 @@ def train(build: Build, case: str, hooks: bool = False, set_to_none: bool = True
 
 def compare(rank: int, world: int) -> None:
     dist.init_process_group("gloo")
-    for case in list(CASES)[
-        : None if world == 2 else 2
-    ]:  # the number of ranks decides about the rounding of the division alone
+    cases = list(CASES) if world == 2 else list(CASES)[:2]  # further ranks change only the rounding of the division
+    for case in cases:
         for hooks, set_to_none in ((False, True), (True, True), (False, False)):
             found = train(batched, case, hooks, set_to_none)
             for build in (plain, divided_by_bucket) if world == 2 else (divided_by_bucket,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
@@ -60,9 +61,7 @@ class Clusters:
                 self._started[run] = self._pool.submit(result_of, run, self._new_folder())
 
     def _new_folder(self) -> Path:
-        folder = self._folder / str(sum(1 for _ in self._folder.iterdir()))
-        folder.mkdir()
-        return folder
+        return Path(tempfile.mkdtemp(dir=self._folder))
 
     def result(self, run: Run) -> Any:
         """The result of a run. One that runs alone begins when all others have ended."""

@@ -60,15 +60,18 @@ def test_a_forked_process_does_not_destroy_groups(protected: bool) -> None:
     assert run_ranks(forked_child_ends, 2, (protected,)) == [protected, protected]
 
 
-def other_rank_is_connected(rank: int, ours: bool) -> bool:
-    """Make a group, rank 0 half a second later than rank 1. Whether rank 0 was connected when this rank got the group."""
+def rank_0_is_connected(rank: int, ours: bool) -> bool:
+    """Make a group, which takes longer on rank 0. Return whether rank 0 was connected when this rank got the group."""
     dist.init_process_group("gloo")
     store = own_store()
     make = dist.new_group
 
     def slow(*args: Any, **options: Any) -> Any:
         group = make(*args, **options)
-        time.sleep(0.5)
+        if ours:
+            time.sleep(0.3)
+        else:
+            store.wait(["rank 1 has looked"], timedelta(seconds=20))
         store.set("connected", "")
         return group
 
@@ -76,6 +79,7 @@ def other_rank_is_connected(rank: int, ours: bool) -> bool:
         dist.new_group = slow
     new_gloo_group(timedelta(seconds=20)) if ours else dist.new_group(backend="gloo")
     connected = store.check(["connected"])
+    store.set(f"rank {rank} has looked", "")
     dist.barrier()
     return connected
 
@@ -83,7 +87,7 @@ def other_rank_is_connected(rank: int, ours: bool) -> bool:
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "negative control"])
 def test_a_new_group_is_connected_on_every_rank(ours: bool) -> None:
     """A rank may leave the group at once. The ranks that still connect would fail then."""
-    assert run_ranks(other_rank_is_connected, 2, (ours,)) == [True, ours]
+    assert run_ranks(rank_0_is_connected, 2, (ours,)) == [True, ours]
 
 
 def test_a_connection_that_takes_too_long_is_an_error() -> None:
