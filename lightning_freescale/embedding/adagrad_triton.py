@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_freescale.runtime.direct_triton import direct
 
 SPAN = 64  # gradients of a span
-ROWS_AT_ONCE = 16  # gradients, or sums of spans, that a program reads at once
+GRADIENTS_OF_SPAN = 16  # that a program of the first kernel reads at once
+GRADIENTS_OF_ROW = 4  # that a program of the second one reads at once. Most rows have one; more would take registers.
 
 
 @triton.jit
@@ -62,33 +63,42 @@ def _update(
 ):  # fmt: skip
     """One program for each gradient. It updates a row if the gradient is the first one of the row."""
     first = tl.program_id(0)
-    row = tl.load(keys_ptr + first)
+    # A program waits for the memory twice: here, and for the row and its first gradient, which it reads together.
+    row, place = tl.load(keys_ptr + first), tl.load(places_ptr + first)
     before = tl.load(keys_ptr + first - 1, mask=first > 0, other=-1)
+    following = tl.load(keys_ptr + first + 1, mask=first + 1 < count, other=-1)
     if row != before:
         columns = tl.arange(0, COLUMNS)
         inside = columns < WIDTH
-        span = first // SPAN + 1  # the next one
-        end = tl.minimum(span * SPAN, count)
-        gradient = tl.zeros([COLUMNS], tl.float32)
-        start, found = first, tl.full([], BLOCK, tl.int32)
-        while found == BLOCK:  # after ``end`` it finds none
-            part, found = _part(keys_ptr, places_ptr, gradients_ptr, start, end, row, divisor, columns, WIDTH, BLOCK)
-            gradient += part
-            start += BLOCK
-        continues = tl.load(keys_ptr + end, mask=end < count, other=-1) == row
-        found = tl.where(continues, BLOCK, 0)
-        while found == BLOCK:
-            spans = (span + tl.arange(0, BLOCK)).to(tl.int64)
-            own = tl.load(keys_ptr + spans * SPAN, mask=spans * SPAN < count, other=-1) == row
-            mask = own[:, None] & inside[None, :]
-            gradient += tl.sum(tl.load(spans_ptr + spans[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0), 0)
-            found = tl.sum(own.to(tl.int32), 0)
-            span += BLOCK
-        squares = tl.load(squares_ptr + row) + tl.div_rn(tl.sum(gradient * gradient, 0), tl.full([], WIDTH, tl.float32))
+        own_weights = weights_ptr + row.to(tl.int64) * WIDTH + columns
+        squares = tl.load(squares_ptr + row)
+        weights = tl.load(own_weights, mask=inside, other=0)
+        gradient = tl.load(gradients_ptr + place * WIDTH + columns, mask=inside, other=0).to(tl.float32)
+        gradient = tl.div_rn(gradient, tl.zeros_like(gradient) + divisor)
+        if row == following:
+            span = first // SPAN + 1  # the next one
+            end = tl.minimum(span * SPAN, count)
+            start, found = first + 1, tl.full([], BLOCK, tl.int32)
+            while found == BLOCK:  # after ``end`` it finds none
+                part, found = _part(
+                    keys_ptr, places_ptr, gradients_ptr, start, end, row, divisor, columns, WIDTH, BLOCK
+                )
+                gradient += part
+                start += BLOCK
+            continues = tl.load(keys_ptr + end, mask=end < count, other=-1) == row
+            found = tl.where(continues, BLOCK, 0)
+            while found == BLOCK:
+                spans = (span + tl.arange(0, BLOCK)).to(tl.int64)
+                own = tl.load(keys_ptr + spans * SPAN, mask=spans * SPAN < count, other=-1) == row
+                mask = own[:, None] & inside[None, :]
+                sums = tl.load(spans_ptr + spans[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+                gradient += tl.sum(sums, 0)
+                found = tl.sum(own.to(tl.int32), 0)
+                span += BLOCK
+        squares += tl.div_rn(tl.sum(gradient * gradient, 0), tl.full([], WIDTH, tl.float32))
         tl.store(squares_ptr + row, squares)
-        weights = weights_ptr + row * WIDTH + columns
         step = tl.div_rn(tl.full([], 1.0, tl.float32) * rate, tl.sqrt_rn(squares) + eps)
-        tl.store(weights, tl.load(weights, mask=inside, other=0) - step * gradient, mask=inside)
+        tl.store(own_weights, weights - step * gradient, mask=inside)
 
 
 def update_rows(
@@ -104,7 +114,7 @@ def update_rows(
     """Update each row of ``keys`` once, with the sum of its gradients.
 
     Args:
-        keys: ``[n]`` int64, ascending: the row of each gradient.
+        keys: ``[n]`` int32 or int64, ascending: the row of each gradient.
         places: ``[n]`` int64, the place of each gradient in ``gradients``.
         gradients: ``[n, D]``, contiguous.
         weights: ``[rows * D]`` float32.
@@ -117,10 +127,11 @@ def update_rows(
     if not count:
         return
     columns, spans = triton.next_power_of_2(width), -(-count // SPAN)
-    options = {"num_warps": min(max(columns // 64, 1), 8)}
     sums = torch.empty(spans, width, device=gradients.device)
-    constants = width, columns, SPAN, ROWS_AT_ONCE
     if spans > 1:
-        _sum_spans[(spans - 1,)](keys, places, gradients, sums, count, divisor, *constants, **options)
+        warps = min(max(columns // 64, 1), 8)
+        constants = width, columns, SPAN, GRADIENTS_OF_SPAN
+        _sum_spans[(spans - 1,)](keys, places, gradients, sums, count, divisor, *constants, num_warps=warps)
+    warps = min(max(columns // 128, 1), 8)  # A thread reads 16 bytes at once.
     arguments = keys, places, gradients, sums, weights, squares, count, divisor, rate, eps
-    _update[(count,)](*arguments, *constants, **options)
+    _update[(count,)](*arguments, width, columns, SPAN, GRADIENTS_OF_ROW, num_warps=warps)

@@ -126,7 +126,7 @@ class LocalTables:
         update = self._grouped_updates[group]
         if update is None or not update.is_possible():
             return None
-        keys = features.values().long()
+        keys = features.values()
         if self._only_table[group] is None:
             counts = int64_on_device(features.length_per_key(), self.device)
             keys = keys + self._first_key[group].repeat_interleave(counts, output_size=len(keys))

@@ -30,6 +30,12 @@ buckets = _load("buckets_under_test", FOLDER.parent / "buckets.py")
 EDGES = buckets.bucket_edges(hopper.BIAS_SLOTS)
 
 
+def compile_kernels(qk: int, v: int, half: bool, bias: bool) -> None:
+    """Compile the kernels of these head widths and this type, and keep them in the cache."""
+    options = sys.modules["hopper_under_test.config"].config(qk, v, half, bias).options()
+    sys.modules["hopper_under_test.compiler"].compiled(options)
+
+
 class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
