@@ -58,7 +58,7 @@ struct Settings {
   double timeout = 1800;                 // seconds that an exchange may take
   std::string bind_to = "127.0.0.1";     // the address at which peers on other hosts connect to this rank
   std::string secret = "";               // that ranks on several hosts share; without it they must be on one machine
-  std::size_t network_threads = 2;       // most threads per direction; never more than there are peers on other hosts
+  std::size_t network_threads = 4;       // most threads per direction; never more than there are peers on other hosts
   bool device_rings = false;             // try to put the rings between ranks of one host into device memory
   std::string nixl_library = "";         // the path of NIXL, which moves chunks between hosts; empty: TCP moves them
   bool early_flag = false;               // a fault for tests: announce chunks before they are copied

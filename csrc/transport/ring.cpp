@@ -16,7 +16,9 @@ Ring::Ring(std::size_t largest, std::size_t chunk, Word first)
 }
 
 std::vector<Ring::Slot> Ring::allocate(std::size_t bytes) {
-  while (area().bytes < bytes && level_ + 1 < areas_.size()) {
+  // A transfer of one chunk takes one slot, and the next one another slot: it does not wait until the peer has copied this one.
+  const auto is_small = [&] { return area().bytes < bytes || slot_bytes() < std::min(chunk_, bytes); };
+  while (is_small() && level_ + 1 < areas_.size()) {
     ++level_;
     first_ = count_;
   }

@@ -22,7 +22,7 @@ GRADIENTS_OF_ROW = 4  # that a program of the second one reads at once. Most row
 
 @triton.jit
 def _part(
-    keys_ptr, places_ptr, gradients_ptr, start, end, row, divisor, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    keys_ptr, places_ptr, gradients_ptr, start, end, row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The sum and the number of the gradients of ``row`` among the ``BLOCK`` gradients from ``start`` on, before ``end``."""
     numbers = start + tl.arange(0, BLOCK)
@@ -30,13 +30,13 @@ def _part(
     place = tl.load(places_ptr + numbers, mask=own, other=0)
     mask = own[:, None] & (columns < WIDTH)[None, :]
     part = tl.load(gradients_ptr + place[:, None] * WIDTH + columns[None, :], mask=mask, other=0).to(tl.float32)
-    return tl.sum(tl.div_rn(part, tl.zeros_like(part) + divisor), 0), tl.sum(own.to(tl.int32), 0)
+    return tl.sum(part, 0), tl.sum(own.to(tl.int32), 0)
 
 
 @direct
-@triton.jit(do_not_specialize=["count", "divisor"])
+@triton.jit(do_not_specialize=["count"])
 def _sum_spans(
-    keys_ptr, places_ptr, gradients_ptr, sums_ptr, count, divisor,
+    keys_ptr, places_ptr, gradients_ptr, sums_ptr, count,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One span for each program, from the second on: the sum of its first row, if the span before ends with the same row."""
@@ -48,9 +48,7 @@ def _sum_spans(
         end = tl.minimum(start + SPAN, count)
         total = tl.zeros([COLUMNS], tl.float32)
         for first in tl.static_range(0, SPAN, BLOCK):
-            part, _ = _part(
-                keys_ptr, places_ptr, gradients_ptr, start + first, end, row, divisor, columns, WIDTH, BLOCK
-            )
+            part, _ = _part(keys_ptr, places_ptr, gradients_ptr, start + first, end, row, columns, WIDTH, BLOCK)
             total += part
         tl.store(sums_ptr + span.to(tl.int64) * WIDTH + columns, total, mask=columns < WIDTH)
 
@@ -74,15 +72,12 @@ def _update(
         squares = tl.load(squares_ptr + row)
         weights = tl.load(own_weights, mask=inside, other=0)
         gradient = tl.load(gradients_ptr + place * WIDTH + columns, mask=inside, other=0).to(tl.float32)
-        gradient = tl.div_rn(gradient, tl.zeros_like(gradient) + divisor)
         if row == following:
             span = first // SPAN + 1  # the next one
             end = tl.minimum(span * SPAN, count)
             start, found = first + 1, tl.full([], BLOCK, tl.int32)
             while found == BLOCK:  # after ``end`` it finds none
-                part, found = _part(
-                    keys_ptr, places_ptr, gradients_ptr, start, end, row, divisor, columns, WIDTH, BLOCK
-                )
+                part, found = _part(keys_ptr, places_ptr, gradients_ptr, start, end, row, columns, WIDTH, BLOCK)
                 gradient += part
                 start += BLOCK
             continues = tl.load(keys_ptr + end, mask=end < count, other=-1) == row
@@ -95,6 +90,7 @@ def _update(
                 gradient += tl.sum(sums, 0)
                 found = tl.sum(own.to(tl.int32), 0)
                 span += BLOCK
+        gradient = tl.div_rn(gradient, tl.zeros_like(gradient) + divisor)
         squares += tl.div_rn(tl.sum(gradient * gradient, 0), tl.full([], WIDTH, tl.float32))
         tl.store(squares_ptr + row, squares)
         step = tl.div_rn(tl.full([], 1.0, tl.float32) * rate, tl.sqrt_rn(squares) + eps)
@@ -119,7 +115,7 @@ def update_rows(
         gradients: ``[n, D]``, contiguous.
         weights: ``[rows * D]`` float32.
         squares: ``[rows]`` float32, the state of the optimizer.
-        divisor: every gradient is divided by it.
+        divisor: the sum of the gradients of a row is divided by it.
         rate: the learning rate.
         eps: the ``eps`` of the optimizer.
     """
@@ -131,7 +127,7 @@ def update_rows(
     if spans > 1:
         warps = min(max(columns // 64, 1), 8)
         constants = width, columns, SPAN, GRADIENTS_OF_SPAN
-        _sum_spans[(spans - 1,)](keys, places, gradients, sums, count, divisor, *constants, num_warps=warps)
+        _sum_spans[(spans - 1,)](keys, places, gradients, sums, count, *constants, num_warps=warps)
     warps = min(max(columns // 128, 1), 8)  # A thread reads 16 bytes at once.
     arguments = keys, places, gradients, sums, weights, squares, count, divisor, rate, eps
     _update[(count,)](*arguments, width, columns, SPAN, GRADIENTS_OF_ROW, num_warps=warps)

@@ -101,7 +101,7 @@ class GroupedUpdate:
         return GroupedGradients(ascending, wire_position[order])
 
     def __call__(self, grouped: GroupedGradients, received: Tensor, divisor: int) -> None:
-        """Update the rows with ``received``, the ``[n, D]`` gradients in wire order. Each is divided by ``divisor`` first."""
+        """Update the rows with ``received``, the ``[n, D]`` gradients in wire order. Sums are divided by ``divisor``."""
         from lightning_freescale.embedding.adagrad_triton import update_rows  # Triton is on CUDA machines only
 
         kernel = self._kernel

@@ -133,7 +133,7 @@ class LocalTables:
         return update.group(keys, wire_position)
 
     def update_grouped(self, group: int, grouped: GroupedGradients, received: Tensor, divisor: int) -> None:
-        """Update rows as :meth:`update` does. ``received [n, D]`` is in wire order. Each gradient is divided by ``divisor``."""
+        """Update rows as :meth:`update` does. ``received [n, D]`` is in wire order. Sums are divided by ``divisor``."""
         update = self._grouped_updates[group]
         assert update is not None
         update(grouped, received, divisor)

@@ -99,7 +99,8 @@ class _FusedLayer(torch.autograd.Function):
         ticket: Tensor | None,
         graph: LayerGraph | None,
     ) -> tuple[Tensor, Tensor]:
-        w1, b1, w2 = (x.to(shape.dtype) if y is None else y for x, y in zip((w1, b1, w2), rounded, strict=True))
+        given = w1, b1, w2
+        w1, b1, w2 = (x.to(shape.dtype) if y is None else y for x, y in zip(given, rounded, strict=True))
         norms, biases = (norm_weight, norm_bias), (position_bias, time_bias)
         weights = LayerWeights(*norms, w1, b1, *biases, attention_weight, attention_bias, w2)
         before = x, branch, shift
@@ -107,6 +108,7 @@ class _FusedLayer(torch.autograd.Function):
         ctx.graph, ctx.turn = graph, None
         if graph is not None and graph.runs():
             ctx.save_for_backward(norm_weight, norm_bias, *biases, attention_weight, attention_bias)
+            ctx.parameters = *norms, *given[:2], *biases, attention_weight, attention_bias, given[2], shift
             ctx.turn, total, out = graph.run_forward(x, branch, batch.drop)
             return total, out
         kept, out = forward_pass(before, weights, shape, batch)
@@ -134,7 +136,7 @@ class _FusedLayer(torch.autograd.Function):
 
         def compute() -> list[Tensor | None]:
             if turn is not None and graph.parameters is not None:
-                return graph.run_parameters()
+                return graph.run_parameters(ctx.parameters)
             own = found
             if turn is not None:  # the tables of a graph are written again by the next batch
                 own = found._replace(dbiases=tuple(x if x is None else x.clone() for x in found.dbiases))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
+from lightning_freescale.runtime.gradient_places import backward_of_training_step
 from lightning_freescale.strategy import loss_weighting
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.hooks import CheckpointHooks
@@ -34,6 +35,7 @@ class StepHooks(CheckpointHooks):
     """
 
     control: Control | None
+    _is_overridden: Callable[[str, object], bool]
     _accumulation: GradientAccumulation
     _balancer: Balancer
     _exchange_mode: ExchangeMode
@@ -132,7 +134,9 @@ class StepHooks(CheckpointHooks):
         factor = loss_weighting.share(weights, self.global_rank)
         if self._has_tables:
             factor *= self._accumulation.loss_factor(weights, self._module)
-        return super().backward(closure_loss * factor if factor != 1.0 else closure_loss, optimizer, *args, **kwargs)
+        loss = closure_loss * factor if factor != 1.0 else closure_loss
+        with backward_of_training_step(accumulates=not self._is_overridden("backward", self._module)):
+            return super().backward(loss, optimizer, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

@@ -47,7 +47,7 @@ class Options:
     priority: Literal["high", "low"] = "low"
     chunk_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_CHUNK_BYTES", 8 << 20))
     buffer_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_BUFFER_BYTES", 256 << 20))
-    network_threads: int = field(default_factory=lambda: _from_environment("FREESCALE_NETWORK_THREADS", 2))
+    network_threads: int = field(default_factory=lambda: _from_environment("FREESCALE_NETWORK_THREADS", 4))
     rings: Literal["auto", "host", "device"] = field(
         default_factory=lambda: os.environ.get("FREESCALE_RINGS", "auto")  # type: ignore[arg-type, return-value]
     )

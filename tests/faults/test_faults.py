@@ -36,8 +36,9 @@ def test_ten_kills() -> None:
 def test_two_kills_and_other_failures_on_a_gpu() -> None:
     """In a process of its own, which does not use CUDA: the ranks are forked from it."""
     options = "--device cuda --kills 2 --kills-each 2 --ranks 2 --parallel 3 --failures hang memory --seed 3"
-    ended = subprocess.run([sys.executable, "-m", "tests.faults", *options.split()], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-20_000:]
+    command = [sys.executable, "-m", "tests.faults", *options.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-2_000:]
 
 
 # ---- the checks can fail -----------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ RANK = int(os.environ.get("RANK", "0"))
 # As if attention were the only cost. The histories are so short that the linear layers take most of the time: this model then
 # predicts the times of the steps badly, and a fit is better beyond any noise of the measurement.
 WRONG = CostModel(linear=0.0, quadratic=1.0)
-BATCH_SIZE, MEAN_LENGTH, MAX_HISTORY = 96, 400, 1024
+BATCH_SIZE, MEAN_LENGTH, MAX_HISTORY = 128, 400, 1024
+WIDTH = 512  # so wide that the GPU, and not the host, limits the time of a step
 EVERY = 8  # steps between two fits
 VARIANTS: dict[str, dict[str, Any]] = {
     "off": {"source": "off", "balance": "off", "prioritize": False, "fit_costs": False},
@@ -80,7 +81,7 @@ def fit(steps: int, folder: str, source: Any, **options: Any) -> dict[str, Any]:
             "max_length": MAX_HISTORY,
         },
     )
-    model = HSTU(num_items=data.num_items, max_history=MAX_HISTORY, embedding_dim=256, num_layers=4, num_heads=4)
+    model = HSTU(num_items=data.num_items, max_history=MAX_HISTORY, embedding_dim=WIDTH, num_layers=4, num_heads=4)
     recorder = Recorder()
     trainer = plain_trainer(fs.FreeScaleStrategy(**options), NODES, cuda=True, max_steps=steps, callbacks=[recorder])
     trainer.fit(model, datamodule=data)

@@ -46,6 +46,7 @@ FAILURES = [
     "strangers",
     "bad_chunk",
     "ring",
+    "ring_of_single_chunks",
     "segments",
     "numa",
     "leaver@device",

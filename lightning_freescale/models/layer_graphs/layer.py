@@ -25,6 +25,7 @@ from lightning_freescale.models.layer_passes import (
 )
 from lightning_freescale.models.norm_triton import Drop
 from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.gradient_places import free_places
 
 if TYPE_CHECKING:
     from lightning_freescale.models.layer_graphs.model import LayerGraphs, ShapeGraphs
@@ -48,6 +49,7 @@ class LayerGraph:
         self.parameters: Captured | None = None
         # Tensors with the shapes of the gradients of the parameters, without memory.
         self._like: list[Tensor | None] = []
+        self._gradients: list[Tensor] = []  # parts of the results of ``parameters``
         self._addresses: list[int | None] = []
         self._settings: tuple[Any, ...] = ()
         self._inputs: list[Tensor] = []
@@ -153,6 +155,8 @@ class LayerGraph:
             return
         found, kept = self.backward.results, self.forward.results[0]
         self.parameters = own.capture(lambda: self._join(parameter_gradients(found, kept, dbranch, shape)))
+        if self.parameters is not None:
+            self._gradients = self._parts(self.parameters.results)
 
     def _join(self, grads: Sequence[Tensor | None]) -> Tensor:
         self._like = [None if x is None else torch.empty_like(x, device="meta") for x in grads]
@@ -173,16 +177,28 @@ class LayerGraph:
         place = self._all.layers[self._number - 1].place() if self._number else None
         return self.forward.results[0], self.backward.results, self._dbranch, place
 
-    def run_parameters(self) -> list[Tensor | None]:
-        """The results of :func:`~lightning_freescale.models.layer_passes.parameter_gradients`, as parts of a new array.
+    def _parts(self, joined: Tensor) -> list[Tensor]:
+        # This is one call. A split and the views would be eleven calls, in the backward of every layer.
+        return torch._C._nn.unflatten_dense_tensors(joined, [x for x in self._like if x is not None])
 
-        Call it after the backward of the norm, and before the backward of another layer.
+    def run_parameters(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The results of :func:`~lightning_freescale.models.layer_passes.parameter_gradients`.
+
+        They are where DDP sums them, or in a new array. Call it after the backward of the norm, and before the backward of
+        another layer.
+
+        Args:
+            parameters: the parameter of each result.
         """
         assert self.parameters is not None
         self.parameters.graph.replay()
-        like = [x for x in self._like if x is not None]
-        # This is one call. A split and the views would be eleven calls, in the backward of every layer.
-        parts = iter(torch._C._nn.unflatten_dense_tensors(self.parameters.results.clone(), like))
+        wanted = [x for x, like in zip(parameters, self._like, strict=True) if like is not None and x is not None]
+        places = free_places(wanted) if len(wanted) == len(self._gradients) else None
+        if places is None:
+            parts = iter(self._parts(self.parameters.results.clone()))
+        else:
+            torch._foreach_copy_(places, self._gradients)
+            parts = (x.view_as(x) for x in places)  # new tensors: autograd copies a gradient that others refer to
         return [None if x is None else next(parts) for x in self._like]
 
 

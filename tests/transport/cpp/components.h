@@ -143,6 +143,17 @@ void ring() {
   }
 }
 
+// A transfer that fits into one chunk takes one slot, and the next transfer another one, which is free.
+void ring_of_single_chunks() {
+  for (const std::size_t bytes : {std::size_t{40} << 10, std::size_t{650} << 10, std::size_t{5} << 20}) {
+    Ring ring(std::size_t{64} << 20, 8 << 20);
+    const auto first = ring.allocate(bytes), second = ring.allocate(bytes);
+    require(first.size() == 1 && second.size() == 1, "a transfer that fits into a chunk must be one chunk");
+    require(first[0].offset != second[0].offset, "the next transfer must use another slot");
+    require(!second[0].free_at, "the next transfer must not wait for the peer");
+  }
+}
+
 // Segments have random names, segments with other names are refused, and unlink() removes the name.
 void segments() {
   Segment own = Segment::create();
