@@ -12,6 +12,7 @@ from lightning_freescale.models import HSTU
 from lightning_freescale.models.attention import cuda, hopper
 from lightning_freescale.models.layer_graphs.registry import graphs_of
 from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.gradient_places import backward_of_training_step, remember_places
 from tests.models.cases import make_batch as make_samples
 from tests.models.test_fused_layer import make_batch, make_layers, on_cuda, run_layers
 
@@ -158,6 +159,28 @@ def test_another_rate_of_dropout_is_used() -> None:
         torch.autograd.grad(out, leaf, batch["dout"])
         assert torch.equal(out, want)
     assert used(layers) > 0
+
+
+def test_gradients_are_written_to_their_places() -> None:
+    """The gradient of the last bias is none of a graph, and has no place."""
+    layers = make_layers(True, 128, 2, 64).cuda()
+    batch, parameters = on_cuda(make_batch([300, 65, 83], 128)), list(layers.parameters())
+    flat = torch.zeros(sum(x.numel() for x in parameters), device="cuda")
+    for parameter, part in zip(parameters, flat.split([x.numel() for x in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    remember_places(parameters)
+    gradients, written = [], []
+    for step in range(4):  # the first one captures the graphs
+        layers.zero_grad()
+        _, out = run_forward(layers, batch)
+        with backward_of_training_step(accumulates=step < 3):
+            out.backward(batch["dout"].to(out.dtype))
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+        memory = flat.untyped_storage().data_ptr()
+        written.append(sum(gradient.untyped_storage().data_ptr() == memory for gradient in found))
+    assert written == [0, len(parameters) - 1, len(parameters) - 1, 0]
+    assert all(torch.equal(gradient, gradients[3]) for gradient in gradients)
 
 
 @pytest.mark.parametrize("options", [{"bias": "relative"}, {"bias": "input", "feed_forward": {"hidden": 96}}])
