@@ -15,6 +15,7 @@ from hypothesis import settings
 from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
+from tests.gpu.clusters import Clusters, runs_of, turn
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # The same examples in every run: a change is blamed for what it did, not for what chance found that day.
@@ -45,10 +46,23 @@ def _quiet_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        items.sort(key=turn)
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters | None]:
+    """Runs of the tests on a virtual cluster. They start before the first test, and other tests run beside them."""
+    runs = runs_of(request.session.items)
+    if not runs or not torch.cuda.is_available():
+        yield None
+        return
+    started = Clusters(runs, tmp_path_factory.mktemp("clusters"))
+    yield started
+    started.close()
 
 
 @pytest.fixture

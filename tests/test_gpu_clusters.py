@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
-from tests.gpu.clusters import Clusters, Run
+from tests.gpu.clusters import Clusters, Run, runs_of, turn
 
 
 def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +38,30 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(AssertionError, match="rank 3 failed"):
         clusters.result(failing)
     clusters.close()
+
+
+def test_order_of_the_tests(request: pytest.FixtureRequest) -> None:
+    """Tests that wait for a run come after the others, and those that need the whole GPU last."""
+
+    class Item:
+        def __init__(self, name: str, *keywords: str, run: Run | None = None):
+            self.name, self.keywords = name, keywords
+            if run is not None:
+                self.callspec = SimpleNamespace(params={"results": run})
+
+    run, alone = Run("script.py"), Run("script.py", alone=True)
+    items = [
+        Item("measures", "gpu", "alone", run=alone),
+        Item("waits", "gpu", run=run),
+        Item("kills", "gpu", "alone"),
+        Item("computes", "gpu"),
+        request.node,
+    ]
+    assert runs_of(items) == [alone, run]
+    assert [item.name for item in sorted(items, key=turn)] == [
+        "computes",
+        request.node.name,
+        "waits",
+        "measures",
+        "kills",
+    ]

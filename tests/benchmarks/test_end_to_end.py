@@ -315,7 +315,7 @@ def test_losses_are_weighted_by_predicted_positions() -> None:
 
 
 def test_different_losses() -> None:
-    curves = {"a": [4.0, 2.0], "b": [4.0, 2.00001], "c": [4.0, 2.01]}
+    curves = {"a": [2.0, 4.0, 0.02], "b": [2.0, 4.00002, 0.02001], "c": [2.0, 4.02, 0.02]}
     assert bubble.compare_losses({name: curves[name] for name in "ab"}, "cpu")["equal"]
     result = bubble.compare_losses(curves, "cpu")
     assert not result["equal"]

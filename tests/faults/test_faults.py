@@ -32,6 +32,7 @@ def test_ten_kills() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # it looks whether memory of the GPU stays in use
 @pytest.mark.timeout(400)
 def test_two_kills_and_other_failures_on_a_gpu() -> None:
     """In a process of its own, which does not use CUDA: the ranks are forked from it."""

@@ -43,6 +43,17 @@ def result_of(run: Run, folder: Path) -> Any:
     return json.loads(next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
 
 
+def runs_of(items: Iterable[Any]) -> list[Run]:
+    """The runs of the selected tests, in their order."""
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return [values["results"] for values in parameters if isinstance(values.get("results"), Run)]
+
+
+def turn(item: Any) -> int:
+    """When a test runs: first those without a run, then those that wait for a run, then those that need the whole GPU."""
+    return 2 if "alone" in item.keywords else len(runs_of([item]))
+
+
 class Clusters:
     """Starts all ``runs`` except those that run alone, ``AT_ONCE`` at a time.
 

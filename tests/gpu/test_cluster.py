@@ -5,7 +5,7 @@ The prioritized exchange, and HSTU in the Trainer, are compared with the synchro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 def runs(*each: Run) -> Callable[[Callable], Callable]:
     """The test is called once for each run, and gets its result as ``results``."""
     names = ["-".join((run.script.removesuffix(".py"), *run.arguments)) for run in each]
-    return pytest.mark.parametrize("results", each, ids=names, indirect=True)
-
-
-@pytest.fixture(scope="module")
-def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
-    own = (item for item in request.session.items if item.path == request.path)
-    selected = [item.callspec.params["results"] for item in own if "results" in getattr(item, "fixturenames", ())]  # type: ignore[attr-defined]
-    started = Clusters(selected, tmp_path_factory.mktemp("clusters"))
-    yield started
-    started.close()
+    values = [pytest.param(run, marks=[pytest.mark.alone] if run.alone else []) for run in each]
+    return pytest.mark.parametrize("results", values, ids=names, indirect=True)
 
 
 @pytest.fixture
@@ -36,6 +28,7 @@ def results(request: pytest.FixtureRequest, clusters: Clusters) -> Any:
     return clusters.result(request.param)
 
 
+@pytest.mark.alone
 def test_ranks_have_sms_of_their_own(tmp_path: Path) -> None:
     apart = result_of(Run("reserved_sms.py", ranks=2, alone=True), tmp_path)
     same = result_of(Run("reserved_sms.py", ("same",), ranks=2, alone=True), tmp_path)  # the check can fail

@@ -149,9 +149,14 @@ def repeatability(variants: Mapping[str, Figures]) -> float | None:
 
 
 def compare_losses(curves: Mapping[str, Sequence[float]], device: str) -> Figures:
-    """The largest relative difference of each variant's losses from those of the first variant."""
+    """The largest difference of each variant's losses from those of the first variant, relative to the loss.
+
+    The warm-up trains some batches several times. Their loss becomes a hundredth of the first one, and a difference of rounding
+    becomes large beside it. So a difference is relative to the first loss, if that is larger than the loss of the step.
+    """
     reference = np.array(next(iter(curves.values())))
-    apart = {name: float(np.abs(np.array(curve) / reference - 1).max()) for name, curve in curves.items()}
+    scale = np.maximum(np.abs(reference), np.abs(reference[0]))
+    apart = {name: float((np.abs(np.array(curve) - reference) / scale).max()) for name, curve in curves.items()}
     tolerance = TRAINING_LOSS_TOLERANCE[device]
     return {
         "first": float(reference[0]),

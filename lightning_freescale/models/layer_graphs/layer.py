@@ -159,6 +159,8 @@ class LayerGraph:
             self._gradients = self._parts(self.parameters.results)
 
     def _join(self, grads: Sequence[Tensor | None]) -> Tensor:
+        if len(self._inputs) == 1:  # The input is no sum, so there is no shift.
+            grads = [*grads[:-1], None]
         self._like = [None if x is None else torch.empty_like(x, device="meta") for x in grads]
         return torch.cat([x.flatten() for x in grads if x is not None])
 
@@ -192,14 +194,16 @@ class LayerGraph:
         """
         assert self.parameters is not None
         self.parameters.graph.replay()
-        wanted = [x for x, like in zip(parameters, self._like, strict=True) if like is not None and x is not None]
-        places = free_places(wanted) if len(wanted) == len(self._gradients) else None
+        places = free_places(
+            [x for x, like in zip(parameters, self._like, strict=True) if x is not None and like is not None]
+        )
         if places is None:
-            parts = iter(self._parts(self.parameters.results.clone()))
+            parts = self._parts(self.parameters.results.clone())
         else:
             torch._foreach_copy_(places, self._gradients)
-            parts = (x.view_as(x) for x in places)  # new tensors: autograd copies a gradient that others refer to
-        return [None if x is None else next(parts) for x in self._like]
+            parts = [x.view_as(x) for x in places]  # new tensors: autograd copies a gradient that others refer to
+        found = iter(parts)
+        return [None if like is None else next(found) for like in self._like]
 
 
 def _addresses(shift: Tensor | None, weights: LayerWeights) -> list[int | None]:
