@@ -98,6 +98,7 @@ PINNED = {
     "_buffers": nn.Module,
     "_parameters": nn.Module,
     "_schema": torch._ops.OpOverload,
+    "_execution_engine": torch.autograd.Variable,
 }
 # Options of the output that the module holds as ``_<name>``. Each release has some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
