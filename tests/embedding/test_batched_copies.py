@@ -25,7 +25,7 @@ from lightning_freescale.runtime.errors import ConfigurationError
 from tests import toy
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not BATCHES_COPIES, reason="DDP has no batched_grad_copy before torch 2.12")
+needs_batches = pytest.mark.skipif(not BATCHES_COPIES, reason="DDP has no batched_grad_copy before torch 2.12")
 STEPS = 5
 OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}  # several buckets
 State = dict[str, Tensor]
@@ -252,6 +252,7 @@ def count_copies(rank: int) -> list[dict[str, int]]:
     return [copies(build(Net(), **options)) for build, options in ways]
 
 
+@needs_batches
 def test_a_bucket_is_copied_at_once() -> None:
     number = len(list(Net().parameters()))
     for single, divided, several, one in run_ranks(count_copies):
@@ -275,6 +276,7 @@ def gradient_with_graph(rank: int) -> list[float]:
     return found
 
 
+@needs_batches
 def test_gradients_with_a_graph_are_divided_once() -> None:
     for expected, found, option_alone in run_ranks(gradient_with_graph):
         assert found == expected == 5.0  # the mean of 2 and 8
