@@ -22,12 +22,13 @@ class _Place:
     """The place of one parameter.
 
     Args:
-        parameter: the parameter. It is not kept alive.
+        parameter: the parameter. It is not kept alive, and its place is forgotten with it.
         memory: the part of the bucket.
     """
 
     def __init__(self, parameter: Tensor, memory: Tensor):
-        self.parameter, self.memory = weakref.ref(parameter), memory
+        number = id(parameter)
+        self.parameter, self.memory = weakref.ref(parameter, lambda _: _places.pop(number, None)), memory
         self.backward = -1  # the last backward that wrote it
 
 
@@ -52,15 +53,16 @@ def backward_of_training_step(accumulates: bool = True) -> Iterator[None]:
 
 def remember_places(parameters: Iterable[Tensor]) -> None:
     """The gradients of ``parameters`` are parts of buckets now. Call it when DDP has summed them."""
-    for number in [number for number, place in _places.items() if place.parameter() is None]:
-        del _places[number]
     for parameter in parameters:
         if parameter.grad is not None:
             _places[id(parameter)] = _Place(parameter, parameter.grad)
 
 
 def free_places(parameters: Sequence[Tensor]) -> list[Tensor] | None:
-    """The places of ``parameters``, to be written now. ``None`` if one of them has no place, or has a gradient already."""
+    """The places of ``parameters``, to be written now.
+
+    ``None`` if one of the parameters has no place, has a gradient already, or needs none.
+    """
     if not _in_training_step or torch.is_grad_enabled():  # with a graph of the gradients, DDP needs a copy
         return None
     backward, found = torch._C._current_graph_task_id(), []
@@ -68,7 +70,7 @@ def free_places(parameters: Sequence[Tensor]) -> list[Tensor] | None:
         place = _places.get(id(parameter))
         # A parameter that is used twice has two gradients in one backward. Autograd adds them after the second one.
         taken = place is None or place.parameter() is not parameter or place.backward == backward
-        if taken or parameter.grad is not None:
+        if taken or parameter.grad is not None or not parameter.requires_grad:
             return None
         assert place is not None
         found.append(place)
