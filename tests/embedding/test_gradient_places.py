@@ -74,7 +74,7 @@ def train(case: str, places: bool, hooks: bool = False) -> dict[str, Tensor]:
 def compare(rank: int, world: int) -> None:
     global written, factor
     dist.init_process_group("gloo")
-    for case in CASES:
+    for case in list(CASES)[: None if world == 2 else 2]:  # further ranks change only the rounding of the division
         for hooks in (False, True):
             expected = train(case, places=False, hooks=hooks)
             assert written == 0
