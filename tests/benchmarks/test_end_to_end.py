@@ -362,7 +362,7 @@ def test_all_variants_on_one_gpu_as_four_nodes() -> None:
     done = start_interpreter("end_to_end", "--device", "cuda", *small, "--json")
     assert done.stdout, done.stderr
     printed = json.loads(done.stdout)
-    # The warm-up trains few small batches many times, until differences of rounding have grown. TorchRec's pipelines differ, too.
+    # The warm-up trains few small batches many times, and differences of rounding grow.
     assert max(printed["losses"]["apart"].values()) < 0.05, printed["losses"]
     assert done.returncode == (0 if printed["losses"]["equal"] else 1), done.stderr
     assert list(printed["sides"]) == list(TRAINING_VARIANTS)
