@@ -4,8 +4,6 @@
 #include "backoff.h"
 #include "queue.h"
 
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <stdexcept>
 
@@ -198,8 +196,6 @@ Queue::SendState Queue::send_ready(NetworkThreads& threads) {
 }
 
 void Queue::send_chunks(NetworkThreads& threads) {
-  // Linux may end a wait later by the timer slack of the thread. Its default is as long as our waits: 50 us.
-  prctl(PR_SET_TIMERSLACK, 1UL);  // nanoseconds
   Callbacks callbacks(*this);
   Backoff backoff(settings_.high_priority ? longest_urgent_delay : longest_delay);
   bool abort_sent = false, waited = false;

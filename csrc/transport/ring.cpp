@@ -16,7 +16,8 @@ Ring::Ring(std::size_t largest, std::size_t chunk, Word first)
 }
 
 std::vector<Ring::Slot> Ring::allocate(std::size_t bytes) {
-  // A transfer of one chunk takes one slot, and the next one another slot: it does not wait until the peer has copied this one.
+  // A transfer that fits into a chunk must fit into a slot. Then two transfers in a row take two slots, and the second one
+  // does not wait until the peer has copied the first one.
   const auto is_small = [&] { return area().bytes < bytes || slot_bytes() < std::min(chunk_, bytes); };
   while (is_small() && level_ + 1 < areas_.size()) {
     ++level_;

@@ -5,7 +5,8 @@ DDP copies each gradient into a bucket, by a kernel for every parameter before r
 place, and returns the place, saves the copy: DDP sees that the gradient is in the bucket already.
 
 A place can be written in the backward of a training step alone. Elsewhere, for example in ``torch.autograd.grad``, the caller may
-keep a gradient, and a later backward would change it.
+keep a gradient, and a later backward would change it. For the same reason the place of a parameter with hooks is not written: a
+hook may keep the gradient of this rank, and DDP would replace it by the sum over all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Place:
     def __init__(self, parameter: Tensor, memory: Tensor):
         number = id(parameter)
         self.parameter, self.memory = weakref.ref(parameter, lambda _: _places.pop(number, None)), memory
-        self.backward = -1  # the last backward that wrote it
+        self.backward: int | None = None  # the last backward that wrote it
 
 
 _places: dict[int, _Place] = {}  # by the id of the parameter
@@ -61,7 +62,7 @@ def remember_places(parameters: Iterable[Tensor]) -> None:
 def free_places(parameters: Sequence[Tensor]) -> list[Tensor] | None:
     """The places of ``parameters``, to be written now.
 
-    ``None`` if one of the parameters has no place, has a gradient already, or needs none.
+    ``None`` if one of the parameters has no place, has hooks, has a gradient already, or needs none.
     """
     if not _in_training_step or torch.is_grad_enabled():  # with a graph of the gradients, DDP needs a copy
         return None
@@ -69,10 +70,12 @@ def free_places(parameters: Sequence[Tensor]) -> list[Tensor] | None:
     for parameter in parameters:
         place = _places.get(id(parameter))
         # A parameter that is used twice has two gradients in one backward. Autograd adds them after the second one.
-        taken = place is None or place.parameter() is not parameter or place.backward == backward
-        if taken or parameter.grad is not None or not parameter.requires_grad:
+        if place is None or place.parameter() is not parameter or place.backward == backward:
             return None
-        assert place is not None
+        if parameter.grad is not None or not parameter.requires_grad or place.memory.device != parameter.device:
+            return None
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return None
         found.append(place)
     for place in found:
         place.backward = backward

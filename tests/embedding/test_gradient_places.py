@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_freescale.embedding.batched_copies import BATCHES_COPIES
+from lightning_freescale.embedding.batched_copies import BATCHES_COPIES, FIRST_BACKWARDS
 from lightning_freescale.runtime import gradient_places
 from lightning_freescale.runtime.gradient_places import backward_of_training_step, free_places, remember_places
 from tests import toy
@@ -122,8 +122,9 @@ def twice(rank: int) -> tuple[int, bool]:
 
 
 def test_a_parameter_that_is_used_twice_has_one_gradient_in_its_place() -> None:
-    learnt = STEPS - 1  # The places are known after the first backward.
-    assert run_ranks(twice) == [(2 * learnt, True)] * 2
+    # The places are known after the first backward. ``first`` is the first parameter: it has a hook until all are learnt.
+    second, first = STEPS - 1, STEPS - FIRST_BACKWARDS
+    assert run_ranks(twice) == [(second + first, True)] * 2
 
 
 def keep_gradients(rank: int) -> None:
@@ -195,6 +196,40 @@ def test_a_parameter_that_needs_no_gradient() -> None:
     parameters, find = first_places()
     parameters[0].requires_grad_(False)
     assert find() is None
+    parameters[0].requires_grad_(True)
+    assert find() is not None
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_with_hooks(register: str) -> None:
+    parameters, find = first_places()
+    handle = getattr(parameters[1], register)(lambda value: None)
+    assert find() is None
+    handle.remove()
+    assert find() is not None
+
+
+def keep_in_hooks(rank: int) -> None:
+    """Hooks may keep the gradient of this rank. DDP must not write the sum over all ranks into it."""
+    dist.init_process_group("gloo")
+    ddp, kept, copied = batched(Scaled()), [], []
+
+    def keep(gradient: Tensor) -> None:
+        kept.append(gradient)
+        copied.append(gradient.clone())
+
+    ddp.module.second.register_hook(keep)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        with backward_of_training_step():
+            once(ddp, step)
+    assert len(kept) == STEPS
+    assert all(torch.equal(one, other) for one, other in zip(kept, copied, strict=True))
+    assert not torch.equal(kept[-1], ddp.module.second.grad)
+
+
+def test_gradients_that_hooks_keep_are_not_places() -> None:
+    run_ranks(keep_in_hooks)
 
 
 def test_places_do_not_outlive_their_parameters() -> None:
