@@ -279,26 +279,27 @@ void Queue::send(const std::vector<Buffer>& out, const SlotsByRank& sends, const
   if (gate_) out_->write_word(gate_->out, 1);
 }
 
+// A high-priority queue copies each chunk as soon as it is there, and closes its gate only for the last one, when it has
+// nothing left to wait for. It frees the slots after the last copy: a word between two copies delays the second one.
 void Queue::receive(const std::vector<Buffer>& in, const SlotsByRank& receives, const ChunkOfRound* first,
                     std::size_t count) {
   wait_for_room(in_flight_, count);
   const auto gates = settings_.high_priority ? std::vector<Gate>() : device_->gates();
-  const auto wait_for_arrival = [&](const ChunkOfRound& chunk) {
-    const Word number = receives[chunk.peer][chunk.round].number;
-    const Word* arrived = channels_[chunk.peer].arrived;
-    if (!reached(load(arrived), number + 1)) in_->wait_word(arrived, number + 1);
+  const auto free_slot = [&](const ChunkOfRound& chunk) {
+    Channel& channel = channels_[chunk.peer];
+    const Word freed = receives[chunk.peer][chunk.round].number + 1;
+    in_->write_word(channel.received, freed);
+    store(&channel.issued_in, freed);
+    in_flight_.emplace_back(channel.received, freed);
   };
   std::lock_guard issue_lock(device_->issue_mutex);
-  if (gate_) {
-    std::for_each(first, first + count, wait_for_arrival);
-    in_->write_word(gate_->in, 0);
-  }
   for (const auto* chunk = first; chunk != first + count; ++chunk) {
     const auto [peer, round] = *chunk;
     Channel& channel = channels_[peer];
     const Ring::Slot& slot = receives[peer][round];
-    if (!gate_) wait_for_arrival(*chunk);
+    if (!reached(load(channel.arrived), slot.number + 1)) in_->wait_word(channel.arrived, slot.number + 1);
     for (const Gate& gate : gates) in_->wait_word(gate.in, 1);
+    if (gate_ && chunk + 1 == first + count) in_->write_word(gate_->in, 0);
     const Address target = in[peer].address + round * receives[peer][0].bytes;
     if (channel.in_device) {
       in_->copy_on_device(target, channel.in_device + slot.offset, slot.bytes);
@@ -306,11 +307,11 @@ void Queue::receive(const std::vector<Buffer>& in, const SlotsByRank& receives, 
     } else {
       in_->copy_from_host(target, channel.in_ring + slot.offset, slot.bytes);
     }
-    in_->write_word(channel.received, slot.number + 1);
-    store(&channel.issued_in, slot.number + 1);
-    in_flight_.emplace_back(channel.received, slot.number + 1);
+    if (!gate_) free_slot(*chunk);
   }
-  if (gate_) in_->write_word(gate_->in, 1);
+  if (!gate_) return;
+  in_->write_word(gate_->in, 1);
+  std::for_each(first, first + count, free_slot);
 }
 
 }  // namespace freescale::transport

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_freescale.bubbles.clock import DeviceClock
 from lightning_freescale.bubbles.pending import Moment, PendingStep
 from lightning_freescale.bubbles.spans import ENGINE, Kind, Span, Step
+from lightning_freescale.runtime.streams import copy_to_host
 
 
 class _OpenSpan:
@@ -271,10 +272,9 @@ class Timeline:
             return torch.cuda.Event(enable_timing=True)
 
     def _to_host(self, value: Tensor, pending: PendingStep) -> Tensor:
-        """A copy on the host. It is complete when the work that the current stream has now is complete."""
-        value = value.detach()
+        """A copy on the host. It is complete at the last moment of ``pending.copied``."""
         if not value.is_cuda:
-            return value.clone()
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        pending.copied.append(self.mark())
+            return value.detach().clone()
+        host, stream = copy_to_host(value)
+        pending.copied.append(self.mark(stream))
         return host

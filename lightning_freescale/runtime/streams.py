@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -118,18 +119,37 @@ def device_failure(device: torch.device) -> Exception | None:
     return None
 
 
+@functools.cache
+def _copies_to_host(device: torch.device) -> SideStream:
+    return SideStream(device)
+
+
+def copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Stream]:
+    """Start to copy the present value of a CUDA tensor. Returns a page-locked tensor, and the stream that writes it.
+
+    That stream does nothing else. A copy waits until the GPU's copy engine has finished the transfers that came before, for
+    example rows for other ranks. On the compute stream, all kernels after the copy would wait, too.
+    """
+    copies = _copies_to_host(value.device)
+    assert copies.stream is not None
+    present = value.detach().clone()  # by the current stream, because later work may change the tensor in place
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    with copies.work(event=work_so_far(value.device)):
+        host.copy_(present, non_blocking=True)
+    present.record_stream(copies.stream)
+    return host, copies.stream
+
+
 class Readback:
-    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`."""
+    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`, no stream does."""
 
     def __init__(self, value: Tensor):
-        value = value.detach()
         self._event: torch.cuda.Event | None = None
         if value.device.type != "cuda":
-            self._host = value.clone()
+            self._host = value.detach().clone()
             return
-        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._host, stream = copy_to_host(value)
+        self._event = stream.record_event()
 
     def arrived(self) -> bool:
         """Whether the copy is complete. Does not wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,29 @@ def _exchange_with_two_priorities(rank: int, world: int) -> int:
 
 def test_two_priorities_at_once() -> None:
     assert run_ranks(_exchange_with_two_priorities, 3, (3,)) == [60] * 3
+
+
+def _receive_before_a_late_rank_sends(rank: int, world: int, group: Any) -> None:
+    """Rank 1 sends only when the rows of rank 2 have arrived at rank 0, which also waits for those of rank 1."""
+    go = torch.zeros(1)
+    group._mover(torch.device("cpu"))  # sets up the queue
+    if rank == 1:
+        dist.recv(go, src=0)
+    received = torch.zeros(world)
+    work = dist.all_to_all_single(received, torch.full((world,), rank + 1.0), group=group, async_op=True)
+    if rank == 0:
+        late = time.monotonic() + 20
+        while received[2] == 0 and time.monotonic() < late:
+            time.sleep(0.001)
+        arrived = received.tolist()
+        dist.send(go, dst=1)
+        assert arrived[1:] == [0.0, 3.0]
+    work.wait()
+    assert received.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_urgent_rows_are_copied_as_they_arrive() -> None:
+    run_ranks(in_group, 3, (3, QUEUE | {"priority": "high"}, _receive_before_a_late_rank_sends, ()))
 
 
 def test_a_single_hardware_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

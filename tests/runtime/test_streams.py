@@ -1,0 +1,40 @@
+"""Copies to the host beside the work of a stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_freescale.runtime.streams import Readback, copy_to_host
+
+LONG = 200_000_000  # clock cycles of the GPU, about a tenth of a second
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_readback_has_the_value_of_its_moment(device: str) -> None:
+    value = torch.ones(3, device=device)
+    before = Readback(value)
+    value.add_(1)
+    after = Readback(value)
+    assert before.wait().tolist() == [1.0] * 3
+    assert after.wait().tolist() == [2.0] * 3
+    assert before.arrived()
+    assert after.wait().device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_a_stream_goes_on_while_a_copy_of_its_value_waits() -> None:
+    value = torch.ones(3, device="cuda")
+    _, copies = copy_to_host(value)
+    with torch.cuda.stream(copies):  # The kernel stands for a transfer that the copy engine has to finish first.
+        torch.cuda._sleep(LONG)
+    readback = Readback(value)
+    with torch.cuda.stream(copies):
+        too_late = value.to("cpu", non_blocking=True)  # The comparison can fail: this copies the tensor itself.
+    value.add_(1)
+    computed = torch.cuda.current_stream().record_event()
+    computed.synchronize()
+    assert not readback.arrived()
+    assert readback.wait().tolist() == [1.0] * 3
+    torch.cuda.synchronize()
+    assert too_late.tolist() == [2.0] * 3
