@@ -35,32 +35,26 @@ from lightning_freescale.runtime.streams import SideStream, mark_used_on
 
 
 class JoinRows(torch.autograd.Function):
-    """Puts the rows of both kinds into batch order. Its backward hands the gradient to :class:`GradientReturn`."""
+    """Makes rows an output of the module. Its backward hands their gradient to :class:`GradientReturn`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        returns: GradientReturn,
-        batch: ComputingBatch,
-        group: int,
-        order: Tensor,
-        rows: Tensor,
+        ctx: Any, anchor: Tensor, returns: GradientReturn, batch: ComputingBatch, group: int, rows: list[Tensor]
     ) -> Tensor:
-        """Return ``rows[order]`` in float32.
+        """Return the rows.
 
         Args:
             anchor: ``[0]``, requires a gradient, so that autograd calls backward. The rows themselves are no leaf of the graph.
-            order: ``[m]`` position in ``rows`` of each id of the batch.
-            rows: ``[m, D]`` the collision rows, and then the exclusive rows, in the type of the wire.
+            rows: one tensor, ``[m, D]`` in batch order. It is in a list, because autograd would return a view of an argument, and
+                the model could not change that in place.
         """
         ctx.returns, ctx.batch, ctx.group = returns, batch, group
-        return rows.index_select(0, order).float()
+        return rows.pop()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.returns.hand_over(ctx.batch, ctx.group, gradients[0])
-        return (None,) * 6
+        return (None,) * 5
 
 
 class GradientReturn:

@@ -281,7 +281,7 @@ class PrioritizedEmbedding:
     def await_rows(self, batch: FetchingBatch) -> None:
         """Make the table stream wait for the rows: their memory is reused there."""
         with self.table_stream.work():
-            _wait_for_rows(batch)
+            _wait_for_rows(batch, EXCLUSIVE, COLLISION)
 
     def join(self, batch: FetchingBatch) -> tuple[ComputingBatch, EmbeddingCollectionAwaitable]:
         """As requester: put the rows of both kinds together to the output of the module. Its gradients go to ``gradients``."""
@@ -291,18 +291,15 @@ class PrioritizedEmbedding:
         computing = ComputingBatch(routed, optimizer.begin_step(), [None] * len(routed.requests))
         with self.table_stream.work():
             optimizer.restore_count()
-            orders = [
-                _batch_order(requests, sets) for requests, sets in zip(routed.requests, batch.row_sets, strict=True)
-            ]
-            _wait_for_rows(batch)
+            joined = _in_batch_order(batch)
         with self.timeline.span(Kind.ROW_EXCHANGE_COLLISION):  # on CUDA the compute waits here; on CPU it waited above
             compute_stream = self.table_stream.join()
         if compute_stream is not None:
             reverse_indices = getattr(routed.context, "reverse_indices", ())  # of dedup
-            mark_used_on(compute_stream, (*reverse_indices, *batch.buffers, *orders))
+            mark_used_on(compute_stream, (*reverse_indices, *joined))
         outputs = [
-            NoWaitDirect(JoinRows.apply(self._anchor, self.gradients, computing, group, order, rows))
-            for group, (rows, order) in enumerate(zip(batch.buffers, orders, strict=True))
+            NoWaitDirect(JoinRows.apply(self._anchor, self.gradients, computing, group, [rows]))
+            for group, rows in enumerate(joined)
         ]
         return computing, self._output(routed.context, outputs)
 
@@ -321,10 +318,28 @@ class PrioritizedEmbedding:
         )
 
 
-def _wait_for_rows(batch: FetchingBatch) -> None:
-    for transfers in batch.transfers.values():
-        for transfer in transfers:
+def _wait_for_rows(batch: FetchingBatch, *kinds: RowKind) -> None:
+    for kind in kinds:
+        for transfer in batch.transfers.get(kind, ()):
             transfer.wait()
+
+
+def _in_batch_order(batch: FetchingBatch) -> list[Tensor]:
+    """``[m, D]`` float32 for each sharding group: the rows of both kinds, in the order of the batch's ids.
+
+    Exclusive rows are put in order while collision rows still travel. Until those arrive, their places hold any numbers.
+    """
+    orders = [
+        _batch_order(requests, sets) for requests, sets in zip(batch.routed.requests, batch.row_sets, strict=True)
+    ]
+    places = [_collision_places(sets, order) for sets, order in zip(batch.row_sets, orders, strict=True)]
+    _wait_for_rows(batch, EXCLUSIVE)
+    joined = [rows.index_select(0, order).float() for rows, order in zip(batch.buffers, orders, strict=True)]
+    _wait_for_rows(batch, COLLISION)
+    for rows, of_collisions, received in zip(joined, places, batch.buffers, strict=True):
+        if of_collisions is not None:
+            rows.index_copy_(0, of_collisions, received.narrow(0, 0, of_collisions.numel()).float())
+    return joined
 
 
 def _batch_order(requests: Requests, sets: dict[RowKind, RowSet]) -> Tensor:
@@ -335,3 +350,13 @@ def _batch_order(requests: Requests, sets: dict[RowKind, RowSet]) -> Tensor:
     orders = [rows.requester_wire_order for rows in sets.values() if rows.requester_wire_order is not None]
     order = inverse_permutation(torch.cat(orders))
     return order if requests.request_position is None else order[requests.request_position]
+
+
+def _collision_places(sets: dict[RowKind, RowSet], order: Tensor) -> Tensor | None:
+    """Position in the batch of each collision row in wire order, if there are any. They come first in the buffer."""
+    rows = sets.get(COLLISION)
+    if rows is None:
+        return None
+    if rows.batch_position is not None:
+        return rows.batch_position
+    return inverse_permutation(order)[: sum(rows.by_owner)]

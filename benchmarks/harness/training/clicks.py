@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ class TimestampedDLRM(pl.LightningModule):
 
     def loss(self, embedded: Any, batch: ClickBatch) -> Tensor:
         pooled = embedded.values()
-        samples = torch.tensor(len(batch.clicked), device=pooled.device)
+        samples = functools.partial(torch.tensor, len(batch.clicked), device=pooled.device)
         return timed_loss(self.timestamps, pooled, samples, lambda: self._loss(pooled, batch))
 
     def _loss(self, pooled: Tensor, batch: ClickBatch) -> Tensor:

@@ -107,7 +107,7 @@ class TimestampedHSTU(HSTU):
 
     def loss(self, embedded: Mapping[str, Any], batch: SeqBatch) -> Tensor:
         rows, compute = embedded[HISTORY].values(), super().loss
-        return timed_loss(self.timestamps, rows, self.num_predicted(batch), lambda: compute(embedded, batch))
+        return timed_loss(self.timestamps, rows, lambda: self.num_predicted(batch), lambda: compute(embedded, batch))
 
     def random_rows(self, batch: SeqBatch, on_device: SeqBatch) -> dict[str, Any]:
         """Embeddings of a batch, drawn at random. ``batch`` is in host memory."""
@@ -122,13 +122,16 @@ class TimestampedHSTU(HSTU):
 
 
 def timed_loss(
-    timestamps: StepTimestamps, rows: Tensor, predicted: Tensor, compute_loss: Callable[[], Tensor]
+    timestamps: StepTimestamps, rows: Tensor, predicted: Callable[[], Tensor], compute_loss: Callable[[], Tensor]
 ) -> Tensor:
-    """The loss that ``compute_loss`` computes from ``rows``, with time stamps from their arrival to the end of the graph."""
+    """The loss that ``compute_loss`` computes from ``rows``, with time stamps from their arrival to the end of the graph.
+
+    ``predicted`` computes the number of predicted positions, after the loss: the forward should not wait for it.
+    """
     timestamps.take("arrived")
     loss = compute_loss()
     timestamps.losses.append(loss.detach())
-    timestamps.predicted.append(predicted)
+    timestamps.predicted.append(predicted())
 
     def backward_begins(_: Tensor) -> None:
         timestamps.take("begun")
