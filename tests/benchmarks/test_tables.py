@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,40 @@ from benchmarks.harness import labels
 from benchmarks.harness.results import command, load_results, short_machine
 from benchmarks.harness.tables import benchmarks_page, markdown, readme_block, results_blocks
 from benchmarks.harness.tables.claims import claims
-from benchmarks.harness.variant_names import ALL, ALL_OVER_NCCL, SM_FREE, SYNC, TORCHREC_BASE
+from benchmarks.harness.variant_names import (
+    ALL,
+    ALL_OVER_NCCL,
+    ALL_OVER_TCP,
+    SM_FREE,
+    SYNC,
+    TORCHREC_BASE,
+    TORCHREC_SPARSE_DIST,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_pages_agree_with_the_results() -> None:
     assert list(tables.stale()) == [], "run python -m benchmarks.tables"
+
+
+def test_the_readme_has_the_range_of_all_shapes() -> None:
+    results = load_results()
+
+    def gone(shape: str, side: str) -> set[int]:
+        rounds = results[f"end_to_end_h200_{shape}_newest"]["rounds"][side]
+        return {
+            round(100 * statistics.mean(rounds[f"gone of {name}"])) for name in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)
+        }
+
+    shapes = "short", "long", "context", "wide"
+    in_memory = set.union(*(gone(shape, ALL) for shape in (*shapes, "medium")))
+    over_tcp = set.union(*(gone(shape, ALL_OVER_TCP) for shape in shapes))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{min(in_memory)}% to {max(in_memory)}% of the bubble of either pipeline" in text
+    assert f"{min(over_tcp)}% to {max(over_tcp)}% over TCP" in text
+    slow = gone("medium", ALL_OVER_TCP)
+    assert f": {min(slow)}% and {max(slow)}% (" in text
 
 
 def test_another_figure_changes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
