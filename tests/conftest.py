@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters | None]:
-    """Runs of the tests on a virtual cluster. They start before the first test, and other tests run beside them."""
+    """Runs and calls of tests on a GPU. They start before the first test, and other tests run beside them."""
     runs = runs_of(request.session.items)
     if not runs or not torch.cuda.is_available():
         yield None
@@ -63,6 +64,12 @@ def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     started = Clusters(runs, tmp_path_factory.mktemp("clusters"))
     yield started
     started.close()
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, clusters: Clusters) -> Any:
+    """The result of the run or call of a test with ``started_early``."""
+    return clusters.result(request.param)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
-from tests.gpu.clusters import Clusters, Run, runs_of, turn
+from tests.gpu.clusters import Call, Clusters, Run, runs_of, turn
 
 
 def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,28 +41,38 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
     clusters.close()
 
 
+def test_a_call_runs_in_another_process(tmp_path: Path) -> None:
+    early, alone = Call(os.getpid), Call(divmod, (7, 2), alone=True)
+    clusters = Clusters([early, alone], tmp_path)
+    assert clusters.result(early) != os.getpid()
+    assert clusters.result(alone) == (3, 1)
+    clusters.close()
+
+
 def test_order_of_the_tests(request: pytest.FixtureRequest) -> None:
     """Tests that wait for a run come after the others, and those that need the whole GPU last."""
 
     class Item:
-        def __init__(self, name: str, *keywords: str, run: Run | None = None):
+        def __init__(self, name: str, *keywords: str, run: Run | Call | None = None):
             self.name, self.keywords = name, keywords
             if run is not None:
                 self.callspec = SimpleNamespace(params={"results": run})
 
-    run, alone = Run("script.py"), Run("script.py", alone=True)
+    run, alone, call = Run("script.py"), Run("script.py", alone=True), Call(os.getpid)
     items = [
         Item("measures", "gpu", "alone", run=alone),
         Item("waits", "gpu", run=run),
+        Item("waits for a call", "gpu", run=call),
         Item("kills", "gpu", "alone"),
         Item("computes", "gpu"),
         request.node,
     ]
-    assert runs_of(items) == [alone, run]
+    assert runs_of(items) == [alone, run, call]
     assert [item.name for item in sorted(items, key=turn)] == [
         "computes",
         request.node.name,
         "waits",
+        "waits for a call",
         "measures",
         "kills",
     ]

@@ -5,27 +5,14 @@ The prioritized exchange, and HSTU in the Trainer, are compared with the synchro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.clusters import Clusters, Run, result_of
+from tests.gpu.clusters import Run, result_of, started_early
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-
-
-def runs(*each: Run) -> Callable[[Callable], Callable]:
-    """The test is called once for each run, and gets its result as ``results``."""
-    names = ["-".join((run.script.removesuffix(".py"), *run.arguments)) for run in each]
-    values = [pytest.param(run, marks=[pytest.mark.alone] if run.alone else []) for run in each]
-    return pytest.mark.parametrize("results", values, ids=names, indirect=True)
-
-
-@pytest.fixture
-def results(request: pytest.FixtureRequest, clusters: Clusters) -> Any:
-    return clusters.result(request.param)
 
 
 @pytest.mark.alone
@@ -38,7 +25,7 @@ def test_ranks_have_sms_of_their_own(tmp_path: Path) -> None:
         assert (ranks[0]["held"] and ranks[1]["ran"]) is beside, ranks
 
 
-@runs(Run("prioritized.py", ("nccl",)), Run("prioritized.py", ("freescale",)))
+@started_early(Run("prioritized.py", ("nccl",)), Run("prioritized.py", ("freescale",)))
 def test_prioritized_equals_synchronous(results: Any) -> None:
     """Losses agree within 1e-6, weights and optimizer state within 1e-5 of their size, also in bfloat16 on the wire."""
     check_exchanges(results, cases=12)
@@ -46,27 +33,27 @@ def test_prioritized_equals_synchronous(results: Any) -> None:
         assert (case["saved"] > 0) == (case["options"] == ["use_index_dedup"]), case
 
 
-@runs(Run("bags.py", ("nccl",)), Run("bags.py", ("freescale",)))
+@started_early(Run("bags.py", ("nccl",)), Run("bags.py", ("freescale",)))
 def test_prioritized_bags_equal_synchronous_ones(results: Any) -> None:
     """The same for sums, means and weighted sums. Each of two tables has its own width, and two features share one of them."""
     check_exchanges(results, cases=17)
     assert all(case["saved"] == 0 for case in results["cases"])
 
 
-@runs(Run("moment_optimizers.py", ("nccl",)))
+@started_early(Run("moment_optimizers.py", ("nccl",)))
 def test_optimizers_with_moments(results: Any) -> None:
     """The same for each of them, without and with weight decay."""
     check_exchanges(results, cases=8)
 
 
-@runs(Run("host_tables.py", ("nccl", "rows")))
+@started_early(Run("host_tables.py", ("nccl", "rows")))
 def test_tables_in_host_memory(results: Any) -> None:
     """The same for tables in host memory, with a cache on the GPU for 20 % of their rows and without one."""
     check_exchanges(results, cases=6)
     assert results["past_the_cache"] > 1e-3
 
 
-@runs(Run("host_tables.py", ("nccl", "bags")))
+@started_early(Run("host_tables.py", ("nccl", "bags")))
 def test_tables_of_bags_in_host_memory(results: Any) -> None:
     check_exchanges(results, cases=2)
 
@@ -81,7 +68,7 @@ def check_exchanges(results: Any, cases: int) -> None:
         assert case["weights"] <= 1e-5 * case["moved"], case
 
 
-@runs(Run("zero_collision.py", ("freescale",)))
+@started_early(Run("zero_collision.py", ("freescale",)))
 def test_zero_collision_ids(results: Any) -> None:
     """Ids, ages and slots are those of the CPU, exactly. The exchanges agree within 1e-6, and with the CPU within 1e-5."""
     assert [case["optimizer"] for case in results["cases"]] == [
@@ -107,7 +94,7 @@ def test_zero_collision_ids(results: Any) -> None:
     assert results["unordered"]["rows"] > 1e-3
 
 
-@runs(Run("raw_ids.py", ("20",)))
+@started_early(Run("raw_ids.py", ("20",)))
 def test_hstu_on_raw_ids(results: Any) -> None:
     """Both exchanges give the same ids and ages, exactly, and losses within 1 %, because of bf16. The checkpoint is exported."""
     assert results["differ"] == 0
@@ -117,7 +104,7 @@ def test_hstu_on_raw_ids(results: Any) -> None:
     assert results["True"]["val"]["val/loss"] == pytest.approx(results["False"]["val"]["val/loss"], rel=0.01)
 
 
-@runs(Run("hstu.py", ("40",)))
+@started_early(Run("hstu.py", ("40",)))
 def test_hstu_has_the_same_losses_in_both_modes(results: Any) -> None:
     """Losses agree within 1 %, also over the SM-free transport. With bf16, the order of sums changes the rounding."""
     expected = results["synchronous"]
@@ -130,14 +117,14 @@ def test_hstu_has_the_same_losses_in_both_modes(results: Any) -> None:
     assert expected["planned"] == 0  # a synchronous exchange does not know the next batch
 
 
-@runs(Run("late_copies.py", alone=True))
+@started_early(Run("late_copies.py", alone=True))
 def test_saves_beside_the_training_are_exact(results: Any) -> None:
     """Tables that are copied beside the backward are those of the save, bit for bit, though the copy takes long."""
     assert results["in time"] == [True] * 4
     assert not any(results["late"])  # the comparison can fail
 
 
-@runs(Run("shared_experts.py", ("nccl",)), Run("shared_experts.py", ("freescale",)))
+@started_early(Run("shared_experts.py", ("nccl",)), Run("shared_experts.py", ("freescale",)))
 def test_shared_experts_equal_one_rank(results: Any, request: pytest.FixtureRequest) -> None:
     """Output and gradients of four ranks in one to three micro-chunks are within 2e-5 of one rank in float32, by their norm."""
     assert results["backend"] in request.node.name
@@ -149,7 +136,7 @@ def test_shared_experts_equal_one_rank(results: Any, request: pytest.FixtureRequ
     assert results["changed weight"] > 1e-4
 
 
-@runs(Run("bubbles.py", alone=True))
+@started_early(Run("bubbles.py", alone=True))
 def test_the_monitor_agrees_with_the_profiler(results: Any) -> None:
     """On every rank, the bubble share of a synchronous run is within 3 points of (wall - busy) in a trace of the same steps."""
     assert [one["rank"] for one in results] == [0, 1, 2, 3]
@@ -162,7 +149,9 @@ def test_the_monitor_agrees_with_the_profiler(results: Any) -> None:
         assert one["monitor"] != pytest.approx(one["with_nccl_as_busy"], abs=0.03, rel=0), one
 
 
-@runs(Run("learning.py", ("40",), alone=True))  # the time of a rank must not depend on the samples of the others
+@started_early(
+    Run("learning.py", ("40",), alone=True)
+)  # the time of a rank must not depend on the samples of the others
 def test_all_ranks_fit_the_same_costs(results: Any) -> None:
     """Measured with CUDA events, in both exchange modes. Losses are within 1 % of the unbalanced run, because of bf16."""
     expected = results.pop("off")["losses"]

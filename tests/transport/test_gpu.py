@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.gpu.clusters import Call, started_early
 from tests.transport import gpu_cluster
 
-
-@pytest.mark.gpu
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_scenarios(world: int) -> None:
-    assert gpu_cluster.run(world, exchanges=2_000)[0] == []
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 
-@pytest.mark.gpu
-@pytest.mark.timeout(900)
-def test_all_scenarios_with_buffers_in_gpu_memory() -> None:
-    assert gpu_cluster.run(4, exchanges=2_000, engine="ipc")[0] == []
+def scenarios(world: int, engine: str, *names: str) -> tuple[list[str], str]:
+    """Which of the scenarios failed, of all by default, and what the ranks printed."""
+    return gpu_cluster.run(world, list(names), exchanges=2_000, engine=engine)
 
 
-@pytest.mark.gpu
-@pytest.mark.timeout(200)
-def test_the_profiler_records_only_copies() -> None:
-    assert (
-        gpu_cluster.run(1, ["profile"])[0] == []
-    )  # one rank runs without MPS, with which the profiler may record nothing
+# A single rank runs without MPS, with which the profiler may record nothing.
+@started_early(
+    Call(scenarios, (2, "host")),
+    Call(scenarios, (4, "host")),
+    Call(scenarios, (4, "ipc")),
+    Call(scenarios, (1, "host", "profile")),
+)
+def test_all_scenarios(results: Any) -> None:
+    failed, printed = results
+    assert failed == [], printed
