@@ -337,7 +337,7 @@ def _in_batch_order(batch: FetchingBatch) -> list[Tensor]:
     joined = [rows.index_select(0, order).float() for rows, order in zip(batch.buffers, orders, strict=True)]
     _wait_for_rows(batch, COLLISION)
     for rows, of_collisions, received in zip(joined, places, batch.buffers, strict=True):
-        if of_collisions is not None:
+        if of_collisions is not None and len(of_collisions):
             rows.index_copy_(0, of_collisions, received.narrow(0, 0, of_collisions.numel()).float())
     return joined
 
