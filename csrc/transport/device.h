@@ -48,9 +48,9 @@ class Stream {
   virtual StreamHandle handle() const = 0;
 };
 
-// Two words that give high-priority transfers precedence. A high-priority queue closes its gate (0) while its copies
-// run and opens it (1) again. A low-priority chunk starts only while all gates of its direction are open. There is one
-// word per direction, because each direction has its own copy engine.
+// Two words that give high-priority transfers precedence. A high-priority queue closes its gate (0) while copies run
+// that have nothing left to wait for, and opens it (1) again. A low-priority chunk starts only while all gates of its
+// direction are open. There is one word per direction, because each direction has its own copy engine.
 struct Gate {
   Word* out;
   Word* in;

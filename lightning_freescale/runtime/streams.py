@@ -141,7 +141,7 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Stream]:
 
 
 class Readback:
-    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`, no stream does."""
+    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`, and no stream waits for it."""
 
     def __init__(self, value: Tensor):
         self._event: torch.cuda.Event | None = None
