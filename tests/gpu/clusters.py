@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -16,7 +17,7 @@ from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 
 HERE = Path(__file__).resolve().parent
-AT_ONCE = 4
+AT_ONCE = max(2, (os.cpu_count() or 1) // 3)  # Most have four ranks, which do not need a core all the time.
 
 
 class Run(NamedTuple):
