@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
+_SIDE_STREAMS: set[int] = set()  # handles of the streams of all side streams
 
 
 class SideStream:
@@ -26,6 +27,7 @@ class SideStream:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-int(high_priority))
+            _SIDE_STREAMS.add(self.stream.cuda_stream)
             # Recorded again for each wait, on this stream and on the compute stream: a wait is for what was recorded last.
             self._queued, self._computed = torch.cuda.Event(), torch.cuda.Event()
 
@@ -127,13 +129,17 @@ def _copies_to_host(device: torch.device) -> SideStream:
 def copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Stream]:
     """Start to copy the present value of a CUDA tensor. Returns a page-locked tensor, and the stream that writes it.
 
-    That stream does nothing else. A copy waits until the GPU's copy engine has finished the transfers that came before, for
-    example rows for other ranks. On the compute stream, all kernels after the copy would wait, too.
+    A value of the compute stream is copied by a stream that does nothing else. A copy waits until the GPU's copy engine has
+    finished the transfers that came before, for example rows for other ranks. On the compute stream, all kernels after the copy
+    would wait, too. A side stream copies its values itself: it is often far ahead of the compute, and the host needs them soon.
     """
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    if current_stream_handle(value.device) in _SIDE_STREAMS:
+        host.copy_(value.detach(), non_blocking=True)
+        return host, torch.cuda.current_stream(value.device)
     copies = _copies_to_host(value.device)
     assert copies.stream is not None
-    present = value.detach().clone()  # by the current stream, because later work may change the tensor in place
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    present = value.detach().clone()  # by the compute stream, because later work may change the tensor in place
     with copies.work(event=work_so_far(value.device)):
         host.copy_(present, non_blocking=True)
     present.record_stream(copies.stream)
@@ -141,7 +147,7 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Stream]:
 
 
 class Readback:
-    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`, and no stream waits for it."""
+    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`, the compute stream never."""
 
     def __init__(self, value: Tensor):
         self._event: torch.cuda.Event | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_freescale.runtime.streams import Readback, copy_to_host
+from lightning_freescale.runtime.streams import Readback, SideStream, copy_to_host
 
 LONG = 200_000_000  # clock cycles of the GPU, about a tenth of a second
 
@@ -38,3 +38,17 @@ def test_a_stream_goes_on_while_a_copy_of_its_value_waits() -> None:
     assert readback.wait().tolist() == [1.0] * 3
     torch.cuda.synchronize()
     assert too_late.tolist() == [2.0] * 3
+
+
+@pytest.mark.gpu
+def test_a_value_of_a_side_stream_does_not_wait_for_the_compute() -> None:
+    side = SideStream(torch.device("cuda"))
+    value = torch.ones(3, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    computed = Readback(value)
+    with side.work():
+        found = Readback(value)
+    assert found.wait().tolist() == [1.0] * 3
+    assert not computed.arrived()
+    assert computed.wait().tolist() == [1.0] * 3
