@@ -147,7 +147,7 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Stream]:
 
 
 class Readback:
-    """A copy of a tensor's present value to the host. The host waits for it only in :meth:`wait`, the compute stream never."""
+    """A copy of a tensor's present value to the host. Only :meth:`wait` makes the host wait for it. The compute does not wait."""
 
     def __init__(self, value: Tensor):
         self._event: torch.cuda.Event | None = None

@@ -114,7 +114,7 @@ class TrainingJob:
 
     @property
     def table_optimizer(self) -> dict[str, Any]:
-        """The optimizer of the tables. On CUDA its rate is a tenth of the default one, for the reason that ``make_model`` has."""
+        """The optimizer of the tables. On CUDA its rate is a tenth of the default one, for the reason given in ``make_model``."""
         default = DEFAULT_TABLE_OPTIMIZER
         return {**default, "lr": default["lr"] * (0.1 if self.device.type == "cuda" else 1.0)}
 
@@ -368,7 +368,8 @@ def freescale(
 ) -> TrainedVariant:
     """A Lightning Trainer with the strategy: what a user runs, without a logger."""
     model, callback = job.make_model(timestamps), TimestampCallback(timestamps)
-    strategy = fs.FreeScaleStrategy(timeout=job.timeout, embedding_optimizer=job.table_optimizer, **options)
+    settings: dict[str, Any] = {"timeout": job.timeout, "embedding_optimizer": job.table_optimizer} | options
+    strategy = fs.FreeScaleStrategy(**settings)
     os.environ["WORLD_SIZE"] = str(job.ranks)  # Lightning deletes it at the end of every fit
     trainer = plain_trainer(
         strategy,
