@@ -6,6 +6,8 @@ import functools
 import gc
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
 from tests.gpu.clusters import Clusters, runs_of, turn
+from tests.gpu.workers import FEWEST, Workers, register_reporter
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # The same examples in every run: a change is blamed for what it did, not for what chance found that day.
@@ -43,6 +46,36 @@ def _quiet_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
+
+
+_WORKERS = pytest.StashKey[Workers]()
+_IS_WORKER = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_IS_WORKER] = register_reporter(config)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the tests on a GPU that wait for no run and no call, in other processes."""
+    config = session.config
+    if config.stash[_IS_WORKER] or config.option.collectonly or not torch.cuda.is_available():
+        return
+    simple = [item for item in session.items if "gpu" in item.keywords and turn(item) == 0]
+    if len(simple) >= FEWEST:
+        folder = Path(tempfile.mkdtemp(prefix="workers"))
+        config.stash[_WORKERS] = Workers(simple, config, folder)
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(config.stash[_WORKERS].close)  # cleanups run in the reverse order
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    workers = item.config.stash.get(_WORKERS, None)
+    if workers is None:
+        return None
+    if "alone" in item.keywords:
+        workers.wait()
+    return workers.run(item) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -203,6 +203,7 @@ void Queue::send_chunks(NetworkThreads& threads) {
     try {
       if (failure_->is_set()) {
         if (!abort_sent) {
+          threads.sender->hold(false);
           threads.sender->abort(failure_->reason());
           abort_sent = true;
           ++stopped_threads_;
@@ -211,7 +212,11 @@ void Queue::send_chunks(NetworkThreads& threads) {
         continue;
       }
       threads.sleeps = true;  // before the look, so that whoever changes something after it wakes this thread
-      const SendState state = send_ready(threads);
+      SendState state = send_ready(threads);
+      // A chunk of a low-priority queue may be large, so the rest of it waits for urgent chunks, too.
+      const bool held = !settings_.high_priority && device_->urgent_senders != 0;
+      threads.sender->hold(held);
+      state.waits |= held;  // nobody wakes this thread when the urgent chunks have been sent
       if (state.progress || !waited) backoff.restart();
       waited = state.waits;
       if (state.waits) threads.sleeps = false;
@@ -221,6 +226,7 @@ void Queue::send_chunks(NetworkThreads& threads) {
     }
   }
   try {
+    threads.sender->hold(false);
     const auto idle = [&threads](int peer) { return threads.sender->idle(peer); };
     for (int i = 0; i < 1000; ++i) {
       if (!abort_sent) send_ready(threads);

@@ -63,6 +63,7 @@ class TcpSender : public TcpFrames {
   }
 
   bool idle(int peer) const override { return links_.at(peer).frames.empty(); }
+  void hold(bool held) override { held_ = held; }
 
   void put(int peer, const Chunk& chunk, const std::byte* data) override {
     send(peer, {{tcp_magic, FrameType::chunk, chunk}, data, {}});
@@ -109,7 +110,7 @@ class TcpSender : public TcpFrames {
     std::vector<std::pair<const int, Link>*> waiting;
     poller_.clear();
     for (auto& entry : links_) {
-      if (entry.second.frames.empty()) continue;
+      if (entry.second.frames.empty() || (held_ && entry.second.frames.front().is_chunk())) continue;
       poller_.add(entry.second.socket->file(), POLLOUT);
       waiting.push_back(&entry);
     }
@@ -131,6 +132,7 @@ class TcpSender : public TcpFrames {
     Frame frame;
     const std::byte* data;
     std::string text;  // the text of an abort, or a copy of a chunk; `data` is null then
+    bool is_chunk() const { return frame.type == FrameType::chunk; }
   };
   struct Link {
     std::shared_ptr<const Socket> socket;
@@ -174,6 +176,7 @@ class TcpSender : public TcpFrames {
 
   Poller poller_;
   std::map<int, Link> links_;
+  bool held_ = false;
 };
 
 class TcpReceiver : public WireReceiver {

@@ -45,6 +45,7 @@ FAILURES = [
     "no_descriptors",
     "strangers",
     "bad_chunk",
+    "held_chunk",
     "ring",
     "ring_of_single_chunks",
     "segments",

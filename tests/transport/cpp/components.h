@@ -57,6 +57,52 @@ void bad_chunk() {
   require(std::memcmp(callbacks.memory, data.data(), data.size()) == 0, "its bytes must be right");
 }
 
+// A sender that is held leaves the rest of a chunk for later. Credits are not held up, unless they are behind that chunk.
+void held_chunk() {
+  struct : WireCallbacks {
+    Bytes memory = Bytes(32 << 20);
+    int came = 0;
+    Word credit = 0;
+    std::byte* destination(int, const Chunk&) override { return reinterpret_cast<std::byte*>(memory.data()); }
+    void arrived(int, const Chunk&) override { ++came; }
+    void announced(int, const Chunk&) override { require(false, "an announcement"); }
+    void expected(int, const Chunk&) override { require(false, "an expectation"); }
+    void credited(int, Word received) override { credit = received; }
+    void aborted(int, const std::string& why) override { require(false, why); }
+    void lost(int, const std::string& why) override { require(false, why); }
+  } callbacks;
+  std::vector<std::unique_ptr<Wire>> wires;
+  std::map<int, WirePeer> addresses;
+  for (int rank = 0; rank < 2; ++rank)
+    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
+  on_ranks(2, [&](int rank) { wires[rank]->connect({{1 - rank, addresses[1 - rank]}}, after_seconds(20), [] {}); });
+  const auto sender = wires[0]->sender({1});
+  const auto receiver = wires[1]->receiver({0});
+  const auto turn = [&] {
+    sender->progress(callbacks, std::chrono::milliseconds(1));
+    receiver->progress(callbacks, std::chrono::milliseconds(1));
+  };
+  const Bytes data(callbacks.memory.size(), 7);
+  Chunk chunk{};
+  chunk.bytes = data.size();
+  const auto put = [&] { sender->put(1, chunk, reinterpret_cast<const std::byte*>(data.data())); };
+  int turns = 0;
+  put();
+  require(!sender->idle(1), "the chunk must be larger than the buffers of the socket");
+  while (callbacks.came == 0 && ++turns < 100'000) turn();
+  require(callbacks.came == 1, "without a hold the chunk must arrive");
+  sender->hold(true);
+  sender->credit(1, 5);
+  for (int i = 0; i < 1000 && callbacks.credit != 5; ++i) turn();
+  require(callbacks.credit == 5, "a credit must not be held up");
+  put();
+  for (int i = 0; i < 2 * turns; ++i) turn();
+  require(callbacks.came == 1, "the chunk must be held up");
+  sender->hold(false);
+  for (int i = 0; i < 100'000 && callbacks.came == 1; ++i) turn();
+  require(callbacks.came == 2 && callbacks.memory == data, "it must arrive afterwards");
+}
+
 // A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.
 void no_descriptors() {
   const auto wire = tcp_wire(0, "127.0.0.1", "secret");

@@ -46,6 +46,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"no_descriptors", no_descriptors},
     {"strangers", strangers},
     {"bad_chunk", bad_chunk},
+    {"held_chunk", held_chunk},
     {"ring", ring},
     {"ring_of_single_chunks", ring_of_single_chunks},
     {"segments", segments},

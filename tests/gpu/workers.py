@@ -1,0 +1,173 @@
+"""Runs tests of one pytest session in several processes at the same time, and reports their results in the session.
+
+A test of a kernel mostly waits until the kernel is compiled, which takes one core. So the files with such tests are dealt out to
+a few processes. Each of them is a pytest session of its own that writes its reports to a file, and :class:`Workers` logs them in
+the first session, in the order of the tests there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import pytest
+
+AT_ONCE = 5
+FEWEST = 60  # With fewer tests than this, the start of further processes takes longer than the tests.
+_VARIABLE = "FREESCALE_TEST_REPORTS"  # in a worker: the file for its reports
+
+
+class Worker(NamedTuple):
+    """A pytest session in another process."""
+
+    process: subprocess.Popen
+    reports: TextIO
+    log: Path
+
+
+def deal(weights: dict[str, int], hands: int) -> list[list[str]]:
+    """Divide names into at most ``hands`` lists of similar weight.
+
+    >>> deal({"a": 9, "b": 4, "c": 4, "d": 2}, 2)
+    [['a'], ['b', 'c', 'd']]
+    """
+    dealt: list[list[str]] = [[] for _ in range(min(hands, len(weights)))]
+    loads = [0] * len(dealt)
+    for name in sorted(weights, key=lambda name: -weights[name]):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(name)
+        loads[lightest] += weights[name]
+    return dealt
+
+
+def part_of(path: Path, tests: Path) -> str:
+    """What stays in one process: a file, or a folder inside a folder of ``tests``, whose files use the same kernels."""
+    folders = path.relative_to(tests).parts[:-1]
+    return str(path if len(folders) < 2 else path.parent)
+
+
+class Workers:
+    """Runs tests in other processes.
+
+    Args:
+        items: tests of this session. The processes start at once.
+        config: of this session.
+        folder: for their files.
+        hands: most processes at a time.
+    """
+
+    def __init__(self, items: Iterable[pytest.Item], config: pytest.Config, folder: Path, hands: int = AT_ONCE):
+        self._config = config
+        parts: dict[str, list[str]] = {}
+        for item in items:
+            item.add_marker(
+                pytest.mark.timeout(0), append=False
+            )  # the limit holds in the worker; here the test waits its turn
+            parts.setdefault(part_of(item.path, config.rootpath / "tests"), []).append(item.nodeid)
+        self._workers: list[Worker] = []
+        self._of: dict[str, Worker] = {}  # by test
+        self._arrived: dict[str, list[Any]] = {}  # reports by test
+        for names in deal({name: len(tests) for name, tests in parts.items()}, hands):
+            tests = [test for name in names for test in parts[name]]
+            worker = self._start(tests, folder / str(len(self._workers)))
+            self._workers.append(worker)
+            self._of |= dict.fromkeys(tests, worker)
+
+    def _start(self, tests: Sequence[str], folder: Path) -> Worker:
+        folder.mkdir()
+        names, reports, log = folder / "tests", folder / "reports", folder / "log"
+        names.write_text("\n".join(tests))
+        reports.touch()
+        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'temporary'}"]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, f"@{names}"],
+                cwd=self._config.rootpath,
+                env=os.environ | {_VARIABLE: str(reports)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        return Worker(process, reports.open(), log)
+
+    def run(self, item: pytest.Item) -> bool:
+        """Log the reports of a test. Returns False if the test is to run in this process."""
+        worker = self._of.get(item.nodeid)
+        if worker is None:
+            return False
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self._reports(item, worker):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _reports(self, item: pytest.Item, worker: Worker) -> list[Any]:
+        """Wait for the reports of a test. The last one is that of its tear-down."""
+        while True:
+            ended = worker.process.poll() is not None  # before the look, so that it sees all that was written
+            self._read(worker)
+            found = self._arrived.get(item.nodeid, [])
+            if found and found[-1].when == "teardown":
+                return found
+            if ended:
+                why = (
+                    f"the process of this test has ended: {worker.process.returncode}\n{worker.log.read_text()[-5000:]}"
+                )
+                return [pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
+            time.sleep(0.05)
+
+    def _read(self, worker: Worker) -> None:
+        while True:
+            start = worker.reports.tell()
+            line = worker.reports.readline()
+            if not line.endswith("\n"):  # not written to its end
+                worker.reports.seek(start)
+                return
+            data = json.loads(line)
+            report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+            if isinstance(report.longrepr, list):  # of a test that was skipped; JSON has no tuples
+                report.longrepr = tuple(report.longrepr)
+            self._arrived.setdefault(report.nodeid, []).append(report)
+
+    def wait(self) -> None:
+        """Wait until all processes have ended, so that nothing of theirs is left on the GPU."""
+        for worker in self._workers:
+            worker.process.wait()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.wait()
+            worker.reports.close()
+
+
+class Reporter:
+    """In a worker: writes each report to the file that the first session reads."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a")
+        self._config: pytest.Config | None = None
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        assert self._config is not None
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._file.write(json.dumps(data) + "\n")
+        self._file.flush()
+
+
+def register_reporter(config: pytest.Config) -> bool:
+    """Whether this session is a worker. Its reports are written then."""
+    path = os.environ.pop(_VARIABLE, None)  # sessions that a test starts are no workers
+    if path is not None:
+        config.pluginmanager.register(Reporter(Path(path)))
+    return path is not None
