@@ -235,6 +235,20 @@ def test_no_bubble_if_steps_are_not_steady() -> None:
     assert "30, not steady" in bubble_report.describe(figures)
 
 
+def test_limit_of_a_step_is_the_longer_of_compute_and_transfers() -> None:
+    sides = {DENSE_ONLY: variant(9.0), TORCHREC_BASE: variant(28.0), ALL_OVER_TCP: variant(12.0), ALL: variant(10.0)}
+    sides[DENSE_ONLY]["dense_bytes"] = 2_000_000
+    figures = made_up(**sides) | {"link_gb_per_s": {"nccl": 0.4, "freescale": 2.5, "freescale over TCP": 1.0}}
+    found = bubble.summarise(figures)["sides"]
+    # 5 MB for the tables, and 2 MB in an AllReduce of two ranks, which is always over NCCL
+    assert [found[name]["transfers_ms"] for name in (TORCHREC_BASE, ALL_OVER_TCP, ALL)] == pytest.approx([17.5, 10, 7])
+    assert [found[name]["of_limit"] for name in (TORCHREC_BASE, ALL_OVER_TCP, ALL)] == pytest.approx([1.6, 1.2, 1.25])
+    del figures["link_gb_per_s"]["nccl"]
+    for each in found.values():
+        each.pop("of_limit", None)
+    assert not any("of_limit" in each for each in bubble.summarise(figures)["sides"].values())
+
+
 def test_steady_steps_are_found_after_a_compilation_and_beside_one_disturbed_step() -> None:
     steady = [20.0, 33.0, 20.5, 32.0, 19.5, 33.5]
     assert steadiness.steady_after(steady) == 0

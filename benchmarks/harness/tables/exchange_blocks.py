@@ -34,10 +34,18 @@ def shapes(results: Mapping[str, StoredResult]) -> Iterator[Row]:
                 "bubble removed": _removed_in_rounds(found, side),
                 "steps that waited for the host": f"{variant['host_late']:.0%}",
                 "MB sent": f"{variant['sent_bytes'] / 1e6:.1f}",
+                "transfers alone ms": _mean_of_rounds(found, side, "transfers_ms", 1),
+                "step / limit": _mean_of_rounds(found, side, "of_limit", 2),
                 "exposed embedding ms": f"{parts['exposed embedding']:.1f}",
                 "exposed dense ms": f"{parts['exposed dense']:.1f}",
                 "slower compute ms": f"{parts['slower compute']:.1f}" if "slower compute" in parts else "",
             }
+
+
+def _mean_of_rounds(found: StoredResult, side: str, key: str, digits: int) -> str:
+    """Mean of a figure over the rounds; empty if the result does not have it."""
+    values = found.get("rounds", {}).get(side, {}).get(key)
+    return f"{statistics.mean(values):.{digits}f}" if values else ""
 
 
 def _removed_in_rounds(found: StoredResult, side: str) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness.training.steadiness import compute_apart, doubts
+from benchmarks.harness.training.transfers import transfers_ms
 from benchmarks.harness.variant_names import ALL, DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
 # The points of a step at which time stamps are taken.
@@ -122,6 +123,7 @@ def summarise(figures: Figures) -> Figures:
             for name in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)
             if variants.get(name, {}).get("bubble_ms", 0.0) > 0
         }
+    _add_transfers(figures, trained)
     if (apart := repeatability(variants)) is not None:
         figures["same_batch_apart"] = apart
     if trained:
@@ -131,6 +133,19 @@ def summarise(figures: Figures) -> Figures:
     if removed := variants.get(ALL, {}).get("gone"):
         figures["goal"] = {"gone": BUBBLE_GOAL, "reached": min(removed.values())}
     return figures
+
+
+def _add_transfers(figures: Figures, trained: Mapping[str, Figures]) -> None:
+    """Add to each variant how long its bytes take, and its step divided by the longer one of that and the dense compute."""
+    dense_bytes = figures["sides"].get(DENSE_ONLY, {}).get("dense_bytes")
+    if dense_bytes is None or "dense_ms" not in figures:
+        return
+    ranks, links = figures["parameters"]["ranks"], figures["link_gb_per_s"]
+    for name, variant in trained.items():
+        needed = transfers_ms(name, variant["sent_bytes"], dense_bytes, ranks, links)
+        if needed is not None:
+            variant["transfers_ms"] = needed
+            variant["of_limit"] = variant["step_ms"]["mean"] / max(figures["dense_ms"], needed)
 
 
 def repeatability(variants: Mapping[str, Figures]) -> float | None:

@@ -56,7 +56,10 @@ def without_shapes(words: Sequence[str]) -> list[str]:
 
 
 def describe(figures: Mapping[str, Any]) -> str:
-    """The table of all shapes for the console, with what makes a shape doubtful."""
+    """The table of all shapes for the console, with what makes a shape doubtful.
+
+    "step / limit" is the step divided by the longer one of the dense compute and of the transfers alone.
+    """
     rows, notes = [], []
     for shape, found in figures["shapes"].items():
         rows += _rows(shape, found)
@@ -84,6 +87,8 @@ def _rows(shape: str, found: Mapping[str, Any]) -> list[dict[str, str]]:
         for baseline in (TORCHREC_BASE, TORCHREC_SPARSE_DIST):
             texts[f"% of {baseline} gone"] = mean_and_spread(by_round.get(f"gone of {baseline}", []), 1, 100)
         texts["MB sent"] = mean_and_spread(by_round["sent_bytes"], 2, 1e-6)
+        texts["transfers alone ms"] = mean_and_spread(by_round.get("transfers_ms", []))
+        texts["step / limit"] = mean_and_spread(by_round.get("of_limit", []), 2)
         texts["peak GiB"] = mean_and_spread(by_round["peak_bytes"], 1, 2**-30)
         texts["warm-up"] = str(found["sides"].get(name, {}).get("warm_up", {}).get("steps", "-"))
         rows.append({"shape": shape, "variant": name} | texts)

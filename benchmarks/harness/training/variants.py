@@ -177,6 +177,7 @@ class TrainedVariant:
     timestamps: StepTimestamps
     peak_bytes: int = 0  # device memory beyond what was allocated before
     sent_bytes: int = 0  # to other ranks, in all-to-alls
+    dense_bytes: int | None = None  # size of the gradients of the dense compute; known to ``dense_alone`` only
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -281,7 +282,8 @@ def dense_alone(job: TrainingJob, batches: JobBatches, timestamps: StepTimestamp
         optimizer.step()
         timestamps.take("end")
         del embedded, loss  # so that they are freed before the next step
-    return TrainedVariant(timestamps)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return TrainedVariant(timestamps, dense_bytes=sum(gradient.nbytes for gradient in gradients))
 
 
 class _DensePart(nn.Module):
