@@ -18,7 +18,7 @@ from hypothesis import settings
 from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
-from tests.gpu.clusters import Clusters, runs_of, turn
+from tests.gpu.clusters import Clusters, one_daemon, runs_of, turn
 from tests.gpu.workers import FEWEST, Workers, register_reporter
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -50,6 +50,7 @@ def _quiet_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 _WORKERS = pytest.StashKey[Workers]()
 _IS_WORKER = pytest.StashKey[bool]()
+_RUNS = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,9 +95,16 @@ def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if not runs or not torch.cuda.is_available():
         yield None
         return
-    started = Clusters(runs, tmp_path_factory.mktemp("clusters"))
-    yield started
-    started.close()
+    with one_daemon() as variables:
+        started = Clusters(runs, tmp_path_factory.mktemp("clusters"), variables)
+        yield started
+        request.config.stash[_RUNS] = started.describe()
+        started.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash.get(_RUNS, []):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -23,7 +23,13 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / f"started {argv[1:]}").touch()
         while not reserve_sms and len(list(tmp_path.glob("started*"))) < 2:  # until the other one has started, too
             time.sleep(0.01)
-        result = {"begin": begin, "end": time.monotonic(), "reserve_sms": reserve_sms, "folder": env["FOLDER"]}
+        result = {
+            "begin": begin,
+            "end": time.monotonic(),
+            "reserve_sms": reserve_sms,
+            "folder": env["FOLDER"],
+            "shared": env.get("SHARED"),
+        }
         return [f"imports\nRESULT {json.dumps(result)}\n"]
 
     monkeypatch.setattr(launcher, "run", run)
@@ -31,13 +37,15 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
     failing = Run("script.py", ("fail",))
     folder = tmp_path / "clusters"
     folder.mkdir()
-    clusters = Clusters([alone, *beside, failing, beside[0]], folder)
+    clusters = Clusters([alone, *beside, failing, beside[0]], folder, {"SHARED": "yes"})
     last, first, second = (clusters.result(one) for one in (alone, *beside))
     assert last["begin"] > max(first["end"], second["end"])
     assert [one["reserve_sms"] for one in (last, first, second)] == [True, False, False]
+    assert [one["shared"] for one in (last, first, second)] == [None, "yes", "yes"]
     assert len({one["folder"] for one in (last, first, second)}) == 3
     with pytest.raises(AssertionError, match="rank 3 failed"):
         clusters.result(failing)
+    assert sorted(line.split(": ")[1] for line in clusters.describe()) == ["script-1", "script-2"]
     clusters.close()
 
 

@@ -63,6 +63,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="no rank is killed after this time")
     parser.add_argument("--timeout", type=float, help="timeout of the strategy in seconds")
     parser.add_argument("--start-method", choices=["fork", "spawn"], default="fork", help="how ranks are started")
+    parser.add_argument(
+        "--shared-gpu",
+        action="store_true",
+        help="other programs use the GPU, too: do not look at what stays in use on it",
+    )
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     options = parser.parse_args()
     if options.device == "cpu" and (needs := sorted(NEEDS_CUDA & set(options.failures))):
@@ -80,6 +85,7 @@ def main() -> int:
         failures=options.failures,
         seconds=options.seconds,
         moments=options.moments,
+        shared_gpu=options.shared_gpu,
     )
     result = {"seed": options.seed, **found}
     print(json.dumps(result, indent=2))

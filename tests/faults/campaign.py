@@ -194,6 +194,7 @@ def campaign(
     failures: Sequence[str] = (),
     seconds: float = math.inf,
     moments: Sequence[str] = MOMENTS,
+    shared_gpu: bool = False,
 ) -> dict[str, Any]:
     """Run trainings until ``kills`` ranks have been killed. ``note`` gets the result of each training.
 
@@ -204,17 +205,18 @@ def campaign(
         failures: names of :data:`FAILURES`. Each happens in a training of its own.
         moments: what the ranks do when they are killed.
         seconds: no rank is killed after this time, so the campaign ends soon, maybe with fewer kills.
+        shared_gpu: other programs use the GPU, too, so nobody can say whose memory stays in use on it.
     """
     root = Path(tempfile.mkdtemp(prefix="faults"))
     timeout = timeout or TIMEOUTS[device]
     begin = time.monotonic()
     common = {"worlds": tuple(sorted(worlds)), "device": device, "timeout": timeout}
-    common |= {"alone": parallel == 1, "until": begin + seconds, "moments": tuple(moments)}
+    common |= {"alone": parallel == 1 and not shared_gpu, "until": begin + seconds, "moments": tuple(moments)}
     left_behind: list[str] = []
     done: list[TrainingResult] = []
     with (
         no_new_shared_memory(left_behind, device),
-        no_new_device_memory(left_behind, device),
+        nullcontext() if shared_gpu else no_new_device_memory(left_behind, device),
         # The ranks are forked from the processes of the pool, which have no other threads.
         ProcessPoolExecutor(parallel, get_context("fork")) as pool,
     ):

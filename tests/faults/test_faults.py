@@ -19,6 +19,7 @@ from tests.faults.campaign import campaign
 from tests.faults.checks import check_samples, check_survivors, check_weights
 from tests.faults.failures import lose_mps_server, mps_clients
 from tests.faults.training import EPOCHS, USERS, Settings
+from tests.gpu.clusters import Call, started_early
 
 
 @pytest.mark.timeout(400)
@@ -31,15 +32,20 @@ def test_ten_kills() -> None:
     assert result["with_resharding"] >= 1
 
 
-@pytest.mark.gpu
-@pytest.mark.alone  # it looks whether memory of the GPU stays in use
-@pytest.mark.timeout(400)
-def test_two_kills_and_other_failures_on_a_gpu() -> None:
+def two_kills_and_other_failures() -> subprocess.CompletedProcess[str]:
     """In a process of its own, which does not use CUDA: the ranks are forked from it."""
-    options = "--device cuda --kills 2 --kills-each 2 --ranks 2 --parallel 3 --failures hang memory --seed 3"
+    options = (
+        "--device cuda --kills 2 --kills-each 2 --ranks 2 --parallel 3 --failures hang memory --seed 3 --shared-gpu"
+    )
     command = [sys.executable, "-m", "tests.faults", *options.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-2_000:]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@started_early(Call(two_kills_and_other_failures))
+def test_two_kills_and_other_failures_on_a_gpu(results: subprocess.CompletedProcess[str]) -> None:
+    assert results.returncode == 0, results.stdout[-20_000:] + results.stderr[-2_000:]
 
 
 # ---- the checks can fail -----------------------------------------------------------------------------------------------

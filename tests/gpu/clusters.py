@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.gpu_cluster.mps import MPS_CONTROL, mps
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 
 HERE = Path(__file__).resolve().parent
@@ -50,27 +54,61 @@ class Call(NamedTuple):
     alone: bool = False
 
 
+def name_of(one: Run | Call) -> str:
+    what = one.script.removesuffix(".py") if isinstance(one, Run) else one.function.__name__
+    return "-".join((what, *map(str, one.arguments)))
+
+
 def started_early(*each: Run | Call) -> Callable[[Callable], Callable]:
     """The test is called once for each run or call. These start before the first test, and the test gets the result."""
-
-    def name(one: Run | Call) -> str:
-        what = one.script.removesuffix(".py") if isinstance(one, Run) else one.function.__name__
-        return "-".join((what, *map(str, one.arguments)))
-
-    values = [pytest.param(one, marks=[pytest.mark.alone] if one.alone else [], id=name(one)) for one in each]
+    values = [pytest.param(one, marks=[pytest.mark.alone] if one.alone else [], id=name_of(one)) for one in each]
     return pytest.mark.parametrize("results", values, indirect=True)
 
 
-def result_of(run: Run | Call, folder: Path) -> Any:
-    """Run the script, and return what rank 0 prints; or call the function."""
+def result_of(run: Run | Call, folder: Path, variables: Mapping[str, str] | None = None) -> Any:
+    """Run the script, and return what rank 0 prints; or call the function.
+
+    Args:
+        folder: for the files of a run.
+        variables: further variables of the environment of its ranks.
+    """
     if isinstance(run, Call):
         return run.function(*run.arguments)
     argv = [str(HERE / run.script), *run.arguments]
+    env = {"FOLDER": str(folder)} | dict(variables or {})
     try:
-        outputs = launcher.run(run.ranks, argv, timeout=300, reserve_sms=run.alone, env={"FOLDER": str(folder)})
+        outputs = launcher.run(run.ranks, argv, timeout=300, reserve_sms=run.alone, env=env)
     except ClusterFailed as failure:  # It cannot be sent to another process.
         raise AssertionError(str(failure)) from None
     return json.loads(next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
+
+
+class Timed(NamedTuple):
+    """A result, and when it was computed: seconds of the monotonic clock, which all processes share."""
+
+    result: Any
+    begin: float
+    end: float
+
+
+def timed(run: Run | Call, folder: Path, variables: Mapping[str, str]) -> Timed:
+    begin = time.monotonic()
+    result = result_of(run, folder, variables)
+    return Timed(result, begin, time.monotonic())
+
+
+@contextmanager
+def one_daemon() -> Iterator[dict[str, str]]:
+    """An MPS daemon for all runs. Processes of several daemons would use the GPU in turns.
+
+    Yields:
+        The variables that name it. Each run chooses the share of its ranks itself. They are empty if MPS is not installed.
+    """
+    if shutil.which(MPS_CONTROL) is None:
+        yield {}
+        return
+    with mps(100) as variables:
+        yield {name: value for name, value in variables.items() if name.endswith("DIRECTORY")}
 
 
 def runs_of(items: Iterable[Any]) -> list[Run | Call]:
@@ -90,16 +128,17 @@ class Clusters:
     Args:
         runs: the runs and calls of the tests that were selected, in the order of the tests.
         folder: for their files.
+        variables: further variables of the environment of the ranks.
     """
 
-    def __init__(self, runs: Iterable[Run | Call], folder: Path):
-        self._folder = folder
+    def __init__(self, runs: Iterable[Run | Call], folder: Path, variables: Mapping[str, str] | None = None):
+        self._folder, self._begin = folder, time.monotonic()
         # Processes, because every test changes the environment and the current folder of this one.
         self._pool = ProcessPoolExecutor(AT_ONCE, get_context("fork"))
         self._started: dict[Run | Call, Future] = {}
         for run in runs:
             if not run.alone and run not in self._started:
-                self._started[run] = self._pool.submit(result_of, run, self._new_folder())
+                self._started[run] = self._pool.submit(timed, run, self._new_folder(), variables or {})
 
     def _new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._folder))
@@ -109,8 +148,20 @@ class Clusters:
         if run.alone:
             wait(self._started.values())
             return result_of(run, self._new_folder())
-        return self._started[run].result()
+        return self._started[run].result().result
+
+    def describe(self) -> list[str]:
+        """When each run and call that has succeeded began and ended, in seconds since the first one began."""
+        ended = {run: future.result() for run, future in self._started.items() if _has_succeeded(future)}
+        return [
+            f"{one.begin - self._begin:.0f} to {one.end - self._begin:.0f} s: {name_of(run)}"
+            for run, one in sorted(ended.items(), key=lambda entry: entry[1].end)
+        ]
 
     def close(self) -> None:
         """Do not start what has not been started."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def _has_succeeded(future: Future) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
