@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import rank_setup, report
+from benchmarks.harness.free_ports import free_port
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
@@ -78,7 +79,7 @@ def launch(arguments: argparse.Namespace) -> int:
     gpu = arguments.device == "cuda"
     with tempfile.TemporaryDirectory(prefix="cannot-help-") as folder:
         env = {
-            alternation.PORT: str(launcher.free_port()),
+            alternation.PORT: str(free_port()),
             FIGURES_FOLDER: folder,
         }
         argv = ["-m", "benchmarks.cannot_help", *sys.argv[1:]]

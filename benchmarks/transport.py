@@ -18,7 +18,6 @@ import contextlib
 import multiprocessing as mp
 import os
 import shutil
-import socket
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 
 import lightning_freescale.transport  # noqa: F401  (registers the backend)
 from benchmarks.harness import report
+from benchmarks.harness.free_ports import free_port
 from benchmarks.harness.gpu_cluster.mps import MPS_CONTROL, mps
 from lightning_freescale.transport.engine_timing import EngineTime, engines, time_engines
 
@@ -90,13 +90,6 @@ def measure(rank: int, world: int, port: int, route: str, exchanges: int, second
     answers.put(found)
     dist.barrier()
     dist.destroy_process_group(group)
-
-
-def free_port() -> int:
-    """A port that no process uses."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(world: int, route: str, exchanges: int, seconds: float) -> Row:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import random
-import socket
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.synchronize import Event
@@ -18,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from benchmarks.harness.free_ports import free_port
 
 
 class RankFailed(AssertionError):
@@ -28,31 +26,8 @@ class RankFailed(AssertionError):
         super().__init__("\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())))
 
 
-PORTS_KEPT = 8
 LINGER = 15.0  # seconds that a rank stays after its end at most, for others that are late on a busy machine
 GRACE = 1.0  # seconds that the others have to report their errors after the first one
-_taken: deque[socket.socket] = deque()
-
-
-def free_port() -> int:
-    """A port that no process uses. It lies below the range from which the system takes ports for other sockets.
-
-    Several processes run tests at the same time, and a test may open its port late or several times. If another test took the
-    same port meanwhile, its ranks would meet those of the first one. So the port is marked as taken by a socket with an
-    abstract name, until this process and its ranks have ended or have taken ``PORTS_KEPT`` further ports.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
-            mark = undo.enter_context(socket.socket(socket.AF_UNIX))
-            mark.bind(f"\0lightning-freescale-test-port-{port}")
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-            undo.pop_all()
-            _taken.append(mark)
-            if len(_taken) > PORTS_KEPT:
-                _taken.popleft().close()
-            return port
 
 
 def run_rank(

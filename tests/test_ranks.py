@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import PORTS_KEPT, RankFailed, free_port, run_ranks
+from benchmarks.harness.free_ports import PORTS_KEPT, free_port
+from tests.ranks import RankFailed, run_ranks
 
 
 def total(rank: int, start: int) -> int:

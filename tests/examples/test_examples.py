@@ -20,11 +20,12 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.harness.free_ports import free_port
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.cli import demo, demo_output
 from tests.bubbles.synthetic_runs import write_run
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from benchmarks.harness.free_ports import free_port
 from tests.faults.failures import FAILURES, HITS_ALL_RANKS, Failure
 from tests.faults.output import ask_for_positions, death, output_of, run_rank_with_output
 from tests.faults.training import Settings, train
-from tests.ranks import free_port
 
 POLL_SECONDS = 0.002
 END_SECONDS = 5.0  # How long a process may take to end after it has closed its pipe.

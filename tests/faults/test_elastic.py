@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from benchmarks.harness.free_ports import free_port
 from tests.faults.attempt import run_attempt
 from tests.faults.checks import check_samples, check_weights
 from tests.faults.elastic import run_agent
 from tests.faults.training import SAVE_EVERY, STEPS, Settings
-from tests.ranks import free_port
 
 HOLD_ON_TWO, HOLD_ON_ONE = (
     SAVE_EVERY + 1,

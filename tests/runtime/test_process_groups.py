@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.free_ports import free_port
 from lightning_freescale.runtime import nccl_groups
 from lightning_freescale.runtime.process_groups import (
     await_store,
@@ -26,7 +27,7 @@ from lightning_freescale.runtime.process_groups import (
 )
 from lightning_freescale.strategy.connecting import BoundedSetup
 from lightning_freescale.transport.groups import new_group
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 
 
 def forked_child_ends(rank: int, protected: bool) -> bool:

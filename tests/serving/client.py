@@ -14,8 +14,8 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.free_ports import free_port
 from lightning_freescale.cli.main import main
-from tests.ranks import free_port
 
 DEADLINE_S = 60
 

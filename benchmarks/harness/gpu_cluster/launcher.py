@@ -11,13 +11,13 @@ import argparse
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.harness.free_ports import free_port
 from benchmarks.harness.gpu_cluster.mps import mps
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed, RankProcess, end_all, wait_for_all
 from benchmarks.harness.gpu_cluster.reserved_sms import PART, build_library
@@ -136,13 +136,6 @@ def has_gpu() -> bool:
     """Whether the driver sees a GPU. Uses ``nvidia-smi``, so that this process does not open the device."""
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
-
-
-def free_port() -> int:
-    """A TCP port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ---- the command -------------------------------------------------------------------------------------------------------------
