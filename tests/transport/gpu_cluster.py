@@ -20,7 +20,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness import report
+from benchmarks.harness.free_ports import free_port
 
 # All of gpu_ranks.SCENARIOS; fast and basic scenarios come first.
 SCENARIOS = [
@@ -104,10 +104,7 @@ def run_ranks(world: int, command: list[str], extra: Environment, seconds: float
     Returns:
         whether every rank succeeded, and the whole output.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"}
     own_gpu = gpus() >= world
     output = []
