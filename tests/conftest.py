@@ -19,6 +19,7 @@ from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
 from tests.gpu.clusters import Clusters, one_daemon, runs_of, turn
+from tests.gpu.sleeping_waits import sleep_in_waits
 from tests.gpu.workers import FEWEST, Workers, register_reporter
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -55,6 +56,8 @@ _RUNS = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_IS_WORKER] = register_reporter(config)
+    if config.stash[_IS_WORKER]:
+        sleep_in_waits()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -15,6 +15,7 @@ import lightning_freescale.transport  # noqa: F401 - registers the backend
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding import training
 from tests.embedding.training import Batches, Sharded, make_schedule, random_batches, tables, train
+from tests.gpu.sleeping_waits import sleep_in_waits
 
 STEPS = 12
 Case = tuple[str, str, dict[str, Any]]  # sharding, optimizer, options of the collection
@@ -34,6 +35,7 @@ def run(
     training.ROWS.update(one=4000, two=600)
     training.DIM = 32
     training.BAG_DIMS.update(one=32, two=96)
+    sleep_in_waits()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
     backend = sys.argv[1] if len(sys.argv) > 1 else None  # backend of the process groups for rows and gradients

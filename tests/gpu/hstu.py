@@ -20,6 +20,7 @@ import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.layer_graphs.registry import plans_of
+from tests.gpu.sleeping_waits import sleep_in_waits
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
@@ -85,6 +86,7 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
 
 
 def main() -> None:
+    sleep_in_waits()
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
     results = {"synchronous": fit(False, steps, "adam", folder, "nccl")}

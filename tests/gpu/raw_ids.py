@@ -20,6 +20,7 @@ from torch import Tensor
 import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.models import HSTU
+from tests.gpu.sleeping_waits import sleep_in_waits
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
@@ -85,6 +86,8 @@ def exported(folder: Path, prioritize: bool) -> tuple[dict[str, Tensor], int]:
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     cuda = sys.argv[2:] != ["cpu"]
+    if cuda:
+        sleep_in_waits()
     folder = Path(os.environ.get("FOLDER") or tempfile.gettempdir())
     results: dict[str, Any] = {str(mode): fit(mode, steps, folder, cuda) for mode in (True, False)}
     if RANK == 0:

@@ -24,6 +24,7 @@ from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models import HSTU, FeedForward
 from lightning_freescale.models.moe.exchange import ExpertExchange
 from lightning_freescale.runtime.streams import work_so_far
+from tests.gpu.sleeping_waits import sleep_in_waits
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if CUDA else torch.device("cpu")
@@ -141,6 +142,7 @@ def late_outputs(ordered: bool) -> Any:
 
 def main() -> None:
     if CUDA:
+        sleep_in_waits()
         torch.cuda.set_device(DEVICE)
     backend = sys.argv[1]
     dist.init_process_group("nccl" if CUDA else "gloo")

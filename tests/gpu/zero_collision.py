@@ -21,6 +21,7 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding.zero_collision import training
 from tests.embedding.zero_collision.sabotage import never_undo, write_all_fresh_rows_early
 from tests.embedding.zero_collision.training import STEPS, Trained, drifting_batches, to_kjt
+from tests.gpu.sleeping_waits import sleep_in_waits
 
 SCALE = 8
 training.DIM = 32
@@ -97,6 +98,7 @@ def unordered(schedule: ExchangeSchedule) -> None:
 def main() -> None:
     device = sys.argv[2] if len(sys.argv) > 2 else "cuda"  # "cpu" runs the script without a GPU
     if device == "cuda":
+        sleep_in_waits()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     training.host_group = dist.new_group(backend="gloo")
