@@ -15,32 +15,43 @@
 
 namespace {
 
+// Counts the chunks that arrive. Everything else must not happen, unless a scenario expects it.
+struct ChunksOnly : WireCallbacks {
+  int came = 0;
+  void arrived(int, const Chunk&) override { ++came; }
+  void announced(int, const Chunk&) override { require(false, "an announcement"); }
+  void expected(int, const Chunk&) override { require(false, "an expectation"); }
+  void credited(int, Word) override { require(false, "a credit"); }
+  void aborted(int, const std::string& why) override { require(false, why); }
+  void lost(int, const std::string& why) override { require(false, why); }
+};
+
+// The wires of some ranks over TCP, all connected to each other.
+std::vector<std::unique_ptr<Wire>> connected_wires(int ranks) {
+  std::vector<std::unique_ptr<Wire>> wires;
+  std::map<int, WirePeer> addresses;
+  for (int rank = 0; rank < ranks; ++rank)
+    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
+  on_ranks(ranks, [&](int rank) {
+    std::map<int, WirePeer> others = addresses;
+    others.erase(rank);
+    wires[rank]->connect(others, after_seconds(20), [] {});
+  });
+  return wires;
+}
+
 // After an invalid chunk nothing more is read from that peer. Chunks of another peer still arrive.
 void bad_chunk() {
-  struct : WireCallbacks {
+  struct : ChunksOnly {
     std::byte memory[64];
-    int asked = 0, came = 0;
+    int asked = 0;
     std::byte* destination(int peer, const Chunk&) override {
       ++asked;
       if (peer == 1) throw std::runtime_error("no such place");
       return memory;
     }
-    void arrived(int, const Chunk&) override { ++came; }
-    void announced(int, const Chunk&) override { require(false, "an announcement"); }
-    void expected(int, const Chunk&) override { require(false, "an expectation"); }
-    void credited(int, Word) override { require(false, "a credit"); }
-    void aborted(int, const std::string& why) override { require(false, why); }
-    void lost(int, const std::string& why) override { require(false, why); }
   } callbacks;
-  std::vector<std::unique_ptr<Wire>> wires;
-  std::map<int, WirePeer> addresses;
-  for (int rank = 0; rank < 3; ++rank)
-    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
-  on_ranks(3, [&](int rank) {
-    std::map<int, WirePeer> others = addresses;
-    others.erase(rank);
-    wires[rank]->connect(others, after_seconds(20), [] {});
-  });
+  const auto wires = connected_wires(3);
   const auto receiver = wires[0]->receiver({1, 2});
   const auto receive = [&] { receiver->progress(callbacks, std::chrono::milliseconds(20)); };
   const Bytes data(64, 7);
@@ -59,23 +70,13 @@ void bad_chunk() {
 
 // A sender that is held leaves the rest of a chunk for later. Credits are not held up, unless they are behind that chunk.
 void held_chunk() {
-  struct : WireCallbacks {
+  struct : ChunksOnly {
     Bytes memory = Bytes(32 << 20);
-    int came = 0;
     Word credit = 0;
     std::byte* destination(int, const Chunk&) override { return reinterpret_cast<std::byte*>(memory.data()); }
-    void arrived(int, const Chunk&) override { ++came; }
-    void announced(int, const Chunk&) override { require(false, "an announcement"); }
-    void expected(int, const Chunk&) override { require(false, "an expectation"); }
     void credited(int, Word received) override { credit = received; }
-    void aborted(int, const std::string& why) override { require(false, why); }
-    void lost(int, const std::string& why) override { require(false, why); }
   } callbacks;
-  std::vector<std::unique_ptr<Wire>> wires;
-  std::map<int, WirePeer> addresses;
-  for (int rank = 0; rank < 2; ++rank)
-    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
-  on_ranks(2, [&](int rank) { wires[rank]->connect({{1 - rank, addresses[1 - rank]}}, after_seconds(20), [] {}); });
+  const auto wires = connected_wires(2);
   const auto sender = wires[0]->sender({1});
   const auto receiver = wires[1]->receiver({0});
   const auto turn = [&] {
