@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,8 +50,8 @@ def _quiet_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 _WORKERS = pytest.StashKey[Workers]()
+_CLUSTERS = pytest.StashKey[Clusters]()
 _IS_WORKER = pytest.StashKey[bool]()
-_RUNS = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,16 +61,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the tests on a GPU that wait for no run and no call, in other processes."""
+    """On a GPU: start what runs in other processes, before the first test."""
     config = session.config
     if config.stash[_IS_WORKER] or config.option.collectonly or not torch.cuda.is_available():
         return
+    stack = contextlib.ExitStack()
+    config.add_cleanup(stack.close)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-tests-", ignore_cleanup_errors=True)))
+    if runs := runs_of(session.items):
+        config.stash[_CLUSTERS] = Clusters(runs, folder, stack.enter_context(one_daemon()))
+        stack.callback(config.stash[_CLUSTERS].close)
     simple = [item for item in session.items if "gpu" in item.keywords and turn(item) == 0]
     if len(simple) >= FEWEST:
-        folder = Path(tempfile.mkdtemp(prefix="workers"))
         config.stash[_WORKERS] = Workers(simple, config, folder)
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        config.add_cleanup(config.stash[_WORKERS].close)  # cleanups run in the reverse order
+        stack.callback(config.stash[_WORKERS].close)
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
@@ -82,6 +86,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return workers.run(item) or None
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    clusters = config.stash.get(_CLUSTERS, None)
+    for line in clusters.describe() if clusters is not None else ():
+        terminalreporter.write_line(line)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         items.sort(key=turn)
@@ -91,29 +101,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def clusters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters | None]:
-    """Runs and calls of tests on a GPU. They start before the first test, and other tests run beside them."""
-    runs = runs_of(request.session.items)
-    if not runs or not torch.cuda.is_available():
-        yield None
-        return
-    with one_daemon() as variables:
-        started = Clusters(runs, tmp_path_factory.mktemp("clusters"), variables)
-        yield started
-        request.config.stash[_RUNS] = started.describe()
-        started.close()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in config.stash.get(_RUNS, []):
-        terminalreporter.write_line(line)
-
-
 @pytest.fixture
-def results(request: pytest.FixtureRequest, clusters: Clusters) -> Any:
+def results(request: pytest.FixtureRequest) -> Any:
     """The result of the run or call of a test with ``started_early``."""
-    return clusters.result(request.param)
+    return request.config.stash[_CLUSTERS].result(request.param)
 
 
 @pytest.fixture

@@ -66,9 +66,8 @@ class Workers:
         self._config = config
         parts: dict[str, list[str]] = {}
         for item in items:
-            item.add_marker(
-                pytest.mark.timeout(0), append=False
-            )  # the limit holds in the worker; here the test waits its turn
+            # The limit of a test holds in the worker. Here the test also waits for those before it.
+            item.add_marker(pytest.mark.timeout(0), append=False)
             parts.setdefault(part_of(item.path, config.rootpath / "tests"), []).append(item.nodeid)
         self._workers: list[Worker] = []
         self._of: dict[str, Worker] = {}  # by test
