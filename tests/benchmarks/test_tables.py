@@ -11,7 +11,7 @@ import pytest
 from benchmarks import tables
 from benchmarks.harness import labels
 from benchmarks.harness.results import command, load_results, short_machine
-from benchmarks.harness.tables import benchmarks_page, markdown, readme_block, results_blocks
+from benchmarks.harness.tables import benchmarks_page, exchange_blocks, markdown, readme_block, results_blocks
 from benchmarks.harness.tables.claims import claims
 from benchmarks.harness.variant_names import (
     ALL,
@@ -146,6 +146,19 @@ def test_end_to_end_over_the_same_link() -> None:
         ("+ SM-free: 20.0 ms", "all: 4.0 ms", "80.0%"),
         ("TrainPipelineBase: 50.0 ms", "all over NCCL: 10.0 ms", "80.0%"),
     ]
+
+
+def test_shapes_show_the_limit_of_a_step_if_a_result_has_it() -> None:
+    stored = load_results()["end_to_end_h200_short_newest"]
+    old = {**stored, "rounds": {side: {"step_ms": by_round["step_ms"]} for side, by_round in stored["rounds"].items()}}
+    new = {
+        **old,
+        "rounds": old["rounds"] | {ALL: {"step_ms": [24.0, 25.0], "transfers_ms": [8.0, 9.0], "of_limit": [1.0, 1.2]}},
+    }
+    assert all("step / limit" not in row for row in exchange_blocks.shapes({"end_to_end_h200_short": old}))
+    rows = list(exchange_blocks.shapes({"end_to_end_h200_short": old, "end_to_end_h200_short_newest": new}))
+    shown = [(row["transfers alone ms"], row["step / limit"]) for row in rows if row["variant"] == ALL]
+    assert shown == [("", ""), ("8.5", "1.10")]
 
 
 def test_end_to_end_without_all_variants_has_no_claim() -> None:

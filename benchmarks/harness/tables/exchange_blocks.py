@@ -17,9 +17,10 @@ SIDES = "TorchRec SparseDist", "FreeScale"  # variants of the simulator
 
 def shapes(results: Mapping[str, StoredResult]) -> Iterator[Row]:
     """End-to-end results of ``--shapes``. Parts of the bubble are those of the first round."""
-    for name, found in results.items():
-        if found["benchmark"] != "end_to_end" or (shape := shape_of(found)) is None:
-            continue
+    shown = {name: found for name, found in results.items() if found["benchmark"] == "end_to_end" and shape_of(found)}
+    limits_known = any("of_limit" in side for found in shown.values() for side in found.get("rounds", {}).values())
+    for name, found in shown.items():
+        shape = shape_of(found)
         for side, variant in found["sides"].items():
             if side == DENSE_ONLY:
                 continue
@@ -34,12 +35,19 @@ def shapes(results: Mapping[str, StoredResult]) -> Iterator[Row]:
                 "bubble removed": _removed_in_rounds(found, side),
                 "steps that waited for the host": f"{variant['host_late']:.0%}",
                 "MB sent": f"{variant['sent_bytes'] / 1e6:.1f}",
-                "transfers alone ms": _mean_of_rounds(found, side, "transfers_ms", 1),
-                "step / limit": _mean_of_rounds(found, side, "of_limit", 2),
+                **(_limit(found, side) if limits_known else {}),
                 "exposed embedding ms": f"{parts['exposed embedding']:.1f}",
                 "exposed dense ms": f"{parts['exposed dense']:.1f}",
                 "slower compute ms": f"{parts['slower compute']:.1f}" if "slower compute" in parts else "",
             }
+
+
+def _limit(found: StoredResult, side: str) -> Row:
+    """How long the bytes of a step take alone, and the step divided by the longer one of that and the dense compute."""
+    return {
+        "transfers alone ms": _mean_of_rounds(found, side, "transfers_ms", 1),
+        "step / limit": _mean_of_rounds(found, side, "of_limit", 2),
+    }
 
 
 def _mean_of_rounds(found: StoredResult, side: str, key: str, digits: int) -> str:
