@@ -46,6 +46,7 @@ FAILURES = [
     "strangers",
     "bad_chunk",
     "held_chunk",
+    "held_queue",
     "ring",
     "ring_of_single_chunks",
     "segments",

@@ -68,40 +68,109 @@ void bad_chunk() {
   require(std::memcmp(callbacks.memory, data.data(), data.size()) == 0, "its bytes must be right");
 }
 
+// Receives large chunks of one peer.
+struct LargeChunks : ChunksOnly {
+  static constexpr std::size_t bytes = 8 << 20;  // more than fits into the buffers of small_buffers()
+  Bytes memory = Bytes(bytes);
+  Word credit = 0;
+  std::function<void()> at_begin = [] {};  // called when the first bytes of a chunk have come
+  std::byte* destination(int, const Chunk&) override {
+    at_begin();
+    return reinterpret_cast<std::byte*>(memory.data());
+  }
+  void credited(int, Word received) override { credit = received; }
+  // Calls `turn` until chunk number `wanted` has arrived.
+  void receive(int wanted, const std::function<void()>& turn) {
+    for (int i = 0; came < wanted && i < 100'000; ++i) turn();
+    require(came == wanted, "the chunk must arrive");
+  }
+  // Calls `turn` for much longer than a chunk takes.
+  void must_not_arrive(const std::function<void()>& turn) {
+    const int before = came;
+    for (const auto end = after_seconds(0.3); Clock::now() < end;) turn();
+    require(came == before, "the chunk must be held up");
+  }
+};
+
+// Keeps the system from enlarging the buffers of the connections of a wire.
+void small_buffers(const Wire& wire) {
+  const int bytes = 64 << 10;
+  for (const auto& [peer, socket] : dynamic_cast<const TcpConnections&>(wire).sockets())
+    require(setsockopt(socket->file(), SOL_SOCKET, SO_RCVBUF, &bytes, sizeof bytes) == 0, "setsockopt");
+}
+
 // A sender that is held leaves the rest of a chunk for later. Credits are not held up, unless they are behind that chunk.
 void held_chunk() {
-  struct : ChunksOnly {
-    Bytes memory = Bytes(32 << 20);
-    Word credit = 0;
-    std::byte* destination(int, const Chunk&) override { return reinterpret_cast<std::byte*>(memory.data()); }
-    void credited(int, Word received) override { credit = received; }
-  } callbacks;
+  LargeChunks callbacks;
   const auto wires = connected_wires(2);
+  small_buffers(*wires[1]);
   const auto sender = wires[0]->sender({1});
   const auto receiver = wires[1]->receiver({0});
   const auto turn = [&] {
     sender->progress(callbacks, std::chrono::milliseconds(1));
     receiver->progress(callbacks, std::chrono::milliseconds(1));
   };
-  const Bytes data(callbacks.memory.size(), 7);
+  const Bytes data(LargeChunks::bytes, 7);
   Chunk chunk{};
   chunk.bytes = data.size();
   const auto put = [&] { sender->put(1, chunk, reinterpret_cast<const std::byte*>(data.data())); };
-  int turns = 0;
   put();
   require(!sender->idle(1), "the chunk must be larger than the buffers of the socket");
-  while (callbacks.came == 0 && ++turns < 100'000) turn();
-  require(callbacks.came == 1, "without a hold the chunk must arrive");
+  callbacks.receive(1, turn);
   sender->hold(true);
   sender->credit(1, 5);
   for (int i = 0; i < 1000 && callbacks.credit != 5; ++i) turn();
   require(callbacks.credit == 5, "a credit must not be held up");
   put();
-  for (int i = 0; i < 2 * turns; ++i) turn();
-  require(callbacks.came == 1, "the chunk must be held up");
+  callbacks.must_not_arrive(turn);
   sender->hold(false);
-  for (int i = 0; i < 100'000 && callbacks.came == 1; ++i) turn();
-  require(callbacks.came == 2 && callbacks.memory == data, "it must arrive afterwards");
+  callbacks.receive(2, turn);
+  require(callbacks.memory == data, "its bytes must be right");
+}
+
+// The rest of a low-priority chunk waits while a high-priority queue of the same device sends, and is sent afterwards. The
+// peer of the queue is a bare wire, so that the scenario decides when it reads.
+void held_queue() {
+  Settings settings = small();
+  settings.chunk_bytes = LargeChunks::bytes;
+  settings.buffer_bytes = 6 * LargeChunks::bytes;
+  settings.secret = "secret";
+  Bytes data(LargeChunks::bytes, 7), nothing;
+  const auto device = host_device();
+  const std::vector<std::string> hosts{"host0", "host1"};
+  const auto peer = tcp_wire(1, "127.0.0.1", "secret");
+  Queue queue(device, 0, hosts, settings);
+  const std::string own = queue.address(), wire = "wire=";
+  const std::size_t at = own.find(wire) + wire.size();
+  const std::string own_wire = own.substr(at, own.find('\n', at) - at);
+  const std::string theirs = own.substr(0, at) + peer->address() + "\n";
+  on_ranks(2, [&](int rank) {
+    if (rank == 0)
+      queue.connect({own, theirs});
+    else
+      peer->connect({{0, {own_wire, "secret"}}}, after_seconds(20), [] {});
+  });
+  small_buffers(*peer);
+  LargeChunks callbacks;
+  const auto receiver = peer->receiver({0});
+  const auto sender = peer->sender({0});
+  const auto turn = [&] { receiver->progress(callbacks, std::chrono::milliseconds(1)); };
+  const auto send = [&] { return queue.exchange("low", to_peer(1, 2, data), to_peer(1, 2, nothing), 0); };
+  auto exchange = send();
+  callbacks.receive(1, turn);
+  sender->credit(0, 1);
+  exchange->wait(60);
+  callbacks.at_begin = [&] { device->urgent_senders = 1; };
+  exchange = send();
+  for (int i = 0; device->urgent_senders == 0 && i < 100'000; ++i) turn();
+  require(device->urgent_senders == 1, "the second chunk must begin to arrive");
+  callbacks.must_not_arrive(turn);
+  device->urgent_senders = 0;
+  callbacks.receive(2, turn);
+  require(callbacks.memory == data, "its bytes must be right");
+  sender->credit(0, 2);
+  exchange->wait(60);
+  queue.close(10);
 }
 
 // A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.

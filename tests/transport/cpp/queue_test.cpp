@@ -47,6 +47,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"strangers", strangers},
     {"bad_chunk", bad_chunk},
     {"held_chunk", held_chunk},
+    {"held_queue", held_queue},
     {"ring", ring},
     {"ring_of_single_chunks", ring_of_single_chunks},
     {"segments", segments},
