@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.gpu import workers
-from tests.gpu.workers import deal, part_of
+from tests.gpu.workers import divide, part_of
 
 CONFTEST = """
 from pathlib import Path
@@ -27,7 +27,7 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     if not session.config.is_worker:
         items = [item for item in session.items if item.name != "test_here"]
-        STARTED.append(Workers(items, session.config, Path("FOLDER"), hands=2))
+        STARTED.append(Workers(items, session.config, Path("FOLDER"), processes=2))
         session.config.add_cleanup(STARTED[0].close)
 
 
@@ -120,8 +120,8 @@ def test_parts() -> None:
     assert part_of(tests / "models" / "test_a.py", tests) == "/x/tests/models/test_a.py"
     assert part_of(tests / "models" / "hopper" / "test_a.py", tests) == "/x/tests/models/hopper"
     weights = {"a": 9, "b": 4, "c": 4, "d": 2}
-    for hands in (1, 2, 3, 9):
-        dealt = deal(weights, hands)
-        assert sorted(name for names in dealt for name in names) == sorted(weights)
-        assert len(dealt) == min(hands, 4)
-        assert all(dealt)
+    for parts in (1, 2, 3, 9):
+        divided = divide(weights, parts)
+        assert sorted(name for names in divided for name in names) == sorted(weights)
+        assert len(divided) == min(parts, 4)
+        assert all(divided)

@@ -64,8 +64,8 @@ class WireSender : public WireEndpoint {
   virtual bool idle(int peer) const = 0;  // whether everything for this peer has been handed to the network
   virtual bool ready(int peer) const { return idle(peer); }  // whether it takes another chunk
   virtual void put(int peer, const Chunk& chunk, const std::byte* data) = 0;  // data stays valid until it is credited
-  // Whether progress() leaves chunks for later, also the rest of one that has begun. A network that copies the bytes itself
-  // cannot be held up.
+  // While it is held, progress() sends no chunks, not even the rest of one that has begun. A network whose hardware moves
+  // the chunks ignores this.
   virtual void hold(bool /*held*/) {}
   virtual void announce(int peer, const Chunk& chunk) = 0;  // an exchange without bytes for this peer
   virtual void credit(int peer, Word received) = 0;

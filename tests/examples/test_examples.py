@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 import re
 import runpy
@@ -158,6 +159,8 @@ def run_script(rank: int, commands: Sequence[Sequence[str]], environments: Seque
     _, script, *arguments = commands[rank]
     sys.argv = [script, *arguments]
     with redirect_stdout(io.StringIO()) as output:
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).addHandler(logging.StreamHandler(output))  # the log, too
         runpy.run_path(script, run_name="__main__")
     return output.getvalue()
 
@@ -170,6 +173,7 @@ def test_own_model() -> None:
     job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     outputs = run_ranks(run_script, args=([["python", *here(command[-1:], per_node=2)]] * 2, ranks))
+    assert "Starting with 2 processes" in outputs[0]
     accuracies = [re.findall(r"^accuracy (\S+)$", output, re.MULTILINE) for output in outputs]
     assert float(accuracies[0][0]) > 0.9
     assert accuracies[1] == []  # rank 0 alone prints it

@@ -1,8 +1,8 @@
 """Runs tests of one pytest session in several processes at the same time, and reports their results in the session.
 
-A test of a kernel mostly waits until the kernel is compiled, which takes one core. So the files with such tests are dealt out to
-a few processes. Each of them is a pytest session of its own that writes its reports to a file, and :class:`Workers` logs them in
-the first session, in the order of the tests there.
+A test of a kernel mostly waits until the kernel is compiled, which takes one core. So the files with such tests are divided
+among a few processes. Each of them is a pytest session of its own that writes its reports to a file. :class:`Workers` logs them
+in the first session, in the order of the tests there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 import pytest
 
-AT_ONCE = 5
+PROCESSES = 5
 FEWEST = 60  # With fewer tests than this, the start of further processes takes longer than the tests.
 _VARIABLE = "FREESCALE_TEST_REPORTS"  # in a worker: the file for its reports
 
@@ -31,19 +31,19 @@ class Worker(NamedTuple):
     log: Path
 
 
-def deal(weights: dict[str, int], hands: int) -> list[list[str]]:
-    """Divide names into at most ``hands`` lists of similar weight.
+def divide(weights: dict[str, int], parts: int) -> list[list[str]]:
+    """Divide names into at most ``parts`` lists of similar weight.
 
-    >>> deal({"a": 9, "b": 4, "c": 4, "d": 2}, 2)
+    >>> divide({"a": 9, "b": 4, "c": 4, "d": 2}, 2)
     [['a'], ['b', 'c', 'd']]
     """
-    dealt: list[list[str]] = [[] for _ in range(min(hands, len(weights)))]
-    loads = [0] * len(dealt)
+    divided: list[list[str]] = [[] for _ in range(min(parts, len(weights)))]
+    loads = [0] * len(divided)
     for name in sorted(weights, key=lambda name: -weights[name]):
         lightest = loads.index(min(loads))
-        dealt[lightest].append(name)
+        divided[lightest].append(name)
         loads[lightest] += weights[name]
-    return dealt
+    return divided
 
 
 def part_of(path: Path, tests: Path) -> str:
@@ -59,10 +59,10 @@ class Workers:
         items: tests of this session. The processes start at once.
         config: of this session.
         folder: for their files.
-        hands: most processes at a time.
+        processes: number of processes at most.
     """
 
-    def __init__(self, items: Iterable[pytest.Item], config: pytest.Config, folder: Path, hands: int = AT_ONCE):
+    def __init__(self, items: Iterable[pytest.Item], config: pytest.Config, folder: Path, processes: int = PROCESSES):
         self._config = config
         parts: dict[str, list[str]] = {}
         for item in items:
@@ -72,7 +72,7 @@ class Workers:
         self._workers: list[Worker] = []
         self._of: dict[str, Worker] = {}  # by test
         self._arrived: dict[str, list[Any]] = {}  # reports by test
-        for names in deal({name: len(tests) for name, tests in parts.items()}, hands):
+        for names in divide({name: len(tests) for name, tests in parts.items()}, processes):
             tests = [test for name in names for test in parts[name]]
             worker = self._start(tests, folder / str(len(self._workers)))
             self._workers.append(worker)
@@ -165,7 +165,7 @@ class Reporter:
 
 
 def register_reporter(config: pytest.Config) -> bool:
-    """Whether this session is a worker. Its reports are written then."""
+    """Returns whether this session is a worker. If it is one, it will write its reports."""
     path = os.environ.pop(_VARIABLE, None)  # sessions that a test starts are no workers
     if path is not None:
         config.pluginmanager.register(Reporter(Path(path)))

@@ -167,21 +167,16 @@ def gather_figures(trained: TrainedVariant, counted: slice) -> Figures:
     dist.all_gather_object(ranks, mine)
     losses, predicted = (np.array([rank[key] for rank in ranks]) for key in ("losses", "predicted"))
     seconds = np.stack([rank["seconds"] for rank in ranks])
-    return (
-        account(seconds, counted)
-        | {
-            # The time of the first step is unknown.
-            "warm_up_ms": step_ms(seconds, slice(max(1, counted.start - WARM_UP_STEPS), counted.start)).tolist(),
-            "sent_bytes": float(np.mean([rank["sent_bytes"] for rank in ranks])),  # of a rank and step, to other ranks
-            "losses": global_losses(losses, predicted),
-            "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
-            "host_late": max(
-                rank["late"] for rank in ranks
-            ),  # share of the steps in which the device waited for the host
-            "notes": trained.notes,
-        }
-        | ({} if trained.dense_bytes is None else {"dense_bytes": trained.dense_bytes})
-    )
+    return account(seconds, counted) | {
+        # The time of the first step is unknown.
+        "warm_up_ms": step_ms(seconds, slice(max(1, counted.start - WARM_UP_STEPS), counted.start)).tolist(),
+        "sent_bytes": float(np.mean([rank["sent_bytes"] for rank in ranks])),  # of a rank and step, to other ranks
+        "dense_bytes": trained.dense_bytes,
+        "losses": global_losses(losses, predicted),
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "host_late": max(rank["late"] for rank in ranks),  # share of the steps in which the device waited for the host
+        "notes": trained.notes,
+    }
 
 
 def _keep(figures: Figures, path: Path | None) -> None:

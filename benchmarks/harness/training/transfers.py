@@ -1,4 +1,4 @@
-"""How long the bytes of a step take if nothing else runs. A step cannot be shorter than that, however well they are hidden."""
+"""How long the bytes of a step take if nothing else runs. At these rates a step cannot be shorter, whatever it overlaps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ def transfers_ms(
 ) -> float | None:
     """Milliseconds for the bytes that a rank sends in a step; None if the rate of a link is not known.
 
+    The dense gradients always travel over NCCL. NCCL and TCP share the network. Host memory is another link, and both can work
+    at the same time.
+
     Args:
         name: the variant.
         sent_bytes: what a rank sends in a step for the tables.
-        dense_bytes: size of the dense gradients of a rank. NCCL sums them in every variant.
+        dense_bytes: size of the dense gradients of a rank.
         ranks: number of ranks.
         gb_per_s: the rate of each link without compute.
     """
     link = _LINK_OF_TABLES.get(name, NCCL)
     if link not in gb_per_s or NCCL not in gb_per_s:
         return None
-    return sent_bytes / gb_per_s[link] / 1e6 + all_reduce_bytes(dense_bytes, ranks) / gb_per_s[NCCL] / 1e6
+    tables, dense = sent_bytes / gb_per_s[link] / 1e6, all_reduce_bytes(dense_bytes, ranks) / gb_per_s[NCCL] / 1e6
+    return max(tables, dense) if link == HOST else tables + dense
