@@ -145,6 +145,9 @@ class TcpWire : public TcpConnections {
 
   void add_socket(int peer, Socket socket) {
     set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+    // The kernel accepts more bytes only while fewer than this wait to be sent. The rest stays in our buffers, where urgent
+    // chunks can overtake it and where it stays in the processor's cache until it is sent.
+    set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, 512 << 10);
     set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30000);  // milliseconds; detects a host that lost power
     set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
     set(socket, IPPROTO_TCP, TCP_KEEPIDLE, 10);
