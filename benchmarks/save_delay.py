@@ -1,17 +1,17 @@
-"""The delay of a training by asynchronous saves: the time of the steps around a save, against the same batches without one.
+"""The delay of a training by asynchronous saves: the time of the steps around a save, against that of other steps.
 
     python -m benchmarks.save_delay [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--rows N] [--dim N]
 
-An HSTU trains with all techniques, and two batches alternate. Now and then the training saves a checkpoint asynchronously. The
-time stamps are events of the GPU, so no step waits for the host on account of the measurement. On a CPU they are times of the
-host.
+An HSTU trains with all techniques, and the lengths of two batches alternate. Now and then the training saves a checkpoint
+asynchronously. The time stamps are events of the GPU, so no step waits for the host on account of the measurement. On a CPU they
+are times of the host.
 
 "delay" is what a save takes from the training: the time of the step before the save, of the step after it and of one further
-step, minus the median time of the same batches without a save. The first of these steps is included because the work of a save
-on the compute stream comes before its end. "call" is the time of ``Trainer.save_checkpoint`` in the training thread. On a GPU the
-device has work meanwhile, so the call delays the training only if it takes longer than that work. "slower beside" is what each
-later step takes more, as long as the save is being written (a median). All times are means over the ranks. The first save of a
-training is not counted.
+step, minus the median time of batches of the same lengths without a save. The first of these steps is included because the work
+of a save on the compute stream comes before its end. "call" is the time of ``Trainer.save_checkpoint`` in the training thread.
+On a GPU the device has work meanwhile, so the call delays the training only if it takes longer than that work. "slower beside"
+is what each later step takes more, as long as the save is being written (a median). All times are means over the ranks. The
+first save of a training is not counted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def delays(
     """The time of a step without a save, what each save takes from the training, and what from each step beside it, in ms.
 
     Args:
-        step_ms: ``[steps]`` time of each step; the batches of the steps alternate.
+        step_ms: ``[steps]`` time of each step; the lengths of two batches alternate.
         saves: the steps at whose end a save was called.
         written: for each of them, the first step after the save was written.
 
@@ -123,7 +123,7 @@ def delays(
 
 
 def make_job(arguments: argparse.Namespace) -> TrainingJob:
-    """The training. All its steps are steps of a warm-up, so that two batches alternate."""
+    """The training. All its steps are steps of a warm-up in which the lengths of two batches alternate."""
     cuda = arguments.device == "cuda"
     workload = LongTailWorkload(
         samples=arguments.batch_size or (128 if cuda else 8),
@@ -135,7 +135,7 @@ def make_job(arguments: argparse.Namespace) -> TrainingJob:
     model = {"embedding_dim": arguments.dim or (128 if cuda else 32), "num_layers": layers, "num_heads": heads}
     steps = WARM_UP_STEPS + (arguments.saves + 1) * arguments.period
     rank, device = int(os.environ["RANK"]), rank_setup.use_device(arguments.device)
-    return TrainingJob(device, rank, arguments.ranks, workload, model, steps, TIMEOUT, warm_up=steps)
+    return TrainingJob(device, rank, arguments.ranks, workload, model, steps, TIMEOUT, warm_up=steps, alternating=steps)
 
 
 def train(job: TrainingJob, period: int, folder: Path) -> tuple[StepTimestamps, SaveCalls]:

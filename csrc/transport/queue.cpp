@@ -54,6 +54,7 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
 std::string Queue::address() const {
   std::ostringstream text;
   text << "segment=" << own_segment_.name() << "\nchunk=" << settings_.chunk_bytes
+       << "\ntcp_chunk=" << settings_.tcp_chunk_bytes << "\nurgent_tcp_chunk=" << settings_.urgent_tcp_chunk_bytes
        << "\nbuffer=" << settings_.buffer_bytes << "\npriority=" << settings_.high_priority
        << "\nnetwork=" << (settings_.nixl_library.empty() ? "tcp" : "nixl")
        << "\nfree=" << Segment::free_bytes() << "\n";
@@ -86,6 +87,15 @@ void Queue::drop_device_rings() {
   dropped_rings_ = std::move(device_rings_);
 }
 
+// A chunk is sent when our device has written all of it, and the peer's device reads it when all of it has arrived. TCP
+// takes longer than these copies, and smaller chunks let all three overlap. But each chunk also costs the threads a look at
+// the words of the device.
+std::size_t Queue::largest_chunk(int peer) const {
+  const bool over_tcp = hosts_[peer] != hosts_[rank_] && settings_.nixl_library.empty();
+  const std::size_t most = settings_.high_priority ? settings_.urgent_tcp_chunk_bytes : settings_.tcp_chunk_bytes;
+  return over_tcp ? std::min(settings_.chunk_bytes, most) : settings_.chunk_bytes;
+}
+
 // Checks the settings of all ranks, and computes the ring size. Every rank gets the same result from the same
 // addresses.
 void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
@@ -96,7 +106,7 @@ void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
   std::map<std::string, std::pair<std::size_t, std::size_t>> hosts;  // free bytes, ranks
   for (int peer = 0; peer < world(); ++peer) {
     const auto theirs = parse(addresses[peer]);
-    for (const char* key : {"chunk", "buffer", "priority", "network"})
+    for (const char* key : {"chunk", "tcp_chunk", "urgent_tcp_chunk", "buffer", "priority", "network"})
       if (theirs.at(key) != mine.at(key))
         throw std::runtime_error("the options of the group differ between ranks: " + std::string(key) + " is " +
                                  mine.at(key) + " on rank " + std::to_string(rank_) + " and " + theirs.at(key) +
@@ -116,7 +126,7 @@ void Queue::agree_on_ring_size(const std::vector<std::string>& addresses) {
     if (!device_rings_ || hosts.size() > 1) budget = std::min(budget, found.first / found.second / (hosts.size() > 1 ? 4 : 2));
   const std::size_t share = budget / world() / page * page;
   ring_capacity_ = share;
-  while (ring_capacity_ >= 2 * page && Ring(ring_capacity_, settings_.chunk_bytes).region() > share)
+  while (ring_capacity_ >= 2 * page && Ring(ring_capacity_, settings_.chunk_bytes, 0).region() > share)
     ring_capacity_ = (ring_capacity_ - ring_capacity_ / 8) / page * page;
   if (ring_capacity_ < 2 * page)
     throw std::runtime_error("too little shared memory: there are " + std::to_string(budget) +
@@ -137,15 +147,15 @@ void Queue::reserve_memory() {
 
 void Queue::connect(const std::vector<std::string>& addresses, const std::function<void()>& check) {
   agree_on_ring_size(addresses);
-  const Ring ring(ring_capacity_, settings_.chunk_bytes);
-  const std::size_t region = ring.region();
+  const std::size_t region = Ring(ring_capacity_, settings_.chunk_bytes, 0).region();
   own_segment_.map(SegmentLayout(nullptr, world(), region).total());
   own_segment_.prefer_node(device_->numa_node());
   layout_ = SegmentLayout(own_segment_.data(), world(), region);
   channels_.resize(world());
   peer_segments_.resize(world());
   for (int peer = 0; peer < world(); ++peer) {
-    channels_[peer].out = channels_[peer].in = Ring(ring_capacity_, settings_.chunk_bytes, settings_.first_chunk);
+    channels_[peer].out = channels_[peer].in =
+        Ring(ring_capacity_, largest_chunk(peer), settings_.chunk_bytes, settings_.first_chunk);
     channels_[peer].remote = hosts_[peer] != hosts_[rank_];
   }
   reserve_memory();

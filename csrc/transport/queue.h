@@ -54,6 +54,8 @@ inline Clock::time_point after_seconds(double seconds) {
 struct Settings {
   bool high_priority = false;
   std::size_t chunk_bytes = 8 << 20;     // largest chunk
+  std::size_t tcp_chunk_bytes = 2 << 20;           // largest chunk over TCP, if `chunk_bytes` is larger,
+  std::size_t urgent_tcp_chunk_bytes = 512 << 10;  // and that of a high-priority queue
   std::size_t buffer_bytes = 256 << 20;  // most bytes of the rings that a rank sends from
   double timeout = 1800;                 // seconds that an exchange may take
   std::string bind_to = "127.0.0.1";     // the address at which peers on other hosts connect to this rank
@@ -193,6 +195,7 @@ class Queue {
 
   // queue.cpp: set-up and end
   int world() const { return static_cast<int>(hosts_.size()); }
+  std::size_t largest_chunk(int peer) const;
   void agree_on_ring_size(const std::vector<std::string>& addresses);
   void reserve_memory();
   void open_channel(int peer, const std::string& segment);

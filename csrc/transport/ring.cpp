@@ -5,8 +5,8 @@
 
 namespace freescale::transport {
 
-Ring::Ring(std::size_t largest, std::size_t chunk, Word first)
-    : chunk_(chunk / page * page), count_(first), first_(first) {
+Ring::Ring(std::size_t largest, std::size_t chunk, std::size_t transfer, Word first)
+    : chunk_(chunk / page * page), transfer_(transfer / page * page), count_(first), first_(first) {
   // Each area is eight times as large as the one before, so all of them together are little more than the largest.
   constexpr std::size_t smallest = 64 << 10, growth = 8;
   std::vector<std::size_t> sizes{largest};
@@ -16,9 +16,9 @@ Ring::Ring(std::size_t largest, std::size_t chunk, Word first)
 }
 
 std::vector<Ring::Slot> Ring::allocate(std::size_t bytes) {
-  // A transfer that fits into a chunk must fit into a slot. Then two transfers in a row take two slots, and the second one
-  // does not wait until the peer has copied the first one.
-  const auto is_small = [&] { return area().bytes < bytes || slot_bytes() < std::min(chunk_, bytes); };
+  // With room for two transfers, the second one does not wait until the peer has copied the first one. And a transfer that
+  // fits into a chunk fits into a slot.
+  const auto is_small = [&] { return area().bytes < bytes || area().bytes / 2 < std::min(transfer_, bytes); };
   while (is_small() && level_ + 1 < areas_.size()) {
     ++level_;
     first_ = count_;

@@ -31,8 +31,9 @@ class Ring {
   };
 
   Ring() = default;
-  // `largest` is the size of the largest area in bytes, `first` the number of the first chunk.
-  Ring(std::size_t largest, std::size_t chunk, Word first = 0);
+  // `largest` is the size of the largest area in bytes, `chunk` that of the largest chunk, `first` the number of the first
+  // chunk. The area is large enough for two transfers in a row, if each of them has at most `transfer` bytes.
+  Ring(std::size_t largest, std::size_t chunk, std::size_t transfer, Word first = 0);
   // The slots of the next `bytes` bytes.
   std::vector<Slot> allocate(std::size_t bytes);
   Area area() const { return areas_[level_]; }
@@ -45,7 +46,7 @@ class Ring {
   std::size_t slot_bytes() const { return std::min(chunk_, area().bytes / 2); }
 
   std::vector<Area> areas_;  // from small to large
-  std::size_t chunk_ = 0, level_ = 0;
+  std::size_t chunk_ = 0, transfer_ = 0, level_ = 0;
   std::uint64_t count_ = 0, first_ = 0;  // number of the next chunk; number of the first chunk of the present area
 };
 

@@ -27,7 +27,8 @@ class Options:
         priority: priority of the group's transfers. On one device, a ``"high"`` transfer that is ready starts before the
             remaining chunks of every ``"low"`` one.
         chunk_bytes: a transfer is split into chunks of at most this many bytes (environment: ``FREESCALE_CHUNK_BYTES``).
-            4 to 16 MiB were fastest on an H200.
+            4 to 16 MiB were fastest on an H200 through host memory. Over TCP a chunk has at most 2 MiB, and at most 512 KiB if
+            the priority is ``"high"``.
         buffer_bytes: most bytes of host memory that a rank sends from (``FREESCALE_BUFFER_BYTES``). They are reserved in
             /dev/shm at set-up, at most half of what is free there, and pinned when they are first used. If there are ranks on
             other hosts, a rank receives into as much again.

@@ -259,12 +259,15 @@ def test_steady_steps_are_found_after_a_compilation_and_beside_one_disturbed_ste
     assert steadiness.steady_after([30.0 * 0.8**step for step in range(9)]) is None  # still getting faster
 
 
-def test_warm_up_alternates_between_the_first_two_batches_that_count() -> None:
-    job = TrainingJob(torch.device("cpu"), 0, 2, LongTailWorkload(2, 8, 600, 2), {}, 9, 30.0, warm_up=5)
-    assert [job.batch_of(step) for step in range(9)] == [6, 5, 6, 5, 6, 5, 6, 7, 8]
+def test_warm_up_alternates_between_the_lengths_of_the_first_two_batches_that_count() -> None:
+    workload = LongTailWorkload(2, 800, 60_000, 2)
+    job = TrainingJob(torch.device("cpu"), 0, 2, workload, {}, 11, 30.0, warm_up=7, alternating=5)
     batches = list(variants.JobBatches(job))
-    assert torch.equal(batches[0].features.values(), batches[6].features.values())
-    assert not torch.equal(batches[4].features.values(), batches[5].features.values())
+    lengths = [tuple(batch.lengths.tolist()) for batch in batches]
+    assert lengths == [*lengths[7:9], *[lengths[8], lengths[7]] * 2, lengths[8], *lengths[7:]]
+    assert len(set(lengths[7:])) == 4  # those that count have lengths of their own
+    ids = [tuple(batch.features.values().tolist()) for batch in batches]
+    assert len(set(ids)) == len(ids)  # a batch that is trained twice is learnt by heart
 
 
 def test_flops_of_a_step_are_those_of_the_model() -> None:

@@ -99,18 +99,21 @@ class TrainingJob:
     traces: Path | None = None  # folder for profiler traces
     options: dict[str, Any] = field(default_factory=dict)  # further options of the strategy for the variant "all"
     warm_up: int = 0  # number of first steps that do not count
+    alternating: int = WARM_UP_STEPS  # number of last warm-up steps that have the lengths of two batches in turn
 
     def batch_of(self, step: int) -> int:
         """Number of the batch of a step.
 
-        The warm-up first trains on batches of the same lengths as those that count, with other ids, so that all shapes are
-        known. Its last steps alternate between the first batches that count.
+        The warm-up trains on batches of the same lengths as those that count, with other ids, so that all shapes are known. In
+        its last steps the lengths of the first batches that count alternate. No batch is repeated: a model overfits such a
+        batch, the losses of the next ones are large, and differences of rounding grow from step to step.
         """
         if step >= self.warm_up:
             return step
-        if step >= self.warm_up - WARM_UP_STEPS:
-            return self.warm_up + (step - self.warm_up) % WARM_UP_BATCHES
-        return SAME_LENGTHS + self.warm_up + step
+        lengths = self.warm_up + step
+        if step >= self.warm_up - self.alternating:
+            lengths = self.warm_up + (step - self.warm_up) % WARM_UP_BATCHES
+        return lengths + SAME_LENGTHS * (1 + step)
 
     @property
     def table_optimizer(self) -> dict[str, Any]:

@@ -68,15 +68,20 @@ void bad_chunk() {
   require(std::memcmp(callbacks.memory, data.data(), data.size()) == 0, "its bytes must be right");
 }
 
-// Receives large chunks of one peer.
+// Receives large transfers of one peer.
 struct LargeChunks : ChunksOnly {
   static constexpr std::size_t bytes = 8 << 20;  // more than fits into the buffers of small_buffers()
   Bytes memory = Bytes(bytes);
+  std::size_t next = 0, largest = 0;  // bytes of this transfer so far, and of the largest chunk
   Word credit = 0;
   std::function<void()> at_begin = [] {};  // called when the first bytes of a chunk have come
-  std::byte* destination(int, const Chunk&) override {
+  std::byte* destination(int, const Chunk& chunk) override {
     at_begin();
-    return reinterpret_cast<std::byte*>(memory.data());
+    largest = std::max<std::size_t>(largest, chunk.bytes);
+    const std::size_t start = next % bytes;
+    require(start + chunk.bytes <= bytes, "a chunk must lie inside its transfer");
+    next += chunk.bytes;
+    return reinterpret_cast<std::byte*>(memory.data()) + start;
   }
   void credited(int, Word received) override { credit = received; }
   // Calls `turn` until chunk number `wanted` has arrived.
@@ -128,49 +133,81 @@ void held_chunk() {
   require(callbacks.memory == data, "its bytes must be right");
 }
 
-// The rest of a low-priority chunk waits while a high-priority queue of the same device sends, and is sent afterwards. The
-// peer of the queue is a bare wire, so that the scenario decides when it reads.
+// A queue whose peer is a bare wire, so that a scenario decides when the peer reads.
+struct QueueWithBarePeer {
+  std::shared_ptr<Device> device = host_device();
+  Bytes data = Bytes(LargeChunks::bytes), nothing;
+  LargeChunks callbacks;
+  std::unique_ptr<Wire> wire = tcp_wire(1, "127.0.0.1", "secret");
+  std::unique_ptr<Queue> queue;
+  std::unique_ptr<WireSender> sender;
+  std::unique_ptr<WireReceiver> receiver;
+
+  explicit QueueWithBarePeer(Settings settings) {
+    settings.buffer_bytes = 6 * LargeChunks::bytes;
+    settings.secret = "secret";
+    for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<unsigned char>(i * 7 + i / 4096);
+    queue = std::make_unique<Queue>(device, 0, std::vector<std::string>{"host0", "host1"}, settings);
+    const std::string own = queue->address(), key = "wire=";
+    const std::size_t at = own.find(key) + key.size();
+    const std::string own_wire = own.substr(at, own.find('\n', at) - at);
+    const std::string theirs = own.substr(0, at) + wire->address() + "\n";
+    on_ranks(2, [&](int rank) {
+      if (rank == 0)
+        queue->connect({own, theirs});
+      else
+        wire->connect({{0, {own_wire, "secret"}}}, after_seconds(20), [] {});
+    });
+    small_buffers(*wire);
+    sender = wire->sender({0});
+    receiver = wire->receiver({0});
+  }
+  auto send() { return queue->exchange("all_to_all", to_peer(1, 2, data), to_peer(1, 2, nothing), 0); }
+  void turn() { receiver->progress(callbacks, std::chrono::milliseconds(1)); }
+  void receive(int wanted) {
+    callbacks.receive(wanted, [this] { turn(); });
+  }
+};
+
+// The rest of a low-priority chunk waits while a high-priority queue of the same device sends, and is sent afterwards.
 void held_queue() {
   Settings settings = small();
-  settings.chunk_bytes = LargeChunks::bytes;
-  settings.buffer_bytes = 6 * LargeChunks::bytes;
-  settings.secret = "secret";
-  Bytes data(LargeChunks::bytes, 7), nothing;
-  const auto device = host_device();
-  const std::vector<std::string> hosts{"host0", "host1"};
-  const auto peer = tcp_wire(1, "127.0.0.1", "secret");
-  Queue queue(device, 0, hosts, settings);
-  const std::string own = queue.address(), wire = "wire=";
-  const std::size_t at = own.find(wire) + wire.size();
-  const std::string own_wire = own.substr(at, own.find('\n', at) - at);
-  const std::string theirs = own.substr(0, at) + peer->address() + "\n";
-  on_ranks(2, [&](int rank) {
-    if (rank == 0)
-      queue.connect({own, theirs});
-    else
-      peer->connect({{0, {own_wire, "secret"}}}, after_seconds(20), [] {});
-  });
-  small_buffers(*peer);
-  LargeChunks callbacks;
-  const auto receiver = peer->receiver({0});
-  const auto sender = peer->sender({0});
-  const auto turn = [&] { receiver->progress(callbacks, std::chrono::milliseconds(1)); };
-  const auto send = [&] { return queue.exchange("low", to_peer(1, 2, data), to_peer(1, 2, nothing), 0); };
-  auto exchange = send();
-  callbacks.receive(1, turn);
-  sender->credit(0, 1);
+  settings.chunk_bytes = settings.tcp_chunk_bytes = LargeChunks::bytes;
+  QueueWithBarePeer ranks(settings);
+  auto exchange = ranks.send();
+  ranks.receive(1);
+  ranks.sender->credit(0, 1);
   exchange->wait(60);
-  callbacks.at_begin = [&] { device->urgent_senders = 1; };
-  exchange = send();
-  for (int i = 0; device->urgent_senders == 0 && i < 100'000; ++i) turn();
-  require(device->urgent_senders == 1, "the second chunk must begin to arrive");
-  callbacks.must_not_arrive(turn);
-  device->urgent_senders = 0;
-  callbacks.receive(2, turn);
-  require(callbacks.memory == data, "its bytes must be right");
-  sender->credit(0, 2);
+  ranks.callbacks.at_begin = [&] { ranks.device->urgent_senders = 1; };
+  exchange = ranks.send();
+  for (int i = 0; ranks.device->urgent_senders == 0 && i < 100'000; ++i) ranks.turn();
+  require(ranks.device->urgent_senders == 1, "the second chunk must begin to arrive");
+  ranks.callbacks.must_not_arrive([&] { ranks.turn(); });
+  ranks.device->urgent_senders = 0;
+  ranks.receive(2);
+  require(ranks.callbacks.memory == ranks.data, "its bytes must be right");
+  ranks.sender->credit(0, 2);
   exchange->wait(60);
-  queue.close(10);
+  ranks.queue->close(10);
+}
+
+// Over TCP a transfer is divided into smaller chunks than in the host's memory, and urgent ones into the smallest.
+void chunks_over_tcp() {
+  for (const bool high : {false, true}) {
+    Settings settings = small(high);
+    settings.chunk_bytes = LargeChunks::bytes;
+    const std::size_t most = high ? settings.urgent_tcp_chunk_bytes : settings.tcp_chunk_bytes;
+    require(most < settings.chunk_bytes, "the chunks must be smaller");
+    QueueWithBarePeer ranks(settings);
+    const auto exchange = ranks.send();
+    const int count = static_cast<int>(LargeChunks::bytes / most);
+    ranks.receive(count);
+    require(ranks.callbacks.largest == most, "the chunks must have the size for TCP");
+    require(ranks.callbacks.memory == ranks.data, "their bytes must be right");
+    ranks.sender->credit(0, static_cast<Word>(count));
+    exchange->wait(60);
+    ranks.queue->close(10);
+  }
 }
 
 // A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.
@@ -233,7 +270,7 @@ void strangers() {
 void ring() {
   std::mt19937 random(3);
   for (const std::size_t largest : {std::size_t{8192}, std::size_t{100 * 4096}, std::size_t{3 << 20}}) {
-    Ring sender(largest, 64 << 10, 0xFFFFFF00u), receiver(largest, 64 << 10, 0xFFFFFF00u);
+    Ring sender(largest, 64 << 10, 64 << 10, 0xFFFFFF00u), receiver = sender;
     std::map<std::size_t, Word> owner;  // byte offset of a slot to the chunk it holds
     Word received = 0xFFFFFF00u;           // the receiver's counter; it grows as late as possible
     std::size_t level = 0;
@@ -259,15 +296,21 @@ void ring() {
   }
 }
 
-// A transfer that fits into one chunk takes one slot, and the next transfer another one, which is free.
-void ring_of_single_chunks() {
-  for (const std::size_t bytes : {std::size_t{40} << 10, std::size_t{650} << 10, std::size_t{5} << 20}) {
-    Ring ring(std::size_t{64} << 20, 8 << 20);
-    const auto first = ring.allocate(bytes), second = ring.allocate(bytes);
-    require(first.size() == 1 && second.size() == 1, "a transfer that fits into a chunk must be one chunk");
-    require(first[0].offset != second[0].offset, "the next transfer must use another slot");
-    require(!second[0].free_at, "the next transfer must not wait for the peer");
-  }
+// A transfer takes as few slots as its chunks allow, and the next transfer others, which are free.
+void ring_of_two_transfers() {
+  for (const std::size_t chunk : {std::size_t{8} << 20, std::size_t{512} << 10})
+    for (const std::size_t bytes : {std::size_t{40} << 10, std::size_t{650} << 10, std::size_t{5} << 20}) {
+      Ring ring(std::size_t{64} << 20, chunk, 8 << 20);
+      const auto first = ring.allocate(bytes), second = ring.allocate(bytes);
+      const std::size_t needed = (bytes + chunk - 1) / chunk;
+      require(first.size() == needed && second.size() == needed, "a transfer must have as few chunks as possible");
+      std::map<std::size_t, int> used;
+      for (const auto& slot : first) ++used[slot.offset];
+      for (const auto& slot : second) {
+        require(++used[slot.offset] == 1, "the next transfer must use other slots");
+        require(!slot.free_at, "the next transfer must not wait for the peer");
+      }
+    }
 }
 
 // Segments have random names, segments with other names are refused, and unlink() removes the name.

@@ -48,8 +48,9 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"bad_chunk", bad_chunk},
     {"held_chunk", held_chunk},
     {"held_queue", held_queue},
+    {"chunks_over_tcp", chunks_over_tcp},
     {"ring", ring},
-    {"ring_of_single_chunks", ring_of_single_chunks},
+    {"ring_of_two_transfers", ring_of_two_transfers},
     {"segments", segments},
     {"numa", numa},
 };
