@@ -72,21 +72,19 @@ def costs() -> ClusterCosts:
     dense = dense_bytes(large["model"])
     last_bucket = dense / buckets(dense) * REDUCE_SECONDS_PER_BYTE
     reduced = median_of_rounds(large, names.ALL, "exposed dense") / 1e3
-    # The gradients and rows of collisions travel, beside the last AllReduce, from the end of backward to the next forward.
-    exchanged = reduced + median_of_rounds(large, names.ALL, "exposed embedding") / 1e3
     return ClusterCosts(
         table_seconds=max(0.0, beside[0] - per_byte * sent[0]),
         table_seconds_per_byte=per_byte,
         nccl_slowdown=1 / (1 - slower / travels),
         index_seconds=index / large["workload"]["longest"],
-        collision_seconds=exchanged - 2 * large["collisions"] * sent[0] / rate(HOST),
+        collision_seconds=float(np.mean([_collision_seconds(found) for found in (large, small)])),
         reduce_latency=reduced - last_bucket,
         overhead=median_of_rounds(large, names.ALL, "other") / 1e3,
     )
 
 
 def cluster(ranks: int, transport: str, prioritized: bool) -> Cluster:
-    """The H200 as a cluster. Its ranks exchange through the memory of one host, which they share.
+    """The H200 as a cluster. Its ranks share one host. The dense gradients travel over TCP, by NCCL.
 
     Args:
         prioritized: whether FreeScale's exchange runs beside the AllReduce. TorchRec's does not, so there the AllReduce has the
@@ -99,6 +97,7 @@ def cluster(ranks: int, transport: str, prioritized: bool) -> Cluster:
         shared=True,
         reduce_bandwidth=2 * (ranks - 1) / ranks / REDUCE_SECONDS_PER_BYTE,
         reduce_latency=costs().reduce_latency if prioritized else REDUCE_SECONDS,
+        reduce_path=transport == HOST,
     )
 
 
@@ -132,6 +131,13 @@ def median_of_rounds(found: StoredResult, side: str, what: str) -> float:
 def _apart(found: StoredResult, side: str, other: str, what: str) -> float:
     """The seconds by which ``side`` takes longer than ``other``."""
     return (median_of_rounds(found, side, what) - median_of_rounds(found, other, what)) / 1e3
+
+
+def _collision_seconds(found: StoredResult) -> float:
+    """Update and look-up of collisions: what ``all`` waits for from backward to the next forward, without the transfers."""
+    # The gradients and rows of collisions travel beside the last AllReduce.
+    waits = sum(median_of_rounds(found, names.ALL, part) for part in ("exposed dense", "exposed embedding"))
+    return waits / 1e3 - 2 * found["collisions"] * _row_bytes(found) / rate(HOST)
 
 
 def _row_bytes(found: StoredResult) -> float:

@@ -24,9 +24,10 @@ class Cluster:
             there are no streams. If not, their exchange overlaps with the optimizer.
         shared: whether all links share one medium, such as the memory of one host. An exchange then takes as long as the mean
             of the bytes of the ranks at ``bandwidth``. If not, each link takes as long as its own bytes.
-        reduce_bandwidth: bytes per second of a link in an AllReduce, if it differs from ``bandwidth``. The AllReduce then also
-            has a path of its own in FreeScale. In TorchRec it shares a communicator, and so the order, with the exchanges.
+        reduce_bandwidth: bytes per second of a link in an AllReduce, if it differs from ``bandwidth``.
         reduce_latency: seconds of an AllReduce of no bytes, if ``latency`` does not give them.
+        reduce_path: whether an AllReduce of FreeScale has links of its own, for example because the exchanges use the memory of
+            the host. In TorchRec it shares a communicator, and so the order, with the exchanges.
     """
 
     ranks: int
@@ -37,6 +38,7 @@ class Cluster:
     shared: bool = False
     reduce_bandwidth: float | None = None
     reduce_latency: float | None = None
+    reduce_path: bool = False
 
     def __post_init__(self) -> None:
         _check("ranks", self.ranks, self.ranks >= 1, "at least 1")

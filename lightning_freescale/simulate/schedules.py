@@ -90,7 +90,7 @@ class StepOperations:
         buckets = min(MAX_BUCKETS, self.model.buckets or max(1, round(size / BUCKET_BYTES)))
         seconds, latency = self.cluster.allreduce(size / buckets)
         reduces = []
-        own_path = self._beside and self.cluster.reduce_bandwidth is not None
+        own_path = self._beside and self.cluster.reduce_path
         for _ in range(buckets):
             self.table_work(step, (1 - self.model.forward) / buckets, beside=True)
             self.ranks.compute((1 - self.model.forward) / buckets * self.loads.compute[step])

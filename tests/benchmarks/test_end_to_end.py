@@ -77,8 +77,6 @@ def test_all_variants_train_alike(figures: dict[str, Any]) -> None:
         assert losses["apart"][name] == 0.0  # bit for bit
     for name in (BALANCE, ALL_OVER_NCCL, ALL_OVER_TCP):
         assert losses["apart"][name] == losses["apart"][ALL] < 1e-6  # the same sums in another order
-    first, _, again, *_ = figures["sides"][SYNC]["losses"]
-    assert again < first - 1  # something was trained: steps 0 and 2 have the same batch
 
 
 def test_every_variant_uses_its_techniques(figures: dict[str, Any]) -> None:
@@ -95,6 +93,7 @@ def test_figures_of_a_variant(figures: dict[str, Any]) -> None:
     for name, side in figures["sides"].items():
         assert len(side["losses"]) == figures["steps"]
         assert len(side["step_ms"]["steps"]) == figures["counted"] == 3
+        assert side["busy_cores"] > 0
         if name != DENSE_ONLY:
             assert side["bubble_ms"] == pytest.approx(side["step_ms"]["mean"] - figures["dense_ms"])
             assert sum(side["parts_ms"][part] for part in PARTS) == pytest.approx(side["bubble_ms"])
@@ -124,6 +123,11 @@ def test_different_losses_are_detected_and_known_variants_are_not_trained_again(
     assert list(result["sides"]) == [TORCHREC_BASE, SYNC]
     assert result["sides"][TORCHREC_BASE] == wrong["sides"][TORCHREC_BASE]
     assert not result["losses"]["equal"]
+    (first, expected), *_, (last, right) = zip(
+        *(result["sides"][name]["losses"] for name in (TORCHREC_BASE, SYNC)), strict=True
+    )
+    assert first == pytest.approx(expected)  # the factors change the gradients only,
+    assert abs(last - right) > 1e-3  # and the gradients train the model
     text = bubble_report.describe(result)
     assert "DIFFERENT" in text
     assert f"{TORCHREC_SPARSE_DIST}: FAILED, made up" in text

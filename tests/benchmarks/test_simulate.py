@@ -24,17 +24,18 @@ IRREGULAR = {
 }
 # The same of sides whose exchange ran at another rate than the median of all results.
 OTHER_RATE = {
-    ("end_to_end_h200_long_newest", names.TORCHREC_BASE): 8.0,
-    ("end_to_end_h200_long_newest", names.TORCHREC_SPARSE_DIST): 8.0,
-    ("end_to_end_h200_short_newest", names.TORCHREC_BASE): 8.0,
-    ("end_to_end_h200_context_newest", names.TORCHREC_BASE): 8.0,
+    ("end_to_end_h200_medium_newest", names.TORCHREC_BASE): 6.0,
+    ("end_to_end_h200_medium_newest", names.TORCHREC_SPARSE_DIST): 6.0,
+    ("end_to_end_h200_medium_newest", names.ALL_OVER_TCP): 7.0,  # It limits the step.
 }
 # The same of sides that were measured with older code. The costs are those of the newest code.
 OLDER_CODE = {
-    ("end_to_end_h200_short", names.ALL): 9.0,
+    ("end_to_end_h200_short", names.ALL): 11.0,
     ("end_to_end_h200_medium", names.ALL_OVER_NCCL): 13.0,
     ("end_to_end_h200_context", names.ALL_OVER_NCCL): 8.0,
+    ("end_to_end_h200_context", names.ALL_OVER_TCP): 7.0,
     ("end_to_end_h200_long", names.ALL_OVER_NCCL): 7.0,
+    ("end_to_end_h200_share", names.ALL): 6.0,
 }
 EXCEPTIONS = IRREGULAR | OTHER_RATE | OLDER_CODE
 
@@ -123,7 +124,7 @@ def test_costs_come_from_the_stored_results() -> None:
         rows = found["sides"][names.ALL]["sent_bytes"] / 2
         work = 1e3 * (costs.table_seconds + costs.table_seconds_per_byte * rows)
         # A cost that does not depend on the rows would be a little below zero, and is zero instead.
-        assert work == pytest.approx(simulator_costs.median_of_rounds(found, names.ALL, "slower compute"), abs=0.02)
+        assert work == pytest.approx(simulator_costs.median_of_rounds(found, names.ALL, "slower compute"), abs=0.1)
     assert costs.nccl_slowdown > 1
     assert min(costs.table_seconds_per_byte, costs.index_seconds, costs.collision_seconds) > 0
     # A round with an outlier does not count. The mean does count it.

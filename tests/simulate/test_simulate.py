@@ -179,12 +179,15 @@ def test_an_allreduce_has_its_own_rate_and_latency() -> None:
     dense = replace(ROWS, dense_bytes=2.0)
     assert last_step(TORCHREC, cluster, dense, compute=3.0)[0] == pytest.approx(11.5 + 0.5 + 0.125)
     # FreeScale exchanges collisions beside it. In two buckets, only the second one is waited for.
-    two = replace(cluster, reduce_bandwidth=0.25)
+    two = replace(cluster, reduce_bandwidth=0.25, reduce_path=True)
     one_bucket, two_buckets = (
         last_step(PRIORITIZED, two, replace(dense, buckets=buckets), compute=20.0)[0] for buckets in (1, 2)
     )
     assert one_bucket == pytest.approx(20 + 8 + 0.125 + 0.5)
     assert two_buckets == pytest.approx(20 + 4 + 0.125 + 0.5)
+    # Over the same links the collisions travel after it.
+    same_links = last_step(PRIORITIZED, replace(two, reduce_path=False), replace(dense, buckets=1), compute=20.0)[0]
+    assert same_links == pytest.approx(one_bucket + 1.5)
 
 
 # ---- properties -------------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ def gather_figures(trained: TrainedVariant, counted: slice) -> Figures:
         "peak_bytes": trained.peak_bytes,
         "sent_bytes": trained.sent_bytes / len(timestamps.losses),
         "late": sum(timestamps.late[counted]) / max(1, len(timestamps.late[counted])),
+        "busy_cores": timestamps.busy_cores(counted),
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
@@ -175,6 +176,7 @@ def gather_figures(trained: TrainedVariant, counted: slice) -> Figures:
         "losses": global_losses(losses, predicted),
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "host_late": max(rank["late"] for rank in ranks),  # share of the steps in which the device waited for the host
+        "busy_cores": sum(rank["busy_cores"] for rank in ranks),  # CPU cores that all ranks together keep busy
         "notes": trained.notes,
     }
 

@@ -140,7 +140,7 @@ class TimestampedDLRM(pl.LightningModule):
         return 6.0 * (products + sum(layer.weight.numel() for layer in layers))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)  # with larger ones the model overfits the warm-up
+        return torch.optim.Adam(self.parameters(), lr=1e-4)  # with larger ones differences of rounding grow
 
 
 def _network(*widths: int) -> nn.Sequential:

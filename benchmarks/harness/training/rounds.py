@@ -30,7 +30,16 @@ def collect(rounds: Sequence[Figures]) -> dict[str, dict[str, list[float]]]:
 
 def _flat(variant: Figures) -> dict[str, float]:
     values = {"step_ms": variant["step_ms"]["mean"], "compute_ms": variant["compute_ms"]}
-    keys = ("samples_per_second", "mfu", "bubble_ms", "sent_bytes", "peak_bytes", "transfers_ms", "of_limit")
+    keys = (
+        "samples_per_second",
+        "mfu",
+        "bubble_ms",
+        "sent_bytes",
+        "peak_bytes",
+        "transfers_ms",
+        "of_limit",
+        "busy_cores",
+    )
     values |= {key: variant[key] for key in keys if key in variant}
     if "bubble_ms" in variant:
         values |= {part: variant["parts_ms"][part] for part in PARTS}

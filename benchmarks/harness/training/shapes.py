@@ -89,6 +89,7 @@ def _rows(shape: str, found: Mapping[str, Any]) -> list[dict[str, str]]:
         texts["MB sent"] = mean_and_spread(by_round["sent_bytes"], 2, 1e-6)
         texts["transfers alone ms"] = mean_and_spread(by_round.get("transfers_ms", []))
         texts["step / limit"] = mean_and_spread(by_round.get("of_limit", []), 2)
+        texts["CPU cores busy"] = mean_and_spread(by_round.get("busy_cores", []))
         texts["peak GiB"] = mean_and_spread(by_round["peak_bytes"], 1, 2**-30)
         texts["warm-up"] = str(found["sides"].get(name, {}).get("warm_up", {}).get("steps", "-"))
         rows.append({"shape": shape, "variant": name} | texts)

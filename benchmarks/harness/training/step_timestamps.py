@@ -63,6 +63,7 @@ class StepTimestamps:
         losses: per step, the mean over this rank's predicted positions.
         predicted: per step, the number of these positions.
         late: per step except the first, whether the device had finished the previous step before the host started this one.
+        host: per step, the time of the host and the CPU time of this process at the end of the step, in seconds.
     """
 
     def __init__(self, device: torch.device, trace: ProfilerTrace | None = None):
@@ -71,6 +72,7 @@ class StepTimestamps:
         self.losses: list[Tensor] = []
         self.predicted: list[Tensor] = []
         self.late: list[bool] = []
+        self.host: list[tuple[float, float]] = []
 
     def take(self, point: str) -> None:
         """Take the time stamp of one of ``bubble.POINTS`` in the current step; ``"end"`` starts the next step."""
@@ -82,6 +84,12 @@ class StepTimestamps:
             if self._trace is not None:
                 self._trace.step_ended(len(self._steps) - 1)
             self._steps.append({})
+            self.host.append((time.perf_counter(), time.process_time()))
+
+    def busy_cores(self, counted: slice) -> float:
+        """How many CPU cores this process keeps busy in these steps, with all its threads."""
+        (began, used), (ended, more) = self.host[counted.start - 1], self.host[counted.stop - 1]
+        return (more - used) / (ended - began)
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

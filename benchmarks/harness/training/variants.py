@@ -139,9 +139,9 @@ class TrainingJob:
             return dlrm
         options = {"max_history": self.workload.longest, "meta_tables": True} | MODEL_OPTIONS | self.model
         if self.device.type == "cuda":
-            # With the default rate, a large model overfits the few batches of the warm-up. The next batches have large
-            # losses then, and differences of rounding grow from step to step.
-            options = {"lr": 1e-4} | options
+            # Adam divides each gradient by its size, so differences of rounding change the weights of a large model as much
+            # as gradients do. With the default rate they grow from step to step, and the losses cannot be compared.
+            options = {"lr": 5e-5} | options
         if self.workload.context:
             names = self.workload.context_names
             model: TimestampedHSTU = ContextHSTU(self.workload.rows, **options)
