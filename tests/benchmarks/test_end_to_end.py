@@ -271,7 +271,7 @@ def test_warm_up_alternates_between_the_lengths_of_the_first_two_batches_that_co
     assert lengths == [*lengths[7:9], *[lengths[8], lengths[7]] * 2, lengths[8], *lengths[7:]]
     assert len(set(lengths[7:])) == 4  # those that count have lengths of their own
     ids = [tuple(batch.features.values().tolist()) for batch in batches]
-    assert len(set(ids)) == len(ids)  # a batch that is trained twice is learnt by heart
+    assert len(set(ids)) == len(ids)  # the model would overfit a batch that is trained twice
 
 
 def test_flops_of_a_step_are_those_of_the_model() -> None:
