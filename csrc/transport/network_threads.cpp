@@ -4,10 +4,7 @@
 #include "backoff.h"
 #include "queue.h"
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <csignal>
 #include <stdexcept>
 
 namespace freescale::transport {
@@ -53,13 +50,7 @@ class Queue::Callbacks : public WireCallbacks {
   }
 
   void credited(int peer, Word received) override { store(queue_.channels_[peer].freed, received); }
-  void aborted(int peer, const std::string& why) override {
-    {
-      std::lock_guard lock(queue_.pending_mutex_);
-      queue_.channels_[peer].stopped = true;
-    }
-    queue_.fail(why);
-  }
+  void aborted(int, const std::string& why) override { queue_.fail(why); }
   void lost(int peer, const std::string& why) override {
     std::lock_guard lock(queue_.pending_mutex_);
     auto& lost = queue_.channels_[peer].lost;
@@ -204,33 +195,20 @@ Queue::SendState Queue::send_ready(NetworkThreads& threads) {
   return state;
 }
 
-// After a failure: tells the peers the reason, as soon as no thread of ours writes what arrives into a ring. A peer may then
-// use the memory of its unread chunks for something else. Returns whether the peers have been told.
-bool Queue::send_abort(NetworkThreads& threads) {
-  if (threads.abort_sent || stopped_receivers_ < network_.size()) return threads.abort_sent;
-  threads.sender->hold(false);
-  threads.sender->abort(failure_->reason());
-  ++stopped_senders_;
-  return threads.abort_sent = true;
-}
-
-// sendfile() has no flag that suppresses SIGPIPE, which would end the process.
-static void block_sigpipe() {
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGPIPE);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-}
-
 void Queue::send_chunks(NetworkThreads& threads) {
-  block_sigpipe();
   Callbacks callbacks(*this);
   Backoff backoff(settings_.high_priority ? longest_urgent_delay : longest_delay);
-  bool waited = false;
+  bool abort_sent = false, waited = false;
   while (!stop_sending_) {
     try {
       if (failure_->is_set()) {
-        threads.sender->progress(callbacks, std::chrono::milliseconds(send_abort(threads) ? 20 : 1));
+        if (!abort_sent) {
+          threads.sender->hold(false);
+          threads.sender->abort(failure_->reason());
+          abort_sent = true;
+          ++stopped_threads_;
+        }
+        threads.sender->progress(callbacks, std::chrono::milliseconds(20));
         continue;
       }
       threads.sleeps = true;  // before the look, so that whoever changes something after it wakes this thread
@@ -251,10 +229,8 @@ void Queue::send_chunks(NetworkThreads& threads) {
     threads.sender->hold(false);
     const auto idle = [&threads](int peer) { return threads.sender->idle(peer); };
     for (int i = 0; i < 1000; ++i) {
-      const bool failed = failure_->is_set();
-      if (!failed) send_ready(threads);
-      const bool all_said = !failed || send_abort(threads);
-      if (all_said && std::all_of(threads.peers.begin(), threads.peers.end(), idle)) break;
+      if (!abort_sent) send_ready(threads);
+      if (std::all_of(threads.peers.begin(), threads.peers.end(), idle)) break;
       threads.sender->progress(callbacks, std::chrono::milliseconds(1));
     }
   } catch (const std::exception&) {
@@ -271,7 +247,7 @@ void Queue::receive_chunks(NetworkThreads& threads) {
       if (failure_->is_set() && !discards) {
         threads.receiver->discard();
         discards = true;
-        ++stopped_receivers_;
+        ++stopped_threads_;
       }
       threads.receiver->progress(callbacks, idle_wait);
     } catch (const std::exception& error) {

@@ -185,7 +185,6 @@ void Queue::connect(const std::vector<std::string>& addresses, const std::functi
   }
   report_.ring_bound_bytes = world() * region;
   if (device_rings_) report_.device_bytes = device_rings_->bytes();
-  if (wire_) wire_->use_memory({own_segment_.file(), own_segment_.data(), own_segment_.size()});
   if (wire_) wire_->connect(others, after_seconds(settings_.timeout), check);
   connected_ = true;
   start_network_threads();

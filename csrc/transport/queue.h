@@ -173,7 +173,6 @@ class Queue {
     std::deque<Chunk> expectations;   // what the peer has to be told; guarded by pending_mutex_
     Word last_heard = 0;              // the number after the latest exchange that the peer has announced
     std::optional<std::string> lost;  // guarded by pending_mutex_
-    bool stopped = false;             // the peer has failed and uses no more chunks; guarded by pending_mutex_
     Word posted = 0, credited = 0;    // only the thread that sends to the peer uses these
     Word next_arrival = 0;            // only the thread that receives from the peer uses this
   };
@@ -184,9 +183,7 @@ class Queue {
     std::unique_ptr<WireReceiver> receiver;
     std::atomic<bool> sleeps{false};  // the sending thread has nothing to look for, until it is woken
     std::size_t turn = 0;             // the peer that the sending thread serves first
-    // Only the sending thread uses these:
-    bool urgent = false;      // whether the device's `urgent_senders` counts this thread
-    bool abort_sent = false;  // whether the peers have been told of a failure
+    bool urgent = false;  // whether the device's `urgent_senders` counts the sending thread, which alone uses this
     std::thread send_thread, receive_thread;
   };
   using SlotsByRank = std::vector<std::vector<Ring::Slot>>;
@@ -233,7 +230,7 @@ class Queue {
   void publish_final_counters();
   bool nothing_more_arrives(int peer);
   bool nothing_more_is_read(int peer);
-  bool network_threads_have_stopped() const { return stopped_senders_ + stopped_receivers_ == 2 * network_.size(); }
+  bool network_threads_have_stopped() const { return stopped_threads_ == 2 * network_.size(); }
   void release_waits();
 
   // network_threads.cpp: move chunks and counters between hosts
@@ -249,7 +246,6 @@ class Queue {
   bool post_next_chunk(NetworkThreads& threads, int peer);
   bool send_notices(NetworkThreads& threads, int peer);
   bool send_expectations(NetworkThreads& threads, int peer);
-  bool send_abort(NetworkThreads& threads);
   void send_chunks(NetworkThreads& threads);
   void receive_chunks(NetworkThreads& threads);
 
@@ -287,7 +283,7 @@ class Queue {
   std::condition_variable watchdog_wakes_;
   mutable std::mutex pending_mutex_;
   std::atomic<bool> stop_sending_{false}, stop_receiving_{false};
-  std::atomic<std::size_t> stopped_senders_{0}, stopped_receivers_{0};  // threads that use no ring any more, after a failure
+  std::atomic<std::size_t> stopped_threads_{0};  // network threads that no longer use the rings, after a failure
   std::vector<std::unique_ptr<NetworkThreads>> network_;
   std::unique_ptr<std::thread> watchdog_;
   bool connected_ = false, closed_ = false;

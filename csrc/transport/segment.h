@@ -29,7 +29,6 @@ class Segment {
   static constexpr std::size_t key_bytes = 32;  // at the start of the segment
   std::byte* data() const { return memory_->data; }
   std::size_t size() const { return memory_->bytes; }
-  int file() const { return memory_->file; }  // -1 after unlink() and close_file()
 
   // Gives the segment its size and maps it. Every rank must give the same size.
   void map(std::size_t bytes);

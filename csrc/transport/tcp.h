@@ -75,8 +75,7 @@ std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bin
 std::map<int, std::string> swap_texts(const Sockets& sockets, const std::map<int, std::string>& texts,
                                       Clock::time_point deadline, const std::function<void()>& check);
 
-// Chunks in `memory` are sent from its file.
-std::unique_ptr<TcpFrames> tcp_sender(const Sockets& sockets, const MappedFile& memory = {});
+std::unique_ptr<TcpFrames> tcp_sender(const Sockets& sockets);
 std::unique_ptr<WireReceiver> tcp_receiver(const Sockets& sockets);
 
 }  // namespace freescale::transport

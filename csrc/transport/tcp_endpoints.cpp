@@ -1,7 +1,6 @@
 // The network over TCP: sends frames to some peers, and receives frames from some peers. Each chunk is one frame.
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -24,9 +23,6 @@ struct Frame {
   // The bytes of a chunk that was delivered by other means are not in the frame.
   std::uint64_t body() const { return type == FrameType::delivered ? 0 : chunk.bytes; }
 };
-
-// A smaller chunk is copied. That needs one call of the system, and sending from the file needs two.
-constexpr std::size_t smallest_from_file = 16 << 10;
 
 // Waits for some sockets. Another thread can end the wait.
 class Poller {
@@ -62,7 +58,7 @@ class Poller {
 
 class TcpSender : public TcpFrames {
  public:
-  TcpSender(const Sockets& sockets, const MappedFile& memory) : memory_(memory) {
+  explicit TcpSender(const Sockets& sockets) {
     for (const auto& [peer, socket] : sockets) links_[peer].socket = socket;
   }
 
@@ -152,54 +148,32 @@ class TcpSender : public TcpFrames {
     if (link.frames.size() == 1) write_some(link);  // progress() will see an error again and report it
   }
 
-  // Writes as much as the socket takes. Returns an error, or an empty text.
-  std::string write_some(Link& link) const {
+  static std::string write_some(Link& link) {
     while (!link.frames.empty()) {
       const OutgoingFrame& first = link.frames.front();
-      const std::size_t end = sizeof(Frame) + first.frame.body();
-      const bool from_file = first.data && memory_.has(first.data) && first.frame.body() >= smallest_from_file;
-      const bool in_header = link.written < sizeof(Frame);
-      const ssize_t size = from_file && !in_header ? write_from_file(link) : write_copy(link, from_file);
+      const std::size_t body = first.frame.body();
+      const auto* data = first.data ? first.data : reinterpret_cast<const std::byte*>(first.text.data());
+      iovec parts[2];
+      int count = 0;
+      if (link.written < sizeof(Frame)) {
+        auto* head = reinterpret_cast<const std::byte*>(&first.frame);
+        parts[count++] = {const_cast<std::byte*>(head) + link.written, sizeof(Frame) - link.written};
+      }
+      const std::size_t offset = link.written < sizeof(Frame) ? 0 : link.written - sizeof(Frame);
+      if (offset < body) parts[count++] = {const_cast<std::byte*>(data) + offset, body - offset};
+      msghdr message{};
+      message.msg_iov = parts;
+      message.msg_iovlen = count;
+      const ssize_t size = sendmsg(link.socket->file(), &message, MSG_NOSIGNAL);
       if (size < 0) return errno == EAGAIN || errno == EINTR ? "" : std::strerror(errno);
       link.written += size;
-      if (link.written == end) {
-        link.frames.pop_front();
-        link.written = 0;
-      } else if (!from_file || !in_header) {
-        return "";  // the socket is full
-      }
+      if (link.written < sizeof(Frame) + body) return "";
+      link.frames.pop_front();
+      link.written = 0;
     }
     return "";
   }
 
-  // Writes from the file of the memory: the system sends its pages, and does not copy them. So the peer receives what the
-  // memory holds at that time. It is written to again when the peer has received it, or has said that it will not use it.
-  ssize_t write_from_file(const Link& link) const {
-    const OutgoingFrame& first = link.frames.front();
-    const std::size_t done = link.written - sizeof(Frame);
-    off_t place = first.data - memory_.start + static_cast<off_t>(done);
-    return sendfile(link.socket->file(), memory_.file, &place, first.frame.body() - done);
-  }
-
-  static ssize_t write_copy(const Link& link, bool only_header) {
-    const OutgoingFrame& first = link.frames.front();
-    const std::size_t body = only_header ? 0 : first.frame.body();
-    const auto* data = first.data ? first.data : reinterpret_cast<const std::byte*>(first.text.data());
-    iovec parts[2];
-    int count = 0;
-    if (link.written < sizeof(Frame)) {
-      auto* head = reinterpret_cast<const std::byte*>(&first.frame);
-      parts[count++] = {const_cast<std::byte*>(head) + link.written, sizeof(Frame) - link.written};
-    }
-    const std::size_t offset = link.written < sizeof(Frame) ? 0 : link.written - sizeof(Frame);
-    if (offset < body) parts[count++] = {const_cast<std::byte*>(data) + offset, body - offset};
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = count;
-    return sendmsg(link.socket->file(), &message, MSG_NOSIGNAL | (only_header ? MSG_MORE : 0));
-  }
-
-  const MappedFile memory_;
   Poller poller_;
   std::map<int, Link> links_;
   bool held_ = false;
@@ -213,49 +187,46 @@ class TcpReceiver : public WireReceiver {
 
   void progress(WireCallbacks& callbacks, std::chrono::microseconds patience) override {
     poller_.clear();
-    for (const auto& [peer, link] : links_)
-      poller_.add(link.lost || (link.refused && !discards_) ? -1 : link.socket->file(), POLLIN);
+    for (const auto& [peer, link] : links_) poller_.add(link.broken ? -1 : link.socket->file(), POLLIN);
     if (!poller_.wait(patience)) return;
     std::size_t i = 0;
     for (auto& [peer, link] : links_) {
       if (!poller_.ready(i++)) continue;
-      link.refused = true;  // stays true if a callback throws
-      const std::string why = read_some(peer, link, callbacks);
-      link.refused = false;
-      link.lost = !why.empty();
-      if (link.lost) callbacks.lost(peer, why);
+      link.broken = true;  // stays true if a callback throws, because the frame is then half read
+      const std::string why = discards_ ? throw_away(link) : read_some(peer, link, callbacks);
+      link.broken = !why.empty();
+      if (link.broken) callbacks.lost(peer, why);
     }
   }
 
   void wake() override { poller_.wake(); }
-  // The peers must be able to send their last frames, and say that they have failed, too. So what comes is still read.
-  void discard() override {
-    discards_ = true;
-    for (auto& [peer, link] : links_)
-      if (link.frame.type != FrameType::abort) link.destination = nullptr;
-  }
+  void discard() override { discards_ = true; }
 
  private:
   struct Link {
     std::shared_ptr<const Socket> socket;
     Frame frame{};
     std::size_t got = 0;  // bytes of the frame and its body so far
-    std::byte* destination = nullptr;  // of the body; null if it is thrown away
-    std::string text;                  // the text of an abort
-    bool lost = false;                 // nothing can be read any more
-    bool refused = false;              // a callback threw; nothing is read until discard()
+    std::byte* destination = nullptr;
+    std::string text;  // the text of an abort
+    bool broken = false;
   };
 
+  // The peer must be able to send its last frames, so what comes is read.
+  std::string throw_away(Link& link) {
+    const ssize_t size = recv(link.socket->file(), rest_.data(), rest_.size(), 0);
+    if (size == 0) return "it closed the connection";
+    return size > 0 || errno == EAGAIN || errno == EINTR ? "" : std::strerror(errno);
+  }
+
   // Reads at most to the end of one frame, so that every peer gets its turn. Returns an error, or an empty text.
-  std::string read_some(int peer, Link& link, WireCallbacks& callbacks) {
+  static std::string read_some(int peer, Link& link, WireCallbacks& callbacks) {
     do {
       const bool in_header = link.got < sizeof(Frame);
-      std::byte* target = in_header          ? reinterpret_cast<std::byte*>(&link.frame) + link.got
-                          : link.destination ? link.destination + (link.got - sizeof(Frame))
-                                             : rest_.data();
-      std::size_t wanted = sizeof(Frame) + (in_header ? 0 : link.frame.body()) - link.got;
-      if (!in_header && !link.destination) wanted = std::min(wanted, rest_.size());
-      const ssize_t size = recv(link.socket->file(), target, wanted, 0);
+      std::byte* target = in_header ? reinterpret_cast<std::byte*>(&link.frame) + link.got
+                                  : link.destination + (link.got - sizeof(Frame));
+      const std::size_t end = sizeof(Frame) + (in_header ? 0 : link.frame.body());
+      const ssize_t size = recv(link.socket->file(), target, end - link.got, 0);
       if (size == 0) return "it closed the connection";
       if (size < 0) return errno == EAGAIN || errno == EINTR ? "" : std::strerror(errno);
       link.got += size;
@@ -263,28 +234,24 @@ class TcpReceiver : public WireReceiver {
     } while (link.got < sizeof(Frame) || link.got < sizeof(Frame) + link.frame.body());
     link.got = 0;
     const Frame& frame = link.frame;
-    if (frame.type == FrameType::abort) callbacks.aborted(peer, link.text);
-    if (discards_) return "";
     if (frame.type == FrameType::chunk || frame.type == FrameType::delivered) callbacks.arrived(peer, frame.chunk);
     if (frame.type == FrameType::announcement) callbacks.announced(peer, frame.chunk);
     if (frame.type == FrameType::expectation) callbacks.expected(peer, frame.chunk);
     if (frame.type == FrameType::credit) callbacks.credited(peer, frame.chunk.number);
+    if (frame.type == FrameType::abort) callbacks.aborted(peer, link.text);
     return "";
   }
 
   // Called when the header of a frame is complete: finds the memory for its body.
-  void begin(int peer, Link& link, WireCallbacks& callbacks) {
+  static void begin(int peer, Link& link, WireCallbacks& callbacks) {
     const Frame& frame = link.frame;
-    link.destination = nullptr;
     const bool bare = frame.type == FrameType::credit || frame.type == FrameType::announcement ||
                       frame.type == FrameType::expectation;
     const bool chunk = frame.type == FrameType::chunk || frame.type == FrameType::delivered;
     const bool known = bare || chunk || frame.type == FrameType::abort;
-    if (frame.magic != tcp_magic || !known || (bare && frame.chunk.bytes != 0)) {
-      link.lost = true;  // nobody knows where the next frame begins
+    if (frame.magic != tcp_magic || !known || (bare && frame.chunk.bytes != 0))
       throw std::runtime_error("network: rank " + std::to_string(peer) + " uses another version of the protocol");
-    }
-    if (chunk && !discards_) link.destination = callbacks.destination(peer, frame.chunk);  // this also checks the chunk
+    if (chunk) link.destination = callbacks.destination(peer, frame.chunk);  // this also checks the chunk
     if (frame.type == FrameType::abort) {
       link.text.assign(std::min<std::uint64_t>(frame.chunk.bytes, 1 << 20), '\0');
       link.frame.chunk.bytes = link.text.size();
@@ -295,14 +262,12 @@ class TcpReceiver : public WireReceiver {
   Poller poller_;
   std::map<int, Link> links_;
   bool discards_ = false;
-  std::vector<std::byte> rest_ = std::vector<std::byte>(64 << 10);
+  std::vector<char> rest_ = std::vector<char>(64 << 10);
 };
 
 }  // namespace
 
-std::unique_ptr<TcpFrames> tcp_sender(const Sockets& sockets, const MappedFile& memory) {
-  return std::make_unique<TcpSender>(sockets, memory);
-}
+std::unique_ptr<TcpFrames> tcp_sender(const Sockets& sockets) { return std::make_unique<TcpSender>(sockets); }
 std::unique_ptr<WireReceiver> tcp_receiver(const Sockets& sockets) { return std::make_unique<TcpReceiver>(sockets); }
 
 }  // namespace freescale::transport

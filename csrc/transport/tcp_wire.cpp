@@ -43,13 +43,6 @@ class TcpWire : public TcpConnections {
 
   std::string address() const override { return address_; }
 
-  void use_memory(const MappedFile& memory) override {
-    memory_file_ = Socket(fcntl(memory.file, F_DUPFD_CLOEXEC, 0));  // the owner may close its own descriptor
-    if (!memory_file_) network_error("no descriptor for the shared memory; raise the limit of open files (ulimit -n)", errno);
-    memory_ = {memory_file_.file(), memory.start, memory.bytes};
-  }
-  bool reads_later() const override { return memory_.bytes > 0; }
-
   // Of each pair, the higher rank connects to the lower one. All connections are made at the same time, so a stranger
   // that connects and says nothing delays nobody.
   void connect(const std::map<int, WirePeer>& peers, Clock::time_point deadline,
@@ -76,7 +69,7 @@ class TcpWire : public TcpConnections {
   }
 
   std::unique_ptr<WireSender> sender(const std::vector<int>& peers) override {
-    return tcp_sender(sockets(peers), memory_);
+    return tcp_sender(sockets(peers));
   }
   std::unique_ptr<WireReceiver> receiver(const std::vector<int>& peers) override {
     return tcp_receiver(sockets(peers));
@@ -171,8 +164,6 @@ class TcpWire : public TcpConnections {
   std::list<ListeningGreeting> accepted_;
   std::vector<int> expected_;  // the higher ranks that have not connected yet
   Sockets sockets_;
-  Socket memory_file_;
-  MappedFile memory_;
 };
 
 // A text that is sent to a peer, and one that is received from it. Before each of them goes its size.

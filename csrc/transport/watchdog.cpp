@@ -168,20 +168,15 @@ bool Queue::nothing_more_arrives(int peer) {
 // Whether no byte will be read from our ring for this peer any more.
 bool Queue::nothing_more_is_read(int peer) {
   const Channel& channel = channels_[peer];
-  if (channel.remote) {
-    if (!network_threads_have_stopped()) return false;
-    std::lock_guard lock(pending_mutex_);
-    return !wire_->reads_later() || channel.stopped || channel.lost;
-  }
+  if (channel.remote) return network_threads_have_stopped();
   if (why_gone(peer)) return true;
   return load(&channel.view.header().final) &&
          reached(load(channel.freed), load(&channel.view.counters(rank_).final_received));
 }
 
 // Ends the waits of our streams that nobody will end any more. A ring whose bytes will not come is filled with ones
-// first (a ring in device memory has ones already): floating-point numbers are NaN then, and integers are -1. The streams copy
-// that into the outputs, so that nobody takes old bytes of the ring for a result. Callers that ask for a result get the
-// failure instead.
+// first (a ring in device memory has ones already): floating-point numbers are NaN then, and integers are -1. The streams copy that into the outputs, so that
+// nobody takes old bytes of the ring for a result. Callers that ask for a result get the failure instead.
 void Queue::release_waits() {
   if (std::unique_lock issue(mutex_, std::try_to_lock); issue && !load(&layout_.header().final))
     publish_final_counters();

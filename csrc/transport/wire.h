@@ -31,14 +31,6 @@ struct Chunk {
   std::uint64_t bytes;
 };
 
-// Memory that maps a file from its start.
-struct MappedFile {
-  int file = -1;
-  const std::byte* start = nullptr;
-  std::size_t bytes = 0;
-  bool has(const std::byte* data) const { return data >= start && data < start + bytes; }
-};
-
 // What senders and receivers report to their queue. progress() calls these.
 class WireCallbacks {
  public:
@@ -48,7 +40,7 @@ class WireCallbacks {
   virtual void announced(int peer, const Chunk& chunk) = 0;          // the peer sends nothing in this exchange
   virtual void expected(int peer, const Chunk& chunk) = 0;           // the peer has issued this exchange, and expects `total`
   virtual void credited(int peer, Word received) = 0;                // the peer has received this many chunks
-  virtual void aborted(int peer, const std::string& why) = 0;        // the peer has failed, and uses no more chunks
+  virtual void aborted(int peer, const std::string& why) = 0;        // the peer has failed for this reason
   virtual void lost(int peer, const std::string& why) = 0;           // the connection is lost; nothing more will come
 };
 
@@ -63,8 +55,7 @@ class WireEndpoint {
 
 class WireReceiver : public WireEndpoint {
  public:
-  // From now on what arrives is thrown away, also the rest of a chunk that has begun to arrive. Only aborted() and lost() are
-  // still called.
+  // From now on what arrives is thrown away, also the rest of a chunk that has begun to arrive.
   virtual void discard() = 0;
 };
 
@@ -84,8 +75,7 @@ class WireSender : public WireEndpoint {
   virtual bool needs_expectations() const { return false; }
   virtual void expect(int /*peer*/, const Chunk& /*chunk*/) {}
   virtual void permit(int /*peer*/, Word /*exchange*/) {}
-  // Tells every peer the reason of a failure, and that this rank uses no more chunks. Afterwards the data of put() are not
-  // read any more, unless the wire reads later.
+  // Tells every peer the reason of a failure. Afterwards the data of put() are not read any more.
   virtual void abort(const std::string& why) = 0;
 };
 
@@ -104,10 +94,6 @@ class Wire {
   // Before connect(): the rings for and from this peer, and the counter of the chunks that have arrived from it. They stay
   // valid as long as this object lives.
   virtual void use_rings(int /*peer*/, std::byte* /*out*/, std::byte* /*in*/, std::size_t /*bytes*/, Word* /*arrived*/) {}
-  // Before connect(): memory from which put() may take its data. It stays valid as long as this object lives.
-  virtual void use_memory(const MappedFile& /*memory*/) {}
-  // Whether the system may read the data of put() until the peer has received them, also after abort().
-  virtual bool reads_later() const { return false; }
   // Connects to all peers at the same time. Calls `check` several times a second; what it throws ends the set-up.
   virtual void connect(const std::map<int, WirePeer>& peers, Clock::time_point deadline,
                        const std::function<void()>& check) = 0;

@@ -48,7 +48,6 @@ FAILURES = [
     "held_chunk",
     "held_queue",
     "chunks_over_tcp",
-    "unread_chunks",
     "ring",
     "ring_of_two_transfers",
     "segments",

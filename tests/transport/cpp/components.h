@@ -210,38 +210,6 @@ void chunks_over_tcp() {
   }
 }
 
-// After a failure, the memory of chunks that the peer has not read keeps their bytes until the peer says that it has failed, too.
-void unread_chunks() {
-  struct : LargeChunks {
-    std::string reason;
-    bool began = false;
-    void aborted(int, const std::string& why) override { reason = why; }
-  } callbacks;
-  Settings settings = small();
-  settings.chunk_bytes = settings.tcp_chunk_bytes = LargeChunks::bytes;
-  QueueWithBarePeer ranks(settings);
-  const Bytes first = ranks.data;
-  ranks.send();
-  const auto turn = [&] { ranks.receiver->progress(callbacks, std::chrono::milliseconds(1)); };
-  callbacks.at_begin = [&] { callbacks.began = true; };
-  for (int i = 0; !callbacks.began && i < 100'000; ++i) turn();
-  // Now the first chunk is on its way, and the buffers of the connection are full. Later chunks wait for its memory.
-  Bytes others(LargeChunks::bytes, 0xEE);
-  std::swap(ranks.data, others);
-  for (int i = 0; i < 4; ++i) ranks.send();
-  Chunk wrong{};
-  wrong.number = 77;
-  ranks.sender->put(0, wrong, nullptr);
-  for (const auto end = after_seconds(60); !ranks.queue->failure() && Clock::now() < end;) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the queue could have released the memory by now
-  for (int i = 0; callbacks.reason.empty() && i < 100'000; ++i) turn();
-  require(callbacks.came == 1 && callbacks.memory == first, "the bytes of the first chunk must be right");
-  require(has(callbacks.reason, "sent chunk 77"), "the peer must get the reason: " + callbacks.reason);
-  ranks.sender->abort("the peer has failed, too");
-  for (int i = 0; i < 100; ++i) ranks.sender->progress(callbacks, std::chrono::milliseconds(1));
-  ranks.queue->close(10);
-}
-
 // A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.
 void no_descriptors() {
   const auto wire = tcp_wire(0, "127.0.0.1", "secret");

@@ -49,7 +49,6 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"held_chunk", held_chunk},
     {"held_queue", held_queue},
     {"chunks_over_tcp", chunks_over_tcp},
-    {"unread_chunks", unread_chunks},
     {"ring", ring},
     {"ring_of_two_transfers", ring_of_two_transfers},
     {"segments", segments},
