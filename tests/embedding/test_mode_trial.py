@@ -45,19 +45,29 @@ def test_blocks_of_both_settings_alternate() -> None:
 
 
 def test_times_count_for_the_right_setting() -> None:
-    assert run({False: 0.5, True: 0.25}).result() == pytest.approx((0.5, 0.25))
+    assert run({False: 0.5, True: 0.25}).result() == pytest.approx((0.5, 0.25, 0.0))
+
+
+def test_one_slow_block_is_no_noise_and_two_are() -> None:
+    times = TrialTimes(TRIAL_WARM_UP_STEPS)
+    times.seconds = {False: [0.5, 0.9, 0.52], True: [0.25, 0.26, 0.25]}
+    assert times.result() == pytest.approx((0.5, 0.25, 0.02))
+    times.seconds[False] = [0.5, 0.9, 0.8]
+    assert times.result() == pytest.approx((0.5, 0.25, 0.3))
 
 
 @pytest.mark.parametrize(
     ("results", "prioritized"),
     [
-        ([(1.0, 0.5), (1.0, 0.5)], True),
-        ([(1.0, 0.5), (0.6, 1.0)], False),  # the second rank is slower when prioritized
-        ([(1.0, 0.995)], False),  # the gain is too small
-        ([(1.0, 1.2)], False),
+        ([(1.0, 0.5, 0.0), (1.0, 0.5, 0.1)], True),
+        ([(1.0, 0.5, 0.0), (0.6, 1.0, 0.0)], False),  # the second rank is slower when prioritized
+        ([(1.0, 0.995, 0.0)], False),  # the gain is too small
+        ([(1.0, 0.9, 0.05)], True),
+        ([(1.0, 0.9, 0.05), (1.0, 0.9, 0.1)], False),  # blocks of one mode differ as much as the modes
+        ([(1.0, 1.2, 0.0)], False),
     ],
 )
-def test_the_slowest_rank_decides(results: list[tuple[float, float]], prioritized: bool) -> None:
+def test_the_slowest_rank_decides(results: list[tuple[float, float, float]], prioritized: bool) -> None:
     assert decide(results).prioritized is prioritized
 
 
@@ -129,7 +139,7 @@ def test_a_module_that_stays_synchronous_is_not_tried_alone() -> None:
 def test_validations_and_checkpoints_do_not_count() -> None:
     """A validation in each prioritized block would decide against it."""
     first = TRIAL_WARM_UP_STEPS + BLOCK_STEPS
-    pauses = {first + 3: 500.0, first + 2 * BLOCK_STEPS + 5: 900.0, 1: 70.0}
+    pauses = {first + 3: 500.0, first + 2 * BLOCK_STEPS + 5: 900.0, first + 4 * BLOCK_STEPS + 1: 400.0, 1: 70.0}
     choice = Steps({"a": 20.0}).measure(pauses)
     assert choice == Steps({"a": 20.0}).measure()
     assert choice.prioritized
@@ -146,7 +156,8 @@ def test_stopping_the_clock_matters() -> None:
         if times.at_boundary(step):
             times.note(step, now)
         now += 80.0 if times.second(step) else 100.0
-        now += {first + 3: 500.0, first + 2 * BLOCK_STEPS + 5: 900.0}.get(step + 1, 0.0)
+        pauses = {first + 3: 500.0, first + 2 * BLOCK_STEPS + 5: 900.0, first + 4 * BLOCK_STEPS + 1: 400.0}
+        now += pauses.get(step + 1, 0.0)
     assert not decide([times.result()]).prioritized
 
 

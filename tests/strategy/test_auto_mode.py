@@ -37,7 +37,7 @@ def test_auto_keeps_the_faster_path_and_switching_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, gain: float, prioritized: bool
 ) -> None:
     monkeypatch.setattr(mode_trial, "MAX_TIME_RATIO", gain)  # whatever is measured
-    options = {"max_epochs": 6, "max_steps": 42, "limit_val_batches": 1, "val_check_interval": 0.5}
+    options = {"max_epochs": 9, "max_steps": 58, "limit_val_batches": 1, "val_check_interval": 0.5}
     plain, auto = (run_ranks(fit, args=(strategy, 2, options)) for strategy in (Plain, Auto))
     assert [rank["losses"] for rank in auto] == [rank["losses"] for rank in plain]
     assert all(toy.same(a["weights"], b["weights"]) for a, b in zip(auto, plain, strict=True))
@@ -110,6 +110,6 @@ def test_auto_switches_single_modules_and_measures_again_when_batches_grow(monke
 
 
 def test_auto_decides_alike_on_all_ranks() -> None:
-    auto = run_ranks(fit, args=(Auto, 2, {"max_epochs": 6, "max_steps": 42}))
+    auto = run_ranks(fit, args=(Auto, 2, {"max_epochs": 9, "max_steps": 58}))
     assert auto[0]["lanes"] == auto[1]["lanes"]
     assert auto[0]["lanes"] is not None  # the trial is over
