@@ -6,7 +6,8 @@ These are calibrated once, on the results in ``CALIBRATED_ON``. All other result
 
 - work on the tables: ``slower compute`` of the side ``all``, of two results that differ in the bytes of their rows
 - slow-down of compute beside NCCL: compute of ``all over NCCL`` and of ``all``
-- index work on ids: ``TrainPipelineBase`` against ``TrainPipelineSparseDist``
+- exchange of ids and index work on ids: ``TrainPipelineBase`` against ``TrainPipelineSparseDist``, of two results that differ in
+  their longest history
 - update and look-up of collisions, latency of FreeScale's last AllReduce, overhead: what ``all`` waits for
 """
 
@@ -42,6 +43,7 @@ class ClusterCosts:
         table_seconds: look-ups, updates and index work of one module in a step, without the part that depends on its rows.
         table_seconds_per_byte: the part that depends on its rows, for each byte of rows that a rank exchanges.
         nccl_slowdown: time of compute beside an exchange over NCCL, over its time alone.
+        id_seconds: latency of TorchRec's exchange of ids, whatever their number.
         index_seconds: index work of TorchRec on ids, for each event of the longest history.
         collision_seconds: update and look-up of the collisions of one module, between their gradients and their rows.
         reduce_latency: of FreeScale's last AllReduce, beside which the collisions are exchanged.
@@ -51,6 +53,7 @@ class ClusterCosts:
     table_seconds: float
     table_seconds_per_byte: float
     nccl_slowdown: float
+    id_seconds: float
     index_seconds: float
     collision_seconds: float
     reduce_latency: float
@@ -68,7 +71,9 @@ def costs() -> ClusterCosts:
     # Collisions travel between backward and the next forward, and slow down nothing.
     travels = (1 - over_nccl["collisions"]) * over_nccl["sides"][names.ALL_OVER_NCCL]["sent_bytes"] / rate(NCCL)
     slower = _apart(over_nccl, names.ALL_OVER_NCCL, names.ALL, "compute_ms")
-    index = _apart(large, names.TORCHREC_BASE, names.TORCHREC_SPARSE_DIST, "step_ms")
+    index = [_apart(found, names.TORCHREC_BASE, names.TORCHREC_SPARSE_DIST, "step_ms") for found in (large, small)]
+    longest = [found["workload"]["longest"] for found in (large, small)]
+    per_event = (index[0] - index[1]) / (longest[0] - longest[1])
     dense = dense_bytes(large["model"])
     last_bucket = dense / buckets(dense) * REDUCE_SECONDS_PER_BYTE
     reduced = median_of_rounds(large, names.ALL, "exposed dense") / 1e3
@@ -76,7 +81,8 @@ def costs() -> ClusterCosts:
         table_seconds=max(0.0, beside[0] - per_byte * sent[0]),
         table_seconds_per_byte=per_byte,
         nccl_slowdown=1 / (1 - slower / travels),
-        index_seconds=index / large["workload"]["longest"],
+        id_seconds=index[1] - per_event * longest[1],
+        index_seconds=per_event,
         collision_seconds=float(np.mean([_collision_seconds(found) for found in (large, small)])),
         reduce_latency=reduced - last_bucket,
         overhead=median_of_rounds(large, names.ALL, "other") / 1e3,

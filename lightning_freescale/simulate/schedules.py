@@ -70,9 +70,11 @@ class StepOperations:
         return self.ranks.send(seconds, urgent=urgent, slowdown=slowdown, joined=joined, after=after, delay=delay)
 
     def index_ids(self, step: int) -> None:
-        """Index work on the ids of a batch, with nothing beside it."""
+        """The latency of the exchange of ids, and index work on the ids of a batch, with nothing beside it."""
+        seconds = self.model.id_seconds if self.cluster.ranks > 1 else 0.0
         if self.loads.longest is not None:
-            self.ranks.spend(self._all(self.model.index_seconds * self.loads.longest[step]), EMBEDDING)
+            seconds += self.model.index_seconds * self.loads.longest[step]
+        self.ranks.spend(self._all(seconds), EMBEDDING)
 
     def table_work(self, step: int, share: float, beside: bool) -> None:
         """A share of the look-ups and updates of a step, if this variant does it beside compute, or if it does not."""

@@ -154,6 +154,16 @@ def test_overhead_and_pooled_features() -> None:
     assert last_step(PRIORITIZED, TWO, more, compute=9.0)[0] == pytest.approx(11 + 1)  # overlaps with the overhead
 
 
+def test_the_base_pipeline_alone_waits_for_the_exchange_of_ids() -> None:
+    for ranks, seconds in ((CLUSTER.ranks, 0.25), (1, 0.0)):
+        for variant, waits in ((TORCHREC, seconds), (SPARSE_DIST, 0.0), (FREESCALE, 0.0)):
+            plain, slow = (
+                simulate(variant, replace(CLUSTER, ranks=ranks), replace(MODEL, id_seconds=latency), histories(ranks)).step
+                for latency in (0.0, 0.25)
+            )
+            assert slow - plain == pytest.approx(waits)
+
+
 def test_index_work_follows_the_longest_history_in_the_base_pipeline_alone() -> None:
     batches = histories(8)
     longest = np.mean([batch.max() for batch in batches[2:-1]])
