@@ -82,8 +82,8 @@ class ModelProfile:
         table_seconds: seconds of look-ups, updates and index work of a step that do not depend on its rows. TorchRec does this
             work before forward and after backward, FreeScale beside them.
         row_seconds: further seconds of this work for each row that a rank exchanges.
-        id_seconds: seconds of the exchange of ids that do not depend on their number: the ranks tell each other the sizes, and the
-            host waits for them. Only ``TrainPipelineBase`` waits for it before forward.
+        id_seconds: seconds of the exchange of ids that do not depend on their number: the ranks tell each other the sizes, and
+            the host waits for them. Only ``TrainPipelineBase`` waits for it before forward.
         index_seconds: seconds of index work on ids, for each event of the longest history. TorchRec's kernel takes the events
             of a history one after another. ``TrainPipelineBase`` does it before forward, the other schedules beside compute.
         collision_seconds: seconds in which the owners update the rows that collide and look them up again, after their gradients

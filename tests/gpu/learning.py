@@ -24,8 +24,8 @@ from lightning_freescale.models import HSTU
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
 # As if attention were the only cost. A few histories are long, and this model expects much longer steps with them. In truth the
-# linear layers and the loss take most of the time. So the model is wrong by more than 10% in half of the steps, and a fit is better
-# beyond any noise. With lengths that differ less, the noise decides.
+# linear layers and the loss take most of the time. So the model is wrong by more than 10% in half of the steps, and a fit is
+# better beyond any noise. With lengths that differ less, the noise decides.
 WRONG = CostModel(linear=0.0, quadratic=1.0)
 MEAN_LENGTH, SIGMA, MAX_HISTORY = 100, 1.5, 2048
 BATCH_SIZE, NEGATIVES = 128, 64

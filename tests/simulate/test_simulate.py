@@ -158,7 +158,9 @@ def test_the_base_pipeline_alone_waits_for_the_exchange_of_ids() -> None:
     for ranks, seconds in ((CLUSTER.ranks, 0.25), (1, 0.0)):
         for variant, waits in ((TORCHREC, seconds), (SPARSE_DIST, 0.0), (FREESCALE, 0.0)):
             plain, slow = (
-                simulate(variant, replace(CLUSTER, ranks=ranks), replace(MODEL, id_seconds=latency), histories(ranks)).step
+                simulate(
+                    variant, replace(CLUSTER, ranks=ranks), replace(MODEL, id_seconds=latency), histories(ranks)
+                ).step
                 for latency in (0.0, 0.25)
             )
             assert slow - plain == pytest.approx(waits)
