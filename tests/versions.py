@@ -31,6 +31,7 @@ ENVIRONMENTS = ROOT / ".versions"
 TIMEOUT = 1800  # seconds, for an installation and for a run of the suite
 # What another version can break: Lightning's private parts, sharding, both exchanges against TorchRec, checkpoints.
 SHORT_SUITE = (
+    "tests/runtime/test_frozen_objects.py",
     "tests/runtime/test_lightning_compat.py",
     "tests/strategy/test_against_torchrec.py",
     "tests/strategy/test_namespaces.py",

@@ -10,21 +10,29 @@ from __future__ import annotations
 
 import gc
 
+FROZEN_BY_PYTHON = 10_000  # at most; Python 3.12 itself sets some hundred objects aside when it starts
+
 
 class FrozenObjects:
     """Sets objects aside from :meth:`freeze` to :meth:`release`.
 
-    Garbage is collected before. An object that is set aside and becomes garbage in a cycle is freed after :meth:`release`.
+    Garbage is collected before, for example the model of an earlier training, whose memory on the GPU is needed. An object that
+    is set aside and becomes garbage in a cycle is freed after :meth:`release`.
     """
 
     def __init__(self) -> None:
         self._frozen = False
 
     def freeze(self) -> None:
-        """Set aside all present objects, unless the user has frozen objects or disabled the collector."""
-        if self._frozen or not gc.isenabled() or gc.get_freeze_count():
+        """Collect garbage and set aside all present objects.
+
+        Nothing happens if the user has disabled the collector. If the user has frozen objects, garbage is collected only.
+        """
+        if self._frozen or not gc.isenabled():
             return
         gc.collect()
+        if gc.get_freeze_count() > FROZEN_BY_PYTHON:
+            return
         gc.freeze()
         self._frozen = True
 

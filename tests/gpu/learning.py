@@ -1,6 +1,7 @@
 """Trains HSTU with ``fit_costs`` on a GPU. ``test_cluster.py`` starts each rank.
 
-Rank 0 prints one JSON line: for each variant the cost model of every rank, its error, and the losses of all steps.
+Rank 0 prints one JSON line: for each variant the cost model of every rank, its error, the losses of all steps, and bytes on the
+GPU when the training begins and at most.
 """
 
 from __future__ import annotations
@@ -49,11 +50,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Recorder(pl.Callback):
-    """Records the loss and the number of predicted positions of every step, on the device, and the fitted cost model."""
+    """Records the loss and the number of predicted positions of every step, on the device, the fitted cost model, and memory."""
 
     def __init__(self) -> None:
         self.totals: list[torch.Tensor] = []
         self.learnt: dict[str, float] = {}
+        self.bytes = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         tokens = pl_module.num_predicted(batch).float()
@@ -90,7 +96,12 @@ def fit(steps: int, folder: str, source: Any, **options: Any) -> dict[str, Any]:
     dist.all_reduce(totals)
     learnt: list[Any] = [None] * NODES
     dist.all_gather_object(learnt, recorder.learnt)
-    return {"learnt": learnt, "losses": (totals[:, 0] / totals[:, 1]).tolist()}
+    return {
+        "learnt": learnt,
+        "losses": (totals[:, 0] / totals[:, 1]).tolist(),
+        "bytes": recorder.bytes,
+        "most_bytes": torch.cuda.max_memory_allocated(),
+    }
 
 
 def main() -> None:

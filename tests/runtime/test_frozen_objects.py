@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import pytest
 
-from lightning_freescale.runtime.frozen_objects import FrozenObjects
+from lightning_freescale.runtime.frozen_objects import FROZEN_BY_PYTHON, FrozenObjects
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -63,12 +65,34 @@ def test_what_the_user_has_set_up_stays(disabled: bool) -> None:
         gc.freeze()
     try:
         count = gc.get_freeze_count()
+        assert disabled or count > FROZEN_BY_PYTHON
+        garbage = weakref.ref(Cycle())
         frozen.freeze()
         assert gc.get_freeze_count() == count
+        assert (garbage() is not None) is disabled
         frozen.release()
         assert gc.get_freeze_count() == count
     finally:
         gc.enable()
+
+
+def test_python_itself_has_frozen_few_objects() -> None:
+    """In a new process of Python 3.12 some hundred objects are frozen."""
+    count = subprocess.run(
+        [sys.executable, "-c", "import gc; print(gc.get_freeze_count())"], capture_output=True, check=True
+    )
+    assert int(count.stdout) < FROZEN_BY_PYTHON / 2
+
+
+def test_objects_that_python_has_frozen_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, frozen = weakref.ref(Cycle()), FrozenObjects()
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "get_freeze_count", lambda: 375)
+        frozen.freeze()
+    assert before() is None
+    assert gc.get_freeze_count()
+    frozen.release()
+    assert not gc.get_freeze_count()
 
 
 class FreezeAtStart(pl.Callback):
