@@ -37,7 +37,8 @@ def test_auto_keeps_the_faster_path_and_switching_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, gain: float, prioritized: bool
 ) -> None:
     monkeypatch.setattr(mode_trial, "MAX_TIME_RATIO", gain)  # whatever is measured
-    options = {"max_epochs": 9, "max_steps": 58, "limit_val_batches": 1, "val_check_interval": 0.5}
+    monkeypatch.setattr(mode_trial, "BLOCK_STEPS", 3)
+    options = {"max_epochs": 4, "max_steps": 28, "limit_val_batches": 1, "val_check_interval": 0.5}
     plain, auto = (run_ranks(fit, args=(strategy, 2, options)) for strategy in (Plain, Auto))
     assert [rank["losses"] for rank in auto] == [rank["losses"] for rank in plain]
     assert all(toy.same(a["weights"], b["weights"]) for a, b in zip(auto, plain, strict=True))
