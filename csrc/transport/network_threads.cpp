@@ -1,5 +1,5 @@
 // The threads that carry chunks and counters between hosts. A sending thread hands the chunks that our streams have
-// written to the network. A receiving thread writes what arrives into the rings that our streams read. TCP moves
+// written to the network. A receiving thread writes what arrives into the rings that our streams read. TCP copies
 // the bytes with the CPU, so the peers are divided among several pairs of threads, one thread for each direction.
 #include "backoff.h"
 #include "queue.h"

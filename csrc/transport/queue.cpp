@@ -88,8 +88,8 @@ void Queue::drop_device_rings() {
 }
 
 // A chunk is sent when our device has written all of it, and the peer's device reads it when all of it has arrived. TCP
-// takes longer than these copies, and smaller chunks let all three overlap. But for each chunk
-// the network threads also have to read and send counters.
+// takes longer than these copies, and smaller chunks let all three overlap. But for each chunk the network
+// threads also have to read and send counters.
 std::size_t Queue::largest_chunk(int peer) const {
   const bool over_tcp = hosts_[peer] != hosts_[rank_] && settings_.nixl_library.empty();
   const std::size_t most = settings_.high_priority ? settings_.urgent_tcp_chunk_bytes : settings_.tcp_chunk_bytes;

@@ -23,9 +23,9 @@
 // Failure. A rank that fails tells all others, and every rank stops to issue exchanges. What both ranks of a pair have
 // issued still completes, by the rules above and with the right bytes. Then each rank knows which chunks it waits for
 // will never come (watchdog.cpp). It fills the ring with bytes of ones, which are NaN as numbers, and ends those waits. So
-// work that was queued behind an exchange sees either the right bytes or NaN, and never old bytes of the ring. A peer that does
-// not answer for 10 s is not waited for any longer. If it was only stopped and goes on later, it may read other bytes in the
-// last chunk before it learns of the failure.
+// work that was queued behind an exchange sees either the right bytes or NaN, and never old bytes of the ring. A peer on
+// this host that does not answer for 10 s is not waited for any longer. If it was only stopped and goes on later, it may
+// read other bytes in the last chunk before it learns of the failure.
 #pragma once
 
 #include <atomic>

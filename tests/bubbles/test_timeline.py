@@ -285,4 +285,5 @@ def test_events_show_when_the_device_is_idle() -> None:
         assert wait.end <= until.start
         assert beside.end - RESOLUTION <= until.end <= step.end <= ended + RESOLUTION
         assert step.counts["rows"] == 3
+        assert step.start <= min(span.start for span in step.spans)
     assert steps[0].end <= steps[1].start

@@ -136,11 +136,18 @@ def test_a_module_that_stays_synchronous_is_not_tried_alone() -> None:
     assert len(steps.active) == FIRST_TRIAL_STEPS + 2 * BLOCKS_PER_MODE * BLOCK_STEPS
 
 
+FIRST_PRIORITIZED = TRIAL_WARM_UP_STEPS + BLOCK_STEPS
+# Seconds of a validation after a step, one in each prioritized block.
+PAUSES = {
+    FIRST_PRIORITIZED + 3: 500.0,
+    FIRST_PRIORITIZED + 2 * BLOCK_STEPS + 5: 900.0,
+    FIRST_PRIORITIZED + 4 * BLOCK_STEPS + 1: 400.0,
+}
+
+
 def test_validations_and_checkpoints_do_not_count() -> None:
     """A validation in each prioritized block would decide against it."""
-    first = TRIAL_WARM_UP_STEPS + BLOCK_STEPS
-    pauses = {first + 3: 500.0, first + 2 * BLOCK_STEPS + 5: 900.0, first + 4 * BLOCK_STEPS + 1: 400.0, 1: 70.0}
-    choice = Steps({"a": 20.0}).measure(pauses)
+    choice = Steps({"a": 20.0}).measure(PAUSES | {1: 70.0})
     assert choice == Steps({"a": 20.0}).measure()
     assert choice.prioritized
     clock = TrialClock(lambda: 0.0)
@@ -150,14 +157,12 @@ def test_validations_and_checkpoints_do_not_count() -> None:
 
 def test_stopping_the_clock_matters() -> None:
     """The control of the test above: the same pauses on a clock that does not stop."""
-    first = TRIAL_WARM_UP_STEPS + BLOCK_STEPS
     times, now = TrialTimes(TRIAL_WARM_UP_STEPS), 0.0
     for step in range(times.steps + 1):
         if times.at_boundary(step):
             times.note(step, now)
         now += 80.0 if times.second(step) else 100.0
-        pauses = {first + 3: 500.0, first + 2 * BLOCK_STEPS + 5: 900.0, first + 4 * BLOCK_STEPS + 1: 400.0}
-        now += pauses.get(step + 1, 0.0)
+        now += PAUSES.get(step + 1, 0.0)
     assert not decide([times.result()]).prioritized
 
 
