@@ -129,15 +129,23 @@ def early_flag(cluster: GpuRank, args: Any) -> str:
         store, cluster.rank, cluster.world, timedelta(seconds=20), cluster.device, transport.Options(), early_flag=True
     )
     table = random_table(cluster)
-    wrong = 0
-    for number in range(20):
-        case = Case(cluster, table, number, 24 << 20)
-        send = rank_buffers.RankBuffers.split(case.send, case.send_splits, cluster.world, "send")
-        receive = rank_buffers.RankBuffers.split(case.received, case.receive_splits, cluster.world, "receive")
-        mover.exchange("all_to_all", send, receive).wait()
-        wrong += int((case.received != case.right).sum())
+    other = torch.zeros(64 << 20, dtype=torch.uint8, device=cluster.device)
+    on_host, beside = torch.empty_like(other, device="cpu", pin_memory=True), torch.cuda.Stream()
+    wrong, total, number = 0, 0.0, 0
+    # A receiver that copies as fast as the sender stays behind it and sees no wrong byte. A second copy to the host makes the
+    # sender slower, so that the receiver overtakes it.
+    while number < 200 and total == 0:
+        for _ in range(20):
+            number += 1
+            case = Case(cluster, table, number, 24 << 20)
+            send = rank_buffers.RankBuffers.split(case.send, case.send_splits, cluster.world, "send")
+            receive = rank_buffers.RankBuffers.split(case.received, case.receive_splits, cluster.world, "receive")
+            with torch.cuda.stream(beside):
+                on_host.copy_(other, non_blocking=True)
+            mover.exchange("all_to_all", send, receive).wait()
+            wrong += int((case.received != case.right).sum())
+        total = sum(cluster.gather(wrong))
     cluster.meet()
     mover.close(10)
-    total = sum(cluster.gather(wrong))
     assert total > 0, "the fault was not detected"
-    return f"the fault shows as {wrong} wrong bytes here, {int(total)} in all"
+    return f"the fault shows as {wrong} wrong bytes here, {int(total)} in all, after {number} exchanges"
