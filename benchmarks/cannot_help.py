@@ -7,7 +7,8 @@ The histories are short and of equal length, and every row of the tiny table col
 exchange that could be hidden. The ``auto`` settings detect this in the first steps and switch to the synchronous path.
 The steps after that are compared. The two variants train in separate processes, because streams and threads of one
 would slow the other, and alternate in blocks of a second or two (``harness/training/alternation.py``). Each block is
-compared with the next block of the other variant. On CUDA one GPU acts as a cluster of nodes.
+compared with the next block of the other variant. On CUDA one GPU acts as a cluster of nodes. There the strategy measures the
+AllReduce and chooses the size of DDP's buckets. Two measurements may differ, so here both variants use one bucket.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ FIRST_BLOCK_STEPS = (
     FIRST_TRIAL_STEPS + 5
 )  # steps of the first block; for both variants, although only freescale has settings to try
 WAIT = 60.0  # longest wait of a rank for another, seconds
+BUCKET_MEGABYTES = 25.0  # all dense gradients fit into one bucket
 FIGURES_FOLDER = "VARIANTS_FOLDER"  # environment variable of the ranks: where they leave their figures
 
 
@@ -148,7 +150,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
     dim, layers, heads = (128, 4, 4) if device.type == "cuda" else (32, 2, 2)
     model = {"embedding_dim": dim, "num_layers": layers, "num_heads": heads}
     steps = FIRST_BLOCK_STEPS + arguments.steps * arguments.turns + UNCOUNTED_LAST_STEPS
-    job = TrainingJob(device, rank, arguments.ranks, workload, model, steps, WAIT)
+    job = TrainingJob(device, rank, arguments.ranks, workload, model, steps, WAIT, bucket_megabytes=BUCKET_MEGABYTES)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=WAIT))
     if device.type == "cuda":
         check_products(device, rank, dim)

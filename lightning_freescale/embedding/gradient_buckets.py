@@ -23,8 +23,10 @@ DDP_BUCKET_BYTES = 25 * 2**20  # DDP's default
 LATENCY_SHARE = 0.25
 # Up to this many, buckets may add as much as that: the sum is still short compared with a backward.
 FEW_BUCKETS = 3
+# Two sizes, and how often each is measured. The fastest time counts. The latency follows from the smaller size. With few
+# measurements a busy host makes it too long, and equal trainings choose different numbers of buckets.
 MEASURED_BYTES = 64 * 2**10, 8 * 2**20
-REPETITIONS = 3
+REPETITIONS = 12, 4
 IN_A_ROW = 4  # AllReduces of one measurement. The host starts each of them while another one runs, as in a backward.
 
 
@@ -49,10 +51,10 @@ def count_buckets(gradient_bytes: int, latency: float, seconds_per_byte: float) 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """The latency of an AllReduce in seconds, and the seconds of each byte, equal on all ranks. A collective."""
     seconds = []
-    for size in MEASURED_BYTES:
+    for size, repetitions in zip(MEASURED_BYTES, REPETITIONS, strict=True):
         data = torch.zeros(size // 4, device=device)
         times = []
-        for _ in range(1 + REPETITIONS):  # The first one opens connections.
+        for _ in range(1 + repetitions):  # The first one opens connections.
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             for _ in range(IN_A_ROW):
