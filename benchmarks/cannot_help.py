@@ -1,14 +1,16 @@
 """No speed-up expected: FreeScale's default settings must not be slower than freescale_sync where its techniques cannot help.
 
-    python -m benchmarks.cannot_help [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--batch-size 32]
+    python -m benchmarks.cannot_help [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda] [--repeats 3]
     python -m benchmarks.cannot_help --control  # freescale_sync against itself: the error of the comparison
 
 The histories are short and of equal length, and every row of the tiny table collides. There are no stragglers and no
 exchange that could be hidden. The ``auto`` settings detect this in the first steps and switch to the synchronous path.
 The steps after that are compared. The two variants train in separate processes, because streams and threads of one
 would slow the other, and alternate in blocks of a second or two (``harness/training/alternation.py``). Each block is
-compared with the next block of the other variant. On CUDA one GPU acts as a cluster of nodes. There the strategy measures the
-AllReduce and chooses the size of DDP's buckets. Two measurements may differ, so here both variants use one bucket.
+compared with the next block of the other variant. Two sets of processes may differ by chance for as long as they run. So the
+comparison is repeated with new processes, and the variants take turns to train first. On CUDA one GPU acts as a cluster of
+nodes. There the strategy measures the AllReduce and chooses the size of DDP's buckets. Two measurements may differ, so here both
+variants use one bucket.
 """
 
 from __future__ import annotations
@@ -54,18 +56,23 @@ FIRST_BLOCK_STEPS = (
 WAIT = 60.0  # longest wait of a rank for another, seconds
 BUCKET_MEGABYTES = 25.0  # all dense gradients fit into one bucket
 FIGURES_FOLDER = "VARIANTS_FOLDER"  # environment variable of the ranks: where they leave their figures
+TRAINS_FIRST = "TRAINS_FIRST"  # environment variable of the ranks: which of the two variants trains first, 0 or 1
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = report.make_parser(__doc__, quick="few and short blocks")
     launcher.add_options(parser)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank; default 32")
-    parser.add_argument("--turns", type=int, help="blocks of each variant after the warm-up; default 24")
+    parser.add_argument(
+        "--turns", type=int, help="blocks of each variant after the warm-up, in each repeat; default 12"
+    )
+    parser.add_argument("--repeats", type=int, help="comparisons, each with new processes; default 3")
     parser.add_argument("--steps", type=int, help="steps of a block; default 30")
     parser.add_argument("--control", action="store_true", help="compare freescale_sync with itself")
     arguments = parser.parse_args(argv)
     launcher.resolve_options(arguments)
-    arguments.turns = arguments.turns or (2 if arguments.quick else 24)
+    arguments.turns = arguments.turns or (2 if arguments.quick else 12)
+    arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)
     uncounted = alternation.UNCOUNTED_STEPS_OF_BLOCK
     if arguments.steps <= uncounted:
@@ -77,52 +84,67 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
-    """Start this script on every rank of both variants, and compare their figures."""
-    gpu = arguments.device == "cuda"
-    with tempfile.TemporaryDirectory(prefix="cannot-help-") as folder:
-        env = {
-            alternation.PORT: str(free_port()),
-            FIGURES_FOLDER: folder,
-        }
-        argv = ["-m", "benchmarks.cannot_help", *sys.argv[1:]]
-        try:
-            launcher.run(arguments.ranks, argv, gpu=gpu, reserve_sms=gpu, clusters=2, env=env, echo=True)
-        except ClusterFailed as failure:
-            print(failure, file=sys.stderr)
-            return failure.status
-        first, second = (json.loads((Path(folder) / str(number)).read_text()) for number in range(2))
-    figures = report.head("cannot_help", first["machine"])
+    """Compare the variants, each time in new processes."""
+    try:
+        pairs = [run_pair(arguments, first=repeat % 2) for repeat in range(arguments.repeats)]
+    except ClusterFailed as failure:
+        print(failure, file=sys.stderr)
+        return failure.status
+    known = pairs[0][0]
+    figures = report.head("cannot_help", known["machine"])
     figures["parameters"] = {key: value for key, value in vars(arguments).items() if key not in ("json", "output")}
-    figures |= {name: first[name] for name in ("workload", "model")} | compare(first, second, arguments.device)
+    figures |= {name: known[name] for name in ("workload", "model")} | compare(pairs, arguments.device)
     title = f"No speed-up expected, {arguments.ranks} ranks, {figures['machine']}"
     report.publish(arguments, figures, {title: figures["sides"]}, *describe(figures))
     return int(not figures["losses"]["equal"])
 
 
-def compare(first: Figures, second: Figures, device: str) -> Figures:
-    """The ratio of the second variant's step times to the first one's, block by block."""
-    rows = [
-        {
-            "side": variant["side"],
-            "ms a step": statistics.mean(variant["turn_ms"]),
-            "shortest turn": min(variant["turn_ms"]),
-            "longest turn": max(variant["turn_ms"]),
-            "last loss": variant["losses"][-1],
-            "exchange": variant["notes"].get("verdict", "synchronous"),
-        }
-        for variant in (first, second)
-    ]
-    ratios = [after / before for before, after in zip(first["turn_ms"], second["turn_ms"], strict=True)]
-    means = [row["ms a step"] for row in rows]
+def run_pair(arguments: argparse.Namespace, first: int) -> tuple[Figures, Figures]:
+    """Start this script on every rank of both variants. Returns their figures; those of ``freescale_sync`` come first.
+
+    Args:
+        arguments: the options of the command.
+        first: which variant trains first, 0 or 1.
+    """
+    gpu = arguments.device == "cuda"
+    with tempfile.TemporaryDirectory(prefix="cannot-help-") as folder:
+        env = {alternation.PORT: str(free_port()), FIGURES_FOLDER: folder, TRAINS_FIRST: str(first)}
+        argv = ["-m", "benchmarks.cannot_help", *sys.argv[1:]]
+        launcher.run(arguments.ranks, argv, gpu=gpu, reserve_sms=gpu, clusters=2, env=env, echo=True)
+        before, after = (json.loads((Path(folder) / str(variant)).read_text()) for variant in range(2))
+        return before, after
+
+
+def compare(pairs: Sequence[tuple[Figures, Figures]], device: str) -> Figures:
+    """The ratio of the second variant's step times to the first one's, in each pair and on average."""
+    rows = []
+    for variant in zip(*pairs, strict=True):
+        times = [time for one in variant for time in one["turn_ms"]]
+        exchanges = {one["notes"].get("verdict", "synchronous"): None for one in variant}  # in order, each once
+        rows.append(
+            {
+                "side": variant[0]["side"],
+                "ms a step": statistics.mean(times),
+                "shortest turn": min(times),
+                "longest turn": max(times),
+                "last loss": variant[0]["losses"][-1],
+                "exchange": "; ".join(exchanges),
+            }
+        )
+    ratios = [statistics.mean(after["turn_ms"]) / statistics.mean(before["turn_ms"]) for before, after in pairs]
+    blocks = [b / a for before, after in pairs for a, b in zip(before["turn_ms"], after["turn_ms"], strict=True)]
+    independent = ratios if len(pairs) > 1 else blocks
+    curves = [pair[variant]["losses"] for pair in pairs for variant in range(2)]
     return {
         "sides": rows,
-        "turn_ms": [first["turn_ms"], second["turn_ms"]],
-        "losses": compare_losses({"first": first["losses"], "second": second["losses"]}, device),
+        "turn_ms": [[one["turn_ms"] for one in variant] for variant in zip(*pairs, strict=True)],
+        "losses": compare_losses({f"training {number}": curve for number, curve in enumerate(curves)}, device),
         "goal": {
             "ratio": LARGEST_RATIO,
-            "reached": means[1] / means[0],
+            "reached": statistics.mean(ratios),
+            "repeats": ratios,
             # Standard error of the mean ratio.
-            "error": statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None,
+            "error": statistics.stdev(independent) / len(independent) ** 0.5 if len(independent) > 1 else None,
         },
     }
 
@@ -132,18 +154,21 @@ def describe(figures: Figures) -> list[str]:
     goal = figures["goal"]
     error = "" if goal["error"] is None else f" +- {goal['error']:.3f}"
     outcome = "reached" if goal["reached"] <= goal["ratio"] else "missed"
+    repeats = ", ".join(f"{ratio:.3f}" for ratio in goal["repeats"])
     return [
         *loss_lines(figures),
+        f"ratio of each repeat: {repeats}",
         f"goal, at most {goal['ratio']:.2f} of freescale_sync's step time: {outcome}, {goal['reached']:.4f}{error}",
     ]
 
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------------
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Train as a rank of one of the variants; the variant's rank 0 leaves its figures for the launcher."""
+    """Train as a rank of one of the variants. The variant's rank 0 leaves its figures for the launcher."""
     rank_setup.silence_libraries()
-    number, rank, folder = int(os.environ["CLUSTER"]), int(os.environ["RANK"]), Path(os.environ[FIGURES_FOLDER])
-    name = (SYNC, SYNC if arguments.control else FREESCALE)[number]
+    place, rank, folder = int(os.environ["CLUSTER"]), int(os.environ["RANK"]), Path(os.environ[FIGURES_FOLDER])
+    variant = place ^ int(os.environ[TRAINS_FIRST])  # the cluster in the first place trains first
+    name = (SYNC, SYNC if arguments.control else FREESCALE)[variant]
     shape = {"warm": FIRST_BLOCK_STEPS, "steps": arguments.steps, "count": arguments.turns}
     device = rank_setup.use_device(arguments.device)
     workload = LongTailWorkload(arguments.batch_size, 64, 256 * arguments.batch_size, collisions=1.0, log_std=0.0)
@@ -154,12 +179,12 @@ def run_rank(arguments: argparse.Namespace) -> int:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=WAIT))
     if device.type == "cuda":
         check_products(device, rank, dim)
-    blocks = alternation.AlternatingBlocks.open(number, rank, WAIT, ranks=arguments.ranks, **shape)
+    blocks = alternation.AlternatingBlocks.open(place, rank, WAIT, ranks=arguments.ranks, **shape)
     found = gather(train(name, job, JobBatches(job), [blocks]), **shape)
     if rank == 0:
         machine = rank_setup.describe_machine(device)
         found |= {"side": name, "machine": machine, "workload": asdict(workload), "model": model}
-        (folder / str(number)).write_text(json.dumps(found))
+        (folder / str(variant)).write_text(json.dumps(found))
     blocks.leave()
     rank_setup.leave_group()
     return 0

@@ -98,22 +98,37 @@ def variant(name: str, turn_ms: list[float], loss: float = 1.0) -> dict[str, Any
     return {"side": name, "turn_ms": turn_ms, "losses": [2.0, loss], "notes": {}}
 
 
+def pair(before: list[float], after: list[float], loss: float = 1.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    return variant(SYNC, before), variant(FREESCALE, after, loss)
+
+
 def test_each_block_is_compared_with_the_next_block_of_the_other_variant() -> None:
     """A machine that is twice as slow in the second half does not change the result."""
-    sync, default = [10.0, 10.0, 20.0, 20.0], [9.9, 10.1, 19.8, 20.2]
-    goal = cannot_help.compare(variant(SYNC, sync), variant(FREESCALE, default), "cpu")["goal"]
+    goal = cannot_help.compare([pair([10.0, 10.0, 20.0, 20.0], [9.9, 10.1, 19.8, 20.2])], "cpu")["goal"]
     assert goal["reached"] == pytest.approx(1.0)
     assert goal["error"] == pytest.approx(np.std([0.99, 1.01, 0.99, 1.01], ddof=1) / 2)
-    assert cannot_help.compare(variant(SYNC, [1.0]), variant(FREESCALE, [1.02]), "cpu")["goal"]["error"] is None
+    assert cannot_help.compare([pair([1.0], [1.02])], "cpu")["goal"]["error"] is None
+
+
+def test_the_error_includes_differences_between_processes() -> None:
+    """Every block of a repeat agrees with the others, but the repeats differ."""
+    found = cannot_help.compare([pair([10.0] * 9, [10.4] * 9), pair([20.0] * 9, [20.0] * 9)], "cpu")
+    assert found["goal"]["repeats"] == pytest.approx([1.04, 1.0])
+    assert found["goal"]["reached"] == pytest.approx(1.02)
+    assert found["goal"]["error"] == pytest.approx(0.02)
+    assert [row["ms a step"] for row in found["sides"]] == pytest.approx([15.0, 15.2])
+    assert np.shape(found["turn_ms"]) == (2, 2, 9)
+    assert not cannot_help.compare([pair([1.0], [1.0]), pair([1.0], [1.0], loss=1.1)], "cpu")["losses"]["equal"]
 
 
 def test_conclusions_as_text() -> None:
-    met = cannot_help.compare(variant(SYNC, [10.0]), variant(FREESCALE, [10.05]), "cpu")
-    missed = cannot_help.compare(variant(SYNC, [10.0]), variant(FREESCALE, [10.2], loss=1.1), "cpu")
+    met = cannot_help.compare([pair([10.0], [10.05])], "cpu")
+    missed = cannot_help.compare([pair([10.0], [10.2], loss=1.1)], "cpu")
     assert "equal" in cannot_help.describe(met)[0]
-    assert cannot_help.describe(met)[1].endswith("reached, 1.0050")
+    assert cannot_help.describe(met)[1].endswith(": 1.005")
+    assert cannot_help.describe(met)[2].endswith("reached, 1.0050")
     assert "DIFFERENT" in cannot_help.describe(missed)[0]
-    assert cannot_help.describe(missed)[1].endswith("missed, 1.0200")
+    assert cannot_help.describe(missed)[2].endswith("missed, 1.0200")
 
 
 @pytest.mark.parametrize(("words", "text"), [(["--steps", "4"], "--steps"), (["--ranks", "1"], "--ranks")])
@@ -126,14 +141,14 @@ def test_invalid_options_are_refused(words: list[str], text: str, capsys: pytest
 def test_the_command(tmp_path: Path) -> None:
     """Both variants with two ranks each: ``auto`` has decided before the blocks, and the losses are equal bit for bit."""
     output = tmp_path / "cannot_help.json"
-    words = ["--device", "cpu", "--quick", "--batch-size", "4", "--output", str(output)]
+    words = ["--device", "cpu", "--quick", "--batch-size", "4", "--repeats", "2", "--output", str(output)]
     figures, errors = run_benchmark("cannot_help", tmp_path, *words)
     assert figures == json.loads(output.read_text())
     assert figures["command"].startswith("python -m benchmarks.cannot_help --device cpu")
     assert [row["side"] for row in figures["sides"]] == [SYNC, FREESCALE]
     assert figures["sides"][1]["exchange"].split()[1] == "exchange,"  # which exchange, and with which times
-    assert figures["losses"]["apart"] == {"first": 0.0, "second": 0.0}
+    assert list(figures["losses"]["apart"].values()) == [0.0] * 4
     assert figures["losses"]["last"] < figures["losses"]["first"] - 1  # something was trained
-    assert np.array(figures["turn_ms"]).shape == (2, 2)
-    assert figures["goal"]["reached"] == pytest.approx(np.divide(*np.mean(figures["turn_ms"], axis=1)[::-1]))
-    assert "block 2 of 2: done" in errors
+    assert np.shape(figures["turn_ms"]) == (2, 2, 2)  # variants, repeats, blocks
+    assert figures["goal"]["repeats"] == pytest.approx(np.divide(*np.mean(figures["turn_ms"], axis=2)[::-1]))
+    assert errors.count("block 2 of 2: done") == 2
