@@ -72,11 +72,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     launcher.resolve_options(arguments)
     arguments.turns = arguments.turns or (2 if arguments.quick else 12)
-    arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
+    if arguments.repeats is None:
+        arguments.repeats = 1 if arguments.quick else 3
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)
     uncounted = alternation.UNCOUNTED_STEPS_OF_BLOCK
     if arguments.steps <= uncounted:
         parser.error(f"--steps: the first {uncounted} steps of a block do not count; use more than {uncounted}")
+    if arguments.repeats < 1:
+        parser.error("--repeats: at least one comparison is needed")
     if arguments.ranks < 2:
         parser.error("--ranks: a single rank exchanges nothing; use two or more")
     return arguments
@@ -85,8 +88,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ---- the launcher ------------------------------------------------------------------------------------------------------------
 def launch(arguments: argparse.Namespace) -> int:
     """Compare the variants, each time in new processes."""
+    pairs = []
     try:
-        pairs = [run_pair(arguments, first=repeat % 2) for repeat in range(arguments.repeats)]
+        for repeat in range(arguments.repeats):
+            print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr, flush=True)
+            pairs.append(run_pair(arguments, first=repeat % 2))
     except ClusterFailed as failure:
         print(failure, file=sys.stderr)
         return failure.status
@@ -132,8 +138,10 @@ def compare(pairs: Sequence[tuple[Figures, Figures]], device: str) -> Figures:
             }
         )
     ratios = [statistics.mean(after["turn_ms"]) / statistics.mean(before["turn_ms"]) for before, after in pairs]
-    blocks = [b / a for before, after in pairs for a, b in zip(before["turn_ms"], after["turn_ms"], strict=True)]
-    independent = ratios if len(pairs) > 1 else blocks
+    measured = ratios
+    if len(pairs) == 1:  # Its blocks give an error, which leaves out that two sets of processes may differ.
+        before, after = pairs[0]
+        measured = [later / earlier for earlier, later in zip(before["turn_ms"], after["turn_ms"], strict=True)]
     curves = [pair[variant]["losses"] for pair in pairs for variant in range(2)]
     return {
         "sides": rows,
@@ -144,7 +152,7 @@ def compare(pairs: Sequence[tuple[Figures, Figures]], device: str) -> Figures:
             "reached": statistics.mean(ratios),
             "repeats": ratios,
             # Standard error of the mean ratio.
-            "error": statistics.stdev(independent) / len(independent) ** 0.5 if len(independent) > 1 else None,
+            "error": statistics.stdev(measured) / len(measured) ** 0.5 if len(measured) > 1 else None,
         },
     }
 

@@ -131,7 +131,9 @@ def test_conclusions_as_text() -> None:
     assert cannot_help.describe(missed)[2].endswith("missed, 1.0200")
 
 
-@pytest.mark.parametrize(("words", "text"), [(["--steps", "4"], "--steps"), (["--ranks", "1"], "--ranks")])
+@pytest.mark.parametrize(
+    ("words", "text"), [(["--steps", "4"], "--steps"), (["--ranks", "1"], "--ranks"), (["--repeats", "0"], "--repeats")]
+)
 def test_invalid_options_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cannot_help.parse(["--device", "cpu", *words])
@@ -151,4 +153,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert figures["losses"]["last"] < figures["losses"]["first"] - 1  # something was trained
     assert np.shape(figures["turn_ms"]) == (2, 2, 2)  # variants, repeats, blocks
     assert figures["goal"]["repeats"] == pytest.approx(np.divide(*np.mean(figures["turn_ms"], axis=2)[::-1]))
+    assert figures["goal"]["reached"] == pytest.approx(np.mean(figures["goal"]["repeats"]))
     assert errors.count("block 2 of 2: done") == 2
+    assert "repeat 2 of 2" in errors
