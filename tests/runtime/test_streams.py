@@ -22,6 +22,7 @@ def test_a_readback_has_the_value_of_its_moment(device: str) -> None:
     assert after.wait().device.type == "cpu"
 
 
+@pytest.mark.alone  # The kernel on the one stream must still run when the work on the other has ended.
 @pytest.mark.gpu
 def test_a_stream_goes_on_while_a_copy_of_its_value_waits() -> None:
     value = torch.ones(3, device="cuda")
@@ -40,6 +41,7 @@ def test_a_stream_goes_on_while_a_copy_of_its_value_waits() -> None:
     assert too_late.tolist() == [2.0] * 3
 
 
+@pytest.mark.alone  # The kernel on the one stream must still run when the work on the other has ended.
 @pytest.mark.gpu
 def test_a_value_of_a_side_stream_does_not_wait_for_the_compute() -> None:
     side = SideStream(torch.device("cuda"))
