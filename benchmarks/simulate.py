@@ -83,7 +83,6 @@ def studied_model(arguments: argparse.Namespace, faster: float) -> ModelProfile:
         table_seconds=costs.table_seconds,
         row_seconds=costs.table_seconds_per_byte * 4.0 * dim / RANKS_PER_GPU,
         id_seconds=costs.id_seconds,
-        index_seconds=costs.index_seconds,
         collision_seconds=costs.collision_seconds,
         overhead=costs.overhead,
     )
@@ -131,7 +130,7 @@ def study(arguments: argparse.Namespace, faster: float = 1.0) -> tuple[dict[str,
         "dense bytes": model.dense_bytes,
         "work on the tables, seconds": {
             name: getattr(model, name)
-            for name in ("table_seconds", "row_seconds", "id_seconds", "index_seconds", "collision_seconds", "overhead")
+            for name in ("table_seconds", "row_seconds", "id_seconds", "collision_seconds", "overhead")
         },
         "steps": arguments.steps,
     }

@@ -6,8 +6,7 @@ These are calibrated once, on the results in ``CALIBRATED_ON``. All other result
 
 - work on the tables: ``slower compute`` of the side ``all``, of two results that differ in the bytes of their rows
 - slow-down of compute beside NCCL: compute of ``all over NCCL`` and of ``all``
-- exchange of ids and index work on ids: ``TrainPipelineBase`` against ``TrainPipelineSparseDist``, of two results that differ in
-  their longest history
+- exchange of ids: ``TrainPipelineBase`` against ``TrainPipelineSparseDist``, the mean of two results
 - update and look-up of collisions, latency of FreeScale's last AllReduce, overhead: what ``all`` waits for
 """
 
@@ -44,7 +43,6 @@ class ClusterCosts:
         table_seconds_per_byte: the part that depends on its rows, for each byte of rows that a rank exchanges.
         nccl_slowdown: time of compute beside an exchange over NCCL, over its time alone.
         id_seconds: latency of TorchRec's exchange of ids, whatever their number.
-        index_seconds: index work of TorchRec on ids, for each event of the longest history.
         collision_seconds: update and look-up of the collisions of one module, between their gradients and their rows.
         reduce_latency: of FreeScale's last AllReduce, beside which the collisions are exchanged.
         overhead: the part ``other`` of a step.
@@ -54,7 +52,6 @@ class ClusterCosts:
     table_seconds_per_byte: float
     nccl_slowdown: float
     id_seconds: float
-    index_seconds: float
     collision_seconds: float
     reduce_latency: float
     overhead: float
@@ -71,9 +68,7 @@ def costs() -> ClusterCosts:
     # Collisions travel between backward and the next forward, and slow down nothing.
     travels = (1 - over_nccl["collisions"]) * over_nccl["sides"][names.ALL_OVER_NCCL]["sent_bytes"] / rate(NCCL)
     slower = _apart(over_nccl, names.ALL_OVER_NCCL, names.ALL, "compute_ms")
-    index = [_apart(found, names.TORCHREC_BASE, names.TORCHREC_SPARSE_DIST, "step_ms") for found in (large, small)]
-    longest = [found["workload"]["longest"] for found in (large, small)]
-    per_event = (index[0] - index[1]) / (longest[0] - longest[1])
+    ids = [_apart(found, names.TORCHREC_BASE, names.TORCHREC_SPARSE_DIST, "step_ms") for found in (large, small)]
     dense = dense_bytes(large["model"])
     last_bucket = dense / buckets(dense) * REDUCE_SECONDS_PER_BYTE
     reduced = median_of_rounds(large, names.ALL, "exposed dense") / 1e3
@@ -81,8 +76,7 @@ def costs() -> ClusterCosts:
         table_seconds=max(0.0, beside[0] - per_byte * sent[0]),
         table_seconds_per_byte=per_byte,
         nccl_slowdown=1 / (1 - slower / travels),
-        id_seconds=index[1] - per_event * longest[1],
-        index_seconds=per_event,
+        id_seconds=float(np.mean(ids)),
         collision_seconds=float(np.mean([_collision_seconds(found) for found in (large, small)])),
         reduce_latency=reduced - last_bucket,
         overhead=median_of_rounds(large, names.ALL, "other") / 1e3,

@@ -273,7 +273,6 @@ def _profile(found: StoredResult, workload: LongTailWorkload, lengths: Sequence[
         table_seconds=modules * costs.table_seconds,
         row_seconds=costs.table_seconds_per_byte * row_bytes * ids,
         id_seconds=costs.id_seconds,
-        index_seconds=costs.index_seconds,
         collision_seconds=modules * costs.collision_seconds,
         overhead=costs.overhead,
     )

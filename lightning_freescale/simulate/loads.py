@@ -27,7 +27,6 @@ class RankLoads:
         collision: that number for the rows that collide.
         exclusive: that number for the exclusive rows.
         samples: mean size of the global batches.
-        longest: ``[steps]`` the longest history of the step, in events.
     """
 
     compute: Array
@@ -35,7 +34,6 @@ class RankLoads:
     collision: Array
     exclusive: Array
     samples: float
-    longest: Array | None = None
 
 
 def make_loads(
@@ -63,8 +61,7 @@ def make_loads(
     rows, collision, exclusive = (_on_link(piece, cluster.shared) for piece in (pieces[0] + pieces[1], *pieces))
     compute *= np.maximum(1 + model.noise * rng.standard_normal(compute.shape), 0.0)
     samples = float(np.mean([len(lengths) for lengths in batches]))
-    longest = np.array([lengths.max() for lengths in batches], dtype=np.float64)
-    return RankLoads(compute, rows, collision, exclusive, samples, longest)
+    return RankLoads(compute, rows, collision, exclusive, samples)
 
 
 def assign_in_order(samples: int, ranks: int) -> NDArray[np.int64]:

@@ -62,7 +62,7 @@ class Cluster:
 
 
 _AMOUNTS = "row_bytes", "dense_bytes", "noise", "id_bytes", "fixed_bytes"
-_SECONDS = "optimizer", "table_seconds", "row_seconds", "id_seconds", "index_seconds", "collision_seconds", "overhead"
+_SECONDS = "optimizer", "table_seconds", "row_seconds", "id_seconds", "collision_seconds", "overhead"
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,6 @@ class ModelProfile:
         row_seconds: further seconds of this work for each row that a rank exchanges.
         id_seconds: seconds of the exchange of ids that do not depend on their number: the ranks tell each other the sizes, and
             the host waits for them. Only ``TrainPipelineBase`` waits for it before forward.
-        index_seconds: seconds of index work on ids, for each event of the longest history. TorchRec's kernel takes the events
-            of a history one after another. ``TrainPipelineBase`` does it before forward, the other schedules beside compute.
         collision_seconds: seconds in which the owners update the rows that collide and look them up again, after their gradients
             have arrived and before the rows are sent. Only FreeScale waits for it.
         overhead: seconds of a step in which the engine does nothing, for none of the other reasons.
@@ -104,7 +102,6 @@ class ModelProfile:
     table_seconds: float = 0.0
     row_seconds: float = 0.0
     id_seconds: float = 0.0
-    index_seconds: float = 0.0
     collision_seconds: float = 0.0
     overhead: float = 0.0
     buckets: int | None = None

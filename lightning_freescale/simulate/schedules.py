@@ -69,12 +69,10 @@ class StepOperations:
         seconds, slowdown = size / self.cluster.bandwidth, self._slowdown
         return self.ranks.send(seconds, urgent=urgent, slowdown=slowdown, joined=joined, after=after, delay=delay)
 
-    def index_ids(self, step: int) -> None:
-        """The latency of the exchange of ids, and index work on the ids of a batch, with nothing beside it."""
-        seconds = self.model.id_seconds if self.cluster.ranks > 1 else 0.0
-        if self.loads.longest is not None:
-            seconds += self.model.index_seconds * self.loads.longest[step]
-        self.ranks.spend(self._all(seconds), EMBEDDING)
+    def agree_on_ids(self) -> None:
+        """The latency of the exchange of ids, with nothing beside it."""
+        if self.cluster.ranks > 1:
+            self.ranks.spend(self._all(self.model.id_seconds), EMBEDDING)
 
     def table_work(self, step: int, share: float, beside: bool) -> None:
         """A share of the look-ups and updates of a step, if this variant does it beside compute, or if it does not."""
@@ -126,7 +124,7 @@ def synchronous(operations: StepOperations, prefetch_ids: bool) -> Iterator[None
     ranks = operations.ranks
     for step in range(operations.steps):
         if not prefetch_ids:
-            operations.index_ids(step)
+            operations.agree_on_ids()
         if not (prefetch_ids and step):
             ids = operations.send_ids(step)
         ranks.wait(ids, EMBEDDING)

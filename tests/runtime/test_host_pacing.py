@@ -86,7 +86,8 @@ def test_the_host_waits_while_it_is_ahead() -> None:
     pacer = HostPacer(torch.device("cuda"))
     assert not run_step(pacer).query()  # nothing is measured yet: the host does not wait
     torch.cuda.synchronize()
-    for _ in range(3):  # The pacer takes that synchronize() for launch latency. The median of three latencies leaves it out.
+    # The pacer takes that synchronize() for launch latency. The median of three latencies leaves it out.
+    for _ in range(3):
         run_step(pacer)
     for _ in range(4):
         between = run_step(pacer)

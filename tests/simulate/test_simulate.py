@@ -166,16 +166,6 @@ def test_the_base_pipeline_alone_waits_for_the_exchange_of_ids() -> None:
             assert slow - plain == pytest.approx(waits)
 
 
-def test_index_work_follows_the_longest_history_in_the_base_pipeline_alone() -> None:
-    batches = histories(8)
-    longest = np.mean([batch.max() for batch in batches[2:-1]])
-    for variant, seconds in ((TORCHREC, 1e-6 * longest), (SPARSE_DIST, 0.0), (FREESCALE, 0.0)):
-        plain, indexed = (
-            simulate(variant, CLUSTER, replace(MODEL, index_seconds=index), batches).step for index in (0.0, 1e-6)
-        )
-        assert indexed - plain == pytest.approx(seconds)
-
-
 def test_ranks_that_share_a_medium_take_the_mean_of_their_bytes() -> None:
     batches = histories(8)
     alone, shared = (make_loads(batches, replace(CLUSTER, shared=shared), MODEL, "off") for shared in (False, True))
