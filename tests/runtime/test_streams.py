@@ -10,6 +10,16 @@ from lightning_freescale.runtime.streams import Readback, SideStream, copy_to_ho
 LONG = 200_000_000  # clock cycles of the GPU, about a tenth of a second
 
 
+def launch_once() -> None:
+    """Launch every kernel of the tests below. The first launch of a kernel loads it, and may wait for all streams."""
+    value = torch.ones(3, device="cuda")
+    torch.cuda._sleep(1)
+    readback, copied = Readback(value), value.to("cpu", non_blocking=True)
+    value.add_(1)
+    torch.cuda.synchronize()
+    assert readback.wait().tolist() == copied.tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_readback_has_the_value_of_its_moment(device: str) -> None:
     value = torch.ones(3, device=device)
@@ -25,6 +35,7 @@ def test_a_readback_has_the_value_of_its_moment(device: str) -> None:
 @pytest.mark.alone  # The kernel on the one stream must still run when the work on the other has ended.
 @pytest.mark.gpu
 def test_a_stream_goes_on_while_a_copy_of_its_value_waits() -> None:
+    launch_once()
     value = torch.ones(3, device="cuda")
     _, copies = copy_to_host(value)
     with torch.cuda.stream(copies):  # The kernel stands for a transfer that the copy engine has to finish first.
@@ -44,6 +55,7 @@ def test_a_stream_goes_on_while_a_copy_of_its_value_waits() -> None:
 @pytest.mark.alone  # The kernel on the one stream must still run when the work on the other has ended.
 @pytest.mark.gpu
 def test_a_value_of_a_side_stream_does_not_wait_for_the_compute() -> None:
+    launch_once()
     side = SideStream(torch.device("cuda"))
     value = torch.ones(3, device="cuda")
     torch.cuda.synchronize()
