@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.harness import variant_names as names
 from benchmarks.harness.gpu_cluster.transports import HOST, NCCL
 from benchmarks.harness.results import StoredResult, load_results
-from lightning_freescale.embedding.gradient_buckets import count_buckets
+from lightning_freescale.embedding.gradient_buckets import choose_bucket_bytes, divide_layers
 from lightning_freescale.simulate import Cluster
 
 # Two results of the newest code, and one with the side "all over NCCL".
@@ -69,8 +69,7 @@ def costs() -> ClusterCosts:
     travels = (1 - over_nccl["collisions"]) * over_nccl["sides"][names.ALL_OVER_NCCL]["sent_bytes"] / rate(NCCL)
     slower = _apart(over_nccl, names.ALL_OVER_NCCL, names.ALL, "compute_ms")
     ids = [_apart(found, names.TORCHREC_BASE, names.TORCHREC_SPARSE_DIST, "step_ms") for found in (large, small)]
-    dense = dense_bytes(large["model"])
-    last_bucket = dense / buckets(dense) * REDUCE_SECONDS_PER_BYTE
+    last_bucket = dense_bytes(large["model"]) / buckets(large["model"]) * REDUCE_SECONDS_PER_BYTE
     reduced = median_of_rounds(large, names.ALL, "exposed dense") / 1e3
     return ClusterCosts(
         table_seconds=max(0.0, beside[0] - per_byte * sent[0]),
@@ -108,9 +107,15 @@ def rate(transport: str) -> float:
     return 1e9 * float(np.median([rates[transport] for rates in stored if transport in rates]))
 
 
-def buckets(size: float) -> int:
-    """Into how many buckets FreeScale divides dense gradients of ``size`` bytes on this cluster."""
-    return count_buckets(int(size), REDUCE_SECONDS, REDUCE_SECONDS_PER_BYTE)
+def buckets(shape: dict[str, int]) -> int:
+    """Into how many buckets the dense gradients of an HSTU are divided.
+
+    FreeScale's buckets have different sizes, and those of the simulator are equal. A step waits for the last one, so the last one
+    has the size of FreeScale's.
+    """
+    layers = [int(dense_bytes(shape)) // shape["num_layers"]] * shape["num_layers"]
+    chosen = choose_bucket_bytes(layers, REDUCE_SECONDS, REDUCE_SECONDS_PER_BYTE)
+    return len(layers) // divide_layers(layers, chosen)[-1]
 
 
 def dense_bytes(shape: dict[str, int]) -> float:

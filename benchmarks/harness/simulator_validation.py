@@ -231,7 +231,7 @@ def end_to_end(found: StoredResult, seeds: int) -> list[Row]:
         prioritized, profile = variant.schedule == "prioritized", model
         cluster = simulator_costs.cluster(ranks, transport, prioritized)
         if prioritized:
-            profile = replace(profile, buckets=simulator_costs.buckets(model.dense_bytes))
+            profile = replace(profile, buckets=simulator_costs.buckets(found["model"]))
         else:
             alone = simulator_costs.median_of_rounds(found, names.DENSE_ONLY, "compute_ms")
             faster = alone / simulator_costs.median_of_rounds(found, name, "compute_ms")

@@ -150,9 +150,14 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
         else:
             options = self._options
             if "bucket_cap_mb" not in options and may_choose(options["process_group"]):
-                dense = [value for name, value in dmp.named_parameters() if name not in ddp_ignore_param_names]
-                size = sum(value.numel() * value.element_size() for value in dense if value.requires_grad)
-                options = options | {"bucket_cap_mb": choose_bucket_megabytes(size, options["process_group"], device)}
+                dense = [
+                    (name, value.numel() * value.element_size())
+                    for name, value in dmp.named_parameters()
+                    if name not in ddp_ignore_param_names and value.requires_grad
+                ]
+                keeps_first = options.get("find_unused_parameters", False) and not options.get("static_graph", False)
+                chosen = choose_bucket_megabytes(dense, options["process_group"], device, model_order=keeps_first)
+                options = options | {"bucket_cap_mb": chosen}
             dmp._dmp_wrapped_module = BatchedCopiesDDP(module.to(device), device_ids=[device], **options)
 
 
