@@ -25,13 +25,14 @@ IRREGULAR = {
 # The same of sides whose exchange ran at another rate than the median of all results.
 OTHER_RATE = {
     ("end_to_end_h200_context_newest", names.TORCHREC_BASE): 8.0,
-    ("end_to_end_h200_medium_newest", names.TORCHREC_SPARSE_DIST): 13.0,
+    ("end_to_end_h200_medium_newest", names.TORCHREC_BASE): 7.0,
+    ("end_to_end_h200_medium_newest", names.TORCHREC_SPARSE_DIST): 16.0,
 }
 # The same of sides that were measured with older code. The costs are those of the newest code.
 OLDER_CODE = {
     ("end_to_end_h200_short", names.TORCHREC_BASE): 9.0,
     ("end_to_end_h200_short", names.ALL): 11.0,
-    ("end_to_end_h200_medium", names.ALL_OVER_NCCL): 10.0,
+    ("end_to_end_h200_medium", names.ALL_OVER_NCCL): 15.0,
     ("end_to_end_h200_context", names.ALL_OVER_NCCL): 8.0,
     ("end_to_end_h200_context", names.ALL_OVER_TCP): 7.0,
     ("end_to_end_h200_long", names.ALL_OVER_NCCL): 7.0,

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.harness import labels
-from benchmarks.harness.results import RESULTS, command, load_results, short_machine
+from benchmarks.harness.results import EARLIER, command, load_results, short_machine
 from benchmarks.harness.tables import benchmarks_page, exchange_blocks, markdown, readme_block, results_blocks
 from benchmarks.harness.tables.claims import claims
 from benchmarks.harness.variant_names import (
@@ -31,7 +31,7 @@ def test_the_pages_agree_with_the_results() -> None:
 
 
 def test_the_readme_has_the_range_of_all_shapes() -> None:
-    results = load_results() | load_results(RESULTS / "earlier")
+    results = load_results() | load_results(EARLIER)
 
     def gone(shape: str, side: str) -> set[int]:
         rounds = results[f"end_to_end_h200_{shape}"]["rounds"][side]
@@ -39,7 +39,7 @@ def test_the_readme_has_the_range_of_all_shapes() -> None:
             round(100 * statistics.mean(rounds[f"gone of {name}"])) for name in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)
         }
 
-    shapes = "short_1", "short_2", "short_newest", "long_newest", "context_newest", "wide_newest"
+    shapes = "short_1", "short_2", "short_3", "short_newest", "long_newest", "context_newest", "wide_newest"
     in_memory = set.union(*(gone(shape, ALL) for shape in (*shapes, "medium_newest")))
     over_tcp = set.union(*(gone(shape, ALL_OVER_TCP) for shape in shapes))
     text = " ".join((ROOT / "README.md").read_text().split())
