@@ -29,9 +29,6 @@ DDP_BUCKET_BYTES = 25 * 2**20  # DDP's default
 BACKWARDS = 3.0, 6.0, 12.0
 # An AllReduce beside the backward slows the compute, because NCCL's kernels use SMs: by this share of its own time.
 SLOWDOWN = 0.08
-# A bucket is closed by the parameter with which it reaches its size. With this share of the bytes of its layers it is closed
-# within the last of them, even if a few small parameters come later than their names suggest.
-CLOSED_WITHIN = 0.97
 # Two sizes, and how often each is measured. The fastest time counts. The latency follows from the smaller size. With few
 # measurements a busy host makes it too long, and equal trainings choose different numbers of buckets.
 MEASURED_BYTES = 64 * 2**10, 8 * 2**20
@@ -126,17 +123,15 @@ def choose_bucket_bytes(
     >>> divide_layers([330_000] * 4, choose_bucket_bytes([330_000] * 4, 3e-4, 7e-10))
     [3, 1]
     """
-    several = {
-        *accumulate(layers),
-        *accumulate(reversed(layers)),
-    }  # as many layers as the first or the last bucket may have
-    sizes = {min(int(CLOSED_WITHIN * size), DDP_BUCKET_BYTES) for size in several if size}
+    # The bytes of the first layers and of the last ones: the first or the last bucket has as many layers as that.
+    several = {*accumulate(layers), *accumulate(reversed(layers))}
+    sizes = {min(size, DDP_BUCKET_BYTES) for size in several if size}
 
     def cost(size: int) -> tuple[float, int]:
         counts = divide_layers(layers, size, model_order)
         return expected_seconds(layers, counts, latency, seconds_per_byte), -size
 
-    return max(1, min(sizes, key=cost, default=DDP_BUCKET_BYTES))
+    return min(sizes, key=cost, default=DDP_BUCKET_BYTES)
 
 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
