@@ -272,7 +272,7 @@ def _profile(found: StoredResult, workload: LongTailWorkload, lengths: Sequence[
         fixed_bytes=(ranks - 1) * workload.samples * workload.context * row_bytes,  # each rank pools for all others
         table_seconds=modules * costs.table_seconds,
         row_seconds=costs.table_seconds_per_byte * row_bytes * ids,
-        id_seconds=costs.id_seconds,
+        id_seconds=modules * costs.id_seconds,
         collision_seconds=modules * costs.collision_seconds,
         overhead=costs.overhead,
     )

@@ -24,7 +24,6 @@ IRREGULAR = {
 }
 # The same of sides whose exchange ran at another rate than the median of all results.
 OTHER_RATE = {
-    ("end_to_end_h200_context_newest", names.TORCHREC_BASE): 8.0,
     ("end_to_end_h200_medium_newest", names.TORCHREC_BASE): 7.0,
     ("end_to_end_h200_medium_newest", names.TORCHREC_SPARSE_DIST): 16.0,
 }
