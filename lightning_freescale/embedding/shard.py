@@ -149,7 +149,8 @@ class _DataParallelOverAllRanks(DefaultDataParallelWrapper):
             dmp._dmp_wrapped_module = FixedBucketsDDP(module.to(device), **self._options)
         else:
             options = self._options
-            if "bucket_cap_mb" not in options and may_choose(options["process_group"]):
+            given = {"bucket_cap_mb", "bucket_cap_mb_list"} & options.keys()
+            if not given and may_choose(options["process_group"]):
                 dense = [
                     (name, value.numel() * value.element_size())
                     for name, value in dmp.named_parameters()
