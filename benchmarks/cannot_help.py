@@ -8,9 +8,11 @@ exchange that could be hidden. The ``auto`` settings detect this in the first st
 The steps after that are compared. The two variants train in separate processes, because streams and threads of one
 would slow the other, and alternate in blocks of a second or two (``harness/training/alternation.py``). Each block is
 compared with the next block of the other variant. Two sets of processes may differ by chance for as long as they run. So the
-comparison is repeated with new processes, and the variants take turns to train first. On CUDA one GPU acts as a cluster of
-nodes. There the strategy measures the AllReduce and chooses the size of DDP's buckets. Two measurements may differ, so here both
-variants use one bucket.
+comparison is repeated with new processes, and the variants take turns to train first. After the blocks, the work of the host in
+a step is counted: Python calls, torch operators and collectives of the main thread. These counts do not depend on the machine.
+
+On CUDA one GPU acts as a cluster of nodes. There the strategy measures the AllReduce and chooses the size of DDP's buckets. Two
+measurements may differ, so here both variants use one bucket.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from benchmarks.harness.free_ports import free_port
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.matrix_product_check import check_products
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
+from benchmarks.harness.host_counters import CountedSteps
 from benchmarks.harness.training import alternation
 from benchmarks.harness.training.bubble import POINTS, UNCOUNTED_LAST_STEPS, compare_losses, global_losses
 from benchmarks.harness.training.bubble_report import loss_lines
@@ -75,6 +78,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.repeats is None:
         arguments.repeats = 1 if arguments.quick else 3
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)
+    # Steps whose Python calls are counted. In as many further steps the operators are counted.
+    arguments.counted = 2 if arguments.quick else 32
     uncounted = alternation.UNCOUNTED_STEPS_OF_BLOCK
     if arguments.steps <= uncounted:
         parser.error(f"--steps: the first {uncounted} steps of a block do not count; use more than {uncounted}")
@@ -136,6 +141,7 @@ def compare(pairs: Sequence[tuple[Figures, Figures]], device: str) -> Figures:
                 "last loss": variant[0]["losses"][-1],
                 "exchange": "; ".join(exchanges),
             }
+            | {f"{what} a step": statistics.mean(one["host"][what] for one in variant) for what in variant[0]["host"]}
         )
     ratios = [statistics.mean(after["turn_ms"]) / statistics.mean(before["turn_ms"]) for before, after in pairs]
     measured = ratios
@@ -182,13 +188,16 @@ def run_rank(arguments: argparse.Namespace) -> int:
     workload = LongTailWorkload(arguments.batch_size, 64, 256 * arguments.batch_size, collisions=1.0, log_std=0.0)
     dim, layers, heads = (128, 4, 4) if device.type == "cuda" else (32, 2, 2)
     model = {"embedding_dim": dim, "num_layers": layers, "num_heads": heads}
-    steps = FIRST_BLOCK_STEPS + arguments.steps * arguments.turns + UNCOUNTED_LAST_STEPS
+    # The first step after the blocks does not count, because the variants wait for each other there.
+    counted = FIRST_BLOCK_STEPS + arguments.steps * arguments.turns + 1
+    steps = counted + 2 * arguments.counted + UNCOUNTED_LAST_STEPS
     job = TrainingJob(device, rank, arguments.ranks, workload, model, steps, WAIT, bucket_megabytes=BUCKET_MEGABYTES)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=WAIT))
     if device.type == "cuda":
         check_products(device, rank, dim)
     blocks = alternation.AlternatingBlocks.open(place, rank, WAIT, ranks=arguments.ranks, **shape)
-    found = gather(train(name, job, JobBatches(job), [blocks]), **shape)
+    host = CountedSteps(counted, arguments.counted)
+    found = gather(train(name, job, JobBatches(job), [blocks, host]), **shape) | {"host": host.means}
     if rank == 0:
         machine = rank_setup.describe_machine(device)
         found |= {"side": name, "machine": machine, "workload": asdict(workload), "model": model}

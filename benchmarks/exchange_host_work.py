@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 
 if __name__ == "__main__" and not __package__:  # started as a file: make the repository importable
@@ -36,6 +35,7 @@ if __name__ == "__main__" and not __package__:  # started as a file: make the re
 import lightning_freescale as fs
 from benchmarks.harness import rank_setup, report
 from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.host_counters import PythonCalls, TorchOperators
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.embedding.gradient_return import GradientReturn
 from lightning_freescale.embedding.schedule import ExchangeSchedule, ScheduledModule
@@ -117,42 +117,6 @@ def _with_part(method: Callable[..., Any], part: str, parts: StepParts) -> Calla
             parts.enter(before)
 
     return run
-
-
-class TorchOperators(TorchDispatchMode):
-    """Counts the operators of this thread, and the collectives among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators = self.collectives = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators += 1
-        self.collectives += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
-
-    def read(self) -> dict[str, float]:
-        return {"operators": self.operators, "collectives": self.collectives}
-
-
-class PythonCalls:
-    """Counts the calls of functions of this thread, without those of this file."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> PythonCalls:
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: Any, event: str, argument: Any) -> None:
-        self.count += event in ("call", "c_call") and frame.f_code.co_filename != __file__
-
-    def read(self) -> dict[str, float]:
-        return {"Python calls": self.count}
 
 
 class Steps(pl.Callback):

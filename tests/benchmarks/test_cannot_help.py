@@ -95,7 +95,7 @@ def test_step_time_of_each_block() -> None:
 
 
 def variant(name: str, turn_ms: list[float], loss: float = 1.0) -> dict[str, Any]:
-    return {"side": name, "turn_ms": turn_ms, "losses": [2.0, loss], "notes": {}}
+    return {"side": name, "turn_ms": turn_ms, "losses": [2.0, loss], "notes": {}, "host": {"operators": 9.0}}
 
 
 def pair(before: list[float], after: list[float], loss: float = 1.0) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,5 +154,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert np.shape(figures["turn_ms"]) == (2, 2, 2)  # variants, repeats, blocks
     assert figures["goal"]["repeats"] == pytest.approx(np.divide(*np.mean(figures["turn_ms"], axis=2)[::-1]))
     assert figures["goal"]["reached"] == pytest.approx(np.mean(figures["goal"]["repeats"]))
+    before, after = figures["sides"]
+    if (
+        "prioritized exchange" not in after["exchange"]
+    ):  # Otherwise the step has other work than that of freescale_sync.
+        assert after["operators a step"] == before["operators a step"]
+        assert after["collectives a step"] == before["collectives a step"]
+        assert before["Python calls a step"] < after["Python calls a step"] < 1.01 * before["Python calls a step"]
+    assert before["collectives a step"] > 3
     assert errors.count("block 2 of 2: done") == 2
     assert "repeat 2 of 2" in errors

@@ -7,7 +7,8 @@ import math
 import torch
 
 from benchmarks import exchange_host_work as host_work
-from benchmarks.exchange_host_work import REST, PythonCalls, StepParts, TorchOperators, divided_by
+from benchmarks.exchange_host_work import REST, StepParts, divided_by
+from benchmarks.harness.host_counters import PythonCalls, TorchOperators
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 
 

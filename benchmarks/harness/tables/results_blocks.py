@@ -339,7 +339,12 @@ def cannot_help(results: Results) -> Iterator[Row]:
             "before, ms per step": f"{before['ms a step']:.1f}",
             "after, ms per step": f"{after['ms a step']:.1f}",
             "ratio": f"{goal['reached']:.3f}" + ("" if goal["error"] is None else f" ± {goal['error']:.3f}"),
-        }
+        } | {what: _both(before, after, f"{what} a step") for what in ("Python calls", "operators", "collectives")}
+
+
+def _both(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> str:
+    """A count of both variants, if the result has it."""
+    return f"{before[name]:,.0f}, {after[name]:,.0f}" if name in before else ""
 
 
 def quality(results: Results) -> Iterator[Row]:
