@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -50,10 +51,10 @@ class RowOptimizer:
         second = self.second[rows]
         second = second[:, None] if second.ndim == 1 else second
         of_step = [torch.tensor(1 - float(beta) ** self.steps) for beta in (beta1, beta2)]
-        r = (self.first[rows] / of_step[0]) / ((second / of_step[1]).sqrt() + eps) + decay * w
+        r = (self.first[rows] / of_step[0]) / (root(second / of_step[1]) + eps) + decay * w
         rates = torch.tensor(rate).expand(len(rows))
         if "lamb" in self.name:
-            rates = rates * (sum_of(w * w).sqrt() / sum_of(r * r).sqrt())
+            rates = rates * (root(sum_of(w * w)) / root(sum_of(r * r)))
         self.table[rows] = w - rates[:, None] * r
 
 
@@ -63,6 +64,11 @@ def sum_of(rows: Tensor) -> Tensor:
     for column in rows.unbind(1):
         total = total + column
     return total
+
+
+def root(values: Tensor) -> Tensor:
+    """The square root, rounded to the nearest float. That of torch may be one bit apart on x86, where it calls MKL."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def by_hand(rank: int, kind: str, optimizer: str, bags: bool, first_step: int = 0) -> Trained:
