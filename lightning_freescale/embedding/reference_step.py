@@ -111,7 +111,7 @@ def rowwise_adagrad(rate: float, eps: float = 1e-8) -> UpdateRows:
             for value in gradient:
                 squares += value * value
             shard.squares[row] += squares / len(gradient)
-            root = shard.squares[row].double().sqrt().float()  # rounded to the nearest float, which MKL's float32 root is not
+            root = shard.squares[row].double().sqrt().float()  # rounded to the nearest float; MKL's own is not
             shard.weight[row] -= torch.tensor(rate) / (root + eps) * gradient
 
     return update
