@@ -155,9 +155,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert figures["goal"]["repeats"] == pytest.approx(np.divide(*np.mean(figures["turn_ms"], axis=2)[::-1]))
     assert figures["goal"]["reached"] == pytest.approx(np.mean(figures["goal"]["repeats"]))
     before, after = figures["sides"]
-    if (
-        "prioritized exchange" not in after["exchange"]
-    ):  # Otherwise the step has other work than that of freescale_sync.
+    # A prioritized step has other work than one of freescale_sync.
+    if "prioritized exchange" not in after["exchange"]:
         assert after["operators a step"] == before["operators a step"]
         assert after["collectives a step"] == before["collectives a step"]
         assert before["Python calls a step"] < after["Python calls a step"] < 1.01 * before["Python calls a step"]
