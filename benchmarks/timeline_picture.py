@@ -111,7 +111,7 @@ class EmulatedNetworkPaths(ExchangeMode):
         return new_emulated_group(self._wire, 0, RealtimeGroup)
 
     @override
-    def new_group(self, priority: Any) -> Any:
+    def new_group(self, priority: Any, beside_compute: bool = False) -> Any:
         return new_emulated_group(self._wire, 0 if priority == "high" else 1, RealtimeGroup)
 
 

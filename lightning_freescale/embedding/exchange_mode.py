@@ -122,7 +122,7 @@ class ExchangeMode:
 
         def make_schedule() -> None:
             if self._groups is None:
-                self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low"))
+                self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
                 for module in self.schedule.modules:
@@ -162,10 +162,10 @@ class ExchangeMode:
             self.schedule.apply_late()
         return self.table_streams
 
-    def new_group(self, priority: Literal["high", "low"]) -> Any:
+    def new_group(self, priority: Literal["high", "low"], beside_compute: bool = False) -> Any:
         """A process group of all ranks on the chosen transport. All ranks must call it."""
         assert self._backend is not None
-        return transport.new_group(self._backend, priority, self._timeout)
+        return transport.new_group(self._backend, priority, self._timeout, beside_compute)
 
     def before_step(self, ids: int) -> None:
         """While ``"auto"`` measures both modes: set the mode of the next step. Later: measure again if much has changed.

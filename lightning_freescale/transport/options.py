@@ -9,7 +9,8 @@ from typing import Any, Literal
 from lightning_freescale.runtime.errors import ConfigurationError
 
 
-def _from_environment(name: str, default: int) -> int:
+def from_environment(name: str, default: int) -> int:
+    """The integer in an environment variable."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -46,9 +47,9 @@ class Options:
     """
 
     priority: Literal["high", "low"] = "low"
-    chunk_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_CHUNK_BYTES", 8 << 20))
-    buffer_bytes: int = field(default_factory=lambda: _from_environment("FREESCALE_BUFFER_BYTES", 256 << 20))
-    network_threads: int = field(default_factory=lambda: _from_environment("FREESCALE_NETWORK_THREADS", 4))
+    chunk_bytes: int = field(default_factory=lambda: from_environment("FREESCALE_CHUNK_BYTES", 8 << 20))
+    buffer_bytes: int = field(default_factory=lambda: from_environment("FREESCALE_BUFFER_BYTES", 256 << 20))
+    network_threads: int = field(default_factory=lambda: from_environment("FREESCALE_NETWORK_THREADS", 4))
     rings: Literal["auto", "host", "device"] = field(
         default_factory=lambda: os.environ.get("FREESCALE_RINGS", "auto")  # type: ignore[arg-type, return-value]
     )

@@ -1,7 +1,7 @@
 """Trains HSTU with the Trainer, with synchronous and with prioritized exchange. ``test_cluster.py`` starts each rank.
 
 Rank 0 prints one JSON line: for each run the losses, the ms of a step, the validation metrics, whether a checkpoint was written,
-how many batches were planned in the step before, and the peak memory.
+how many batches were planned in the step before, the limit of NCCL's CTAs for exclusive rows, and the peak memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 
 import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.layer_graphs.registry import plans_of
+from lightning_freescale.transport.groups import NCCL_CTAS
 from tests.gpu.sleeping_waits import sleep_in_waits
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
@@ -30,6 +32,12 @@ class Recorder(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
         self.times: list[float] = []
+        self.most_ctas: int | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        groups = trainer.strategy._exchange_mode._groups
+        if groups is not None and dist.get_backend(groups.exclusive) == "nccl":
+            self.most_ctas = groups.exclusive._get_backend(torch.device("cuda")).options.config.max_ctas
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
@@ -81,6 +89,7 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
         "val": hr,
         "checkpoint": os.path.exists(path),
         "planned": plans_of[model.layers[0]].used,
+        "most_ctas": recorder.most_ctas,
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
 
@@ -91,6 +100,8 @@ def main() -> None:
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
     results = {"synchronous": fit(False, steps, "adam", folder, "nccl")}
     results |= {transport: fit(True, steps, "adam", folder, transport) for transport in ("nccl", "host")}
+    os.environ[NCCL_CTAS] = "1"
+    results["nccl, 1 CTA"] = fit(True, steps, "adam", folder, "nccl")
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
 

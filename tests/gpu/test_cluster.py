@@ -106,15 +106,21 @@ def test_hstu_on_raw_ids(results: Any) -> None:
 
 @started_early(Run("hstu.py", ("40",)))
 def test_hstu_has_the_same_losses_in_both_modes(results: Any) -> None:
-    """Losses agree within 1 %, also over the SM-free transport. With bf16, the order of sums changes the rounding."""
+    """Losses agree within 1 %, also over the SM-free transport, and over NCCL with a limit of its CTAs.
+
+    With bf16, the order of sums changes the rounding.
+    """
     expected = results["synchronous"]
-    for name in ("nccl", "host"):
+    for name in ("nccl", "host", "nccl, 1 CTA"):
         got = results[name]
         assert got["losses"] == pytest.approx(expected["losses"], rel=0.01), name
         assert got["losses"][-1] < 0.7 * got["losses"][0]
         assert got["checkpoint"]
         assert got["planned"] > 20
     assert expected["planned"] == 0  # a synchronous exchange does not know the next batch
+    assert results["nccl, 1 CTA"]["most_ctas"] == 1
+    assert results["nccl"]["most_ctas"] < 0  # NCCL decides
+    assert results["host"]["most_ctas"] is None  # another transport
 
 
 @started_early(Run("late_copies.py", alone=True))

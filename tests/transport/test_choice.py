@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_freescale import ConfigurationError
 from lightning_freescale.transport import Capabilities, capabilities, choose
 from lightning_freescale.transport.addresses import host_id
+from lightning_freescale.transport.groups import NCCL_CTAS, most_ctas, nccl_options
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -93,3 +95,25 @@ def test_the_engine_follows_from_the_machine(
     found = Capabilities(True, "", "13.0", 2, 1 << 30, "host", True, peer_access, no_rdma)
     choice = choose("host", CUDA, overlapped=True, one_host=one_host, found=found)
     assert (choice.backend, choice.engine, choice.sm_free) == ("freescale", engine, sm_free)
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, None), ("1", 1), ("8", 8)])
+def test_the_limit_of_nccl_ctas(text: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NCCL_CTAS, raising=False)
+    if text is not None:
+        monkeypatch.setenv(NCCL_CTAS, text)
+    assert most_ctas() == expected
+    if dist.is_nccl_available():
+        undefined = dist.ProcessGroupNCCL.Options().config.max_ctas
+        hidden, urgent = nccl_options("low", beside_compute=True), nccl_options("high", beside_compute=False)
+        assert hidden.config.max_ctas == (undefined if expected is None else expected)
+        assert urgent.config.max_ctas == undefined
+        assert urgent.is_high_priority_stream
+        assert not hidden.is_high_priority_stream
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "some", ""])
+def test_a_limit_of_nccl_ctas_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_CTAS, text)
+    with pytest.raises(ConfigurationError, match=f"environment variable {NCCL_CTAS}='?{text}'?"):
+        most_ctas()
