@@ -61,7 +61,7 @@ class ExchangeMode:
         prioritize: bool | Literal["auto"],
         wanted_transport: Literal["auto", "nccl", "gloo", "host"],
         timeout: timedelta,
-        before_update: Callable[[RowKind], None] = lambda kind: None,
+        before_update: Callable[[RowKind], None] | None = None,
     ):
         self._prioritize, self._wanted_transport, self._timeout = prioritize, wanted_transport, timeout
         self._before_update = before_update
@@ -69,7 +69,7 @@ class ExchangeMode:
         self.choice: ModeChoice | None = None
         self._trial: ModeTrial | None = None
         self._review: ModeReview | None = None
-        self._reopen: Callable[[], None] = lambda: None  # makes a schedule like the first one
+        self._reopen: Callable[[], None] | None = None  # makes a schedule like the first one
         self._backend: str | None = None
         self._groups: ExchangeGroups | None = None
         self._paused: list[str] | None = (
@@ -125,8 +125,9 @@ class ExchangeMode:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
-                for module in self.schedule.modules:
-                    module.exchange.gradients.before_update = self._before_update
+                if self._before_update is not None:
+                    for module in self.schedule.modules:
+                        module.exchange.gradients.before_update = self._before_update
             if self._prioritize == "auto":
                 self._trial = ModeTrial(self.schedule, device, gather)
 
@@ -180,6 +181,7 @@ class ExchangeMode:
             if (change := self._review.change(self.schedule)) is None:
                 return
             log_once(f"prioritize='auto': measures again, because {change}")
+            assert self._reopen is not None
             self._reopen()
         assert self._trial is not None
         choice = self._trial.before_step()
@@ -230,7 +232,7 @@ class ExchangeMode:
             for module in self.schedule.modules:
                 module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)
-        self._trial = self._review = self.schedule = self._groups = self._paused = None
+        self._trial = self._review = self._reopen = self.schedule = self._groups = self._paused = None
 
     def _close_schedule(self) -> None:
         self._trial = None

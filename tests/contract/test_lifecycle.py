@@ -193,7 +193,10 @@ COPIES = (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)))
 
 def copy_models(rank: int) -> list[str]:
     plain, data = WithoutTables(), torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=2)
-    toy.trainer(FreeScaleStrategy(), 2, max_epochs=1).fit(plain, data)
+    trainer = toy.trainer(FreeScaleStrategy(), 2, max_epochs=1)
+    assert pickle.loads(pickle.dumps(trainer)).max_epochs == 1
+    trainer.fit(plain, data)
+    torch.save(plain, io.BytesIO())  # with its Trainer
     for make in COPIES:
         copied = make(plain)
         assert toy.same(copied.state_dict(), plain.state_dict())
