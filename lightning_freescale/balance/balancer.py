@@ -22,7 +22,7 @@ from lightning_freescale.balance.exchange import ExchangeLoader
 from lightning_freescale.balance.online_cost_fit import OnlineCostFit
 from lightning_freescale.balance.planner import Planner, default_cost_model
 from lightning_freescale.balance.sample_sizes import sample_sizes
-from lightning_freescale.balance.sampler import GlobalBatchSampler
+from lightning_freescale.balance.sampler import GlobalBatchSampler, at_the_source
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import leave, new_gloo_group
 
@@ -33,15 +33,15 @@ class Balancer:
     """Balances train loaders that are not balanced at the source, and can fit the cost model to measured step times.
 
     Args:
-        balance: a mode, a planner, or ``"off"``, which exchanges no samples. It does not affect loaders that are balanced
-            at the source; but those use a fitted cost model, too.
+        balance: a mode, a planner, or ``"off"``, which moves no samples. Samplers that follow the strategy use it, too. It does
+            not affect loaders that are balanced at the source by themselves; but those use a fitted cost model, too.
         timeout: a wait for another rank that takes longer is an error.
         every: steps between two updates of the cost model. With 0 the cost model does not change and no step is timed.
         prefetched: batches that the training prefetches beyond the current one.
     """
 
     def __init__(self, balance: str | Planner, *, timeout: timedelta, every: int = 0, prefetched: int = 0):
-        self._planner, self._timeout, self._every = Planner.of(balance), timeout, every
+        self.planner, self._timeout, self._every = Planner.of(balance), timeout, every
         self._prefetched = prefetched
         self._balanced: list[GlobalBatchSampler | ExchangeLoader] = []  # one entry per balanced loader
         self._free_groups: list[dist.ProcessGroup] = []  # process groups of detached loaders
@@ -70,12 +70,16 @@ class Balancer:
         if dist.get_world_size() == 1:
             return loader
         sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, GlobalBatchSampler) and sampler.follows_strategy:
+            sampler.follow(self.planner)
+            if self.planner is not None:
+                log_once(at_the_source(self.planner))
         if isinstance(sampler, GlobalBatchSampler) and sampler.planner is not None:
             planner = _with_cost_model(sampler.planner, cost_model)
             sampler.planner = planner
             self._balanced.append(sampler)
-        elif self._planner is not None:
-            planner = _with_cost_model(self._planner, cost_model)
+        elif self.planner is not None:
+            planner = _with_cost_model(self.planner, cost_model)
             log_once(
                 f"balance={planner.mode!r}: the ranks exchange samples in host memory, before the step that uses them"
             )
@@ -98,6 +102,13 @@ class Balancer:
     def detach(self) -> None:
         """Detach all loaders before new ones are attached. The fitted costs and the process groups stay in use."""
         self._free_groups += [exchange.leave() for exchange in self.exchanges]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the attached loaders. Another strategy may use them next."""
+        for target in self._balanced:
+            if isinstance(target, GlobalBatchSampler):
+                target.follow(None)
         self._balanced.clear()
 
     def _new_group(self) -> dist.ProcessGroup:
@@ -201,7 +212,7 @@ class Balancer:
         for group in idle_groups:
             leave(group)
         self.compute_timer.close()
-        self._balanced.clear()
+        self._forget()
         self._free_groups.clear()
         self.cost_fit = self._fitted = None
         self._steps = 0

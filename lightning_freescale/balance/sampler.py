@@ -18,6 +18,13 @@ from lightning_freescale.balance.planner import Planner
 from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleError, InputError
 
 
+def at_the_source(planner: Planner) -> str:
+    """For the log: how batches are balanced."""
+    return (
+        f"balance={planner.mode!r}: balanced at the source; every rank reads samples such that all ranks have equal work"
+    )
+
+
 class BatchIndices(list[int]):
     """The sample indices of one local batch, and their epoch. This is how worker processes learn the epoch."""
 
@@ -63,6 +70,7 @@ class GlobalBatchSampler(DistributedSampler):
         seed: equal on all ranks.
         drop_last: drop the last global batch if it is not full.
         planner: balances every global batch; equal on all ranks. :meth:`use` replaces it during an epoch.
+        follows_strategy: the strategy of the training decides whether batches are balanced, and sets ``planner``.
     """
 
     def __init__(
@@ -76,11 +84,12 @@ class GlobalBatchSampler(DistributedSampler):
         seed: int = 0,
         drop_last: bool = False,
         planner: Planner | None = None,
+        follows_strategy: bool = False,
     ):
         check_enough(len(dataset), batch_size, num_replicas, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
-        self.batch_size, self.planner = batch_size, planner
-        if planner is not None:
+        self.batch_size, self.planner, self.follows_strategy = batch_size, planner, follows_strategy
+        if planner is not None or follows_strategy:
             _ = self._lengths  # raises now if the dataset has none
         # Where in the epoch the current and the next iteration begin: after this many batches, and samples of all ranks.
         self._origin = self._next_origin = (0, 0)
@@ -99,6 +108,12 @@ class GlobalBatchSampler(DistributedSampler):
     def balanced(self) -> bool:
         """Whether the samples are assigned to ranks by cost."""
         return self.planner is not None
+
+    def follow(self, planner: Planner | None) -> None:
+        """Use the planner of the strategy, if this sampler follows it."""
+        if self.follows_strategy:
+            self.planner = planner
+            self._next_planners.clear()
 
     @property
     def global_batch_size(self) -> int:

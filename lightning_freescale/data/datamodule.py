@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lightning_freescale.balance.planner import Planner
-from lightning_freescale.balance.sampler import GlobalBatchSampler, SequentialBatchSampler
+from lightning_freescale.balance.sampler import GlobalBatchSampler, SequentialBatchSampler, at_the_source
 from lightning_freescale.data.cache import cached
 from lightning_freescale.data.catalogue import Catalogue
 from lightning_freescale.data.columns import TimeUnit
@@ -46,9 +46,10 @@ class SeqRecDataMixin:
         data: ``"synthetic"``, a path, or :class:`~.histories.Histories`.
         batch_size: samples per rank and step. The global batch has ``batch_size * world_size`` samples.
         max_history: largest number of events of a sample; the latest events are used.
-        balance: how to assign the samples of a global batch to ranks by their cost: ``"fixed"`` (equal sample counts),
-            ``"variable"`` (sample counts may differ), ``"zigzag"``, or a :class:`~lightning_freescale.balance.Planner` with
-            more options. ``"off"`` ignores the cost. The samples of a step are the same in all cases. A stream is not
+        balance: how to assign the samples of a global batch to ranks by their cost. ``"auto"`` follows the setting ``balance``
+            of the strategy; other strategies than FreeScale's do not balance. ``"fixed"`` (equal sample counts), ``"variable"``
+            (sample counts may differ), ``"zigzag"``, or a :class:`~lightning_freescale.balance.Planner` with more options, hold
+            whatever the strategy. ``"off"`` ignores the cost. The samples of a step are the same in all cases. A stream is not
             balanced here but by the strategy.
         num_workers: processes per rank that collate batches; 0 collates in the training process.
         seed: the seed of shuffling and negatives, and of synthetic data.
@@ -85,7 +86,7 @@ class SeqRecDataMixin:
         *,
         batch_size: int,
         max_history: int,
-        balance: str | Planner = "fixed",
+        balance: str | Planner = "auto",
         num_workers: int = 0,
         seed: int = 0,
         num_negatives: int = 64,
@@ -122,7 +123,8 @@ class SeqRecDataMixin:
             raise ConfigurationError("num_items: needs streaming=True; without streaming the items are counted")
         self.ids = check_ids(ids, num_items)
         self.data, self.batch_size, self.max_history = data, batch_size, max_history
-        self.planner = Planner.of(balance)
+        self.follows_strategy = balance == "auto"
+        self.planner = None if self.follows_strategy else Planner.of(balance)
         self.num_workers, self.seed, self.shuffle, self.drop_last = num_workers, seed, shuffle, drop_last
         self.num_negatives, self.negative_sets, self.negatives = num_negatives, negative_sets, negatives
         self.held_out = held_out
@@ -265,19 +267,18 @@ class SeqRecDataMixin:
         # overfit_batches needs the same batches in each epoch; Lightning would replace a sampler that shuffles.
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         shuffle = self.shuffle and not overfit
-        return self._loader(self._negative_sampler(), self.held_out - 1, shuffle, self.drop_last, self.planner)
+        return self._loader(self._negative_sampler(), self.held_out - 1, shuffle, self.drop_last, training=True)
 
     def _log_balance(self) -> None:
         if self.planner is None or getattr(self.trainer, "world_size", 1) == 1:
             return
-        mode = f"balance={self.planner.mode!r}"
         if self.streaming:
             log_once(
-                f"{mode} of the data module has no effect on a stream, because its lengths are not known in advance; the "
-                "setting balance= of the strategy applies"
+                f"balance={self.planner.mode!r} of the data module has no effect on a stream, because its lengths are not known "
+                "in advance; the setting balance= of the strategy applies"
             )
         else:
-            log_once(f"{mode}: balanced at the source; every rank reads samples such that all ranks have equal work")
+            log_once(at_the_source(self.planner))
 
     def val_dataloader(self) -> DataLoader:
         return self._loader(None, skip=self.held_out - 1, shuffle=False, drop_last=False)
@@ -308,11 +309,11 @@ class SeqRecDataMixin:
         skip: int,
         shuffle: bool,
         drop_last: bool,
-        planner: Planner | None = None,
+        training: bool = False,
     ) -> DataLoader:
         if not self.streaming:
             dataset = HistoryDataset(self.histories, self.max_history, negatives, skip, self._item_ids)
-            return self._loader_of(dataset, shuffle, drop_last, planner)
+            return self._loader_of(dataset, shuffle, drop_last, training)
         trainer, ranks = self.trainer, self._rank_options(drop_last)
         stream = StreamDataset(
             self.stream_index, self.batch_size, self.max_history, negatives, shuffle=shuffle, skip=skip, **ranks
@@ -321,10 +322,13 @@ class SeqRecDataMixin:
         return StreamLoader(stream, epoch=epoch, **self._worker_options())
 
     def _loader_of(
-        self, dataset: HistoryDataset, shuffle: bool, drop_last: bool, planner: Planner | None = None
+        self, dataset: HistoryDataset, shuffle: bool, drop_last: bool, training: bool = False
     ) -> DataLoader:
         kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
-        sampler = kind(dataset, self.batch_size, planner=planner, **self._rank_options(drop_last))
+        balance: dict[str, Any] = {}
+        if training:
+            balance = {"planner": self.planner, "follows_strategy": self.follows_strategy}
+        sampler = kind(dataset, self.batch_size, **balance, **self._rank_options(drop_last))
         # Lightning creates the first iterator before it sets the epoch. After a resume the epoch is not 0.
         sampler.set_epoch(self.trainer.current_epoch if self.trainer else 0)
         return DataLoader(dataset, sampler=sampler, batch_size=None, **self._worker_options())

@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.balance.balancer import Balancer
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.exchange import ExchangeLoader
+from lightning_freescale.balance.sampler import GlobalBatchSampler
 from lightning_freescale.batch.checks import check_batch
 from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.bubbles.timeline import Timeline
@@ -43,6 +44,7 @@ from lightning_freescale.strategy.prepared_batch import (
     start_copy,
     unpack,
 )
+from lightning_freescale.strategy.refusals import refuse_to_move_coupled_samples
 
 
 class BatchPipeline:
@@ -121,6 +123,9 @@ class BatchPipeline:
         if any(wrapped is old for wrapped in known for old in self.train_loaders):
             self._balancer.detach()  # reload_dataloaders_every_n_epochs replaces the loaders.
             self.train_loaders.clear()
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, GlobalBatchSampler):
+            refuse_to_move_coupled_samples(trainer.lightning_module, sampler.planner, "data module")
         balanced = loader
         if self.balances:
             balanced = self._balancer.attach(

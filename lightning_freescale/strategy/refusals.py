@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_freescale.balance.planner import Planner
 from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
@@ -74,6 +75,20 @@ def check_options(fit_costs: float, uneven: str, embedding_optimizer: Mapping[st
         raise ConfigurationError(
             "uneven='continue': a rank without data repeats its last batch with weight 0, and Adam, LAMB or weight decay of the "
             "tables would change its rows all the same. Use uneven='stop', or another embedding_optimizer"
+        )
+
+
+def refuse_to_move_coupled_samples(module: nn.Module, planner: Planner | None, whose: str) -> None:
+    """Refuse to balance samples that the model declares to influence each other.
+
+    Args:
+        planner: how samples are balanced; None if they are not.
+        whose: whose setting ``balance`` it is.
+    """
+    if planner is not None and getattr(module, "couples_samples", False):
+        raise ConfigurationError(
+            f"balance={planner.mode!r} of the {whose} moves samples between ranks, but {type(module).__name__} declares "
+            f"couples_samples = True, so its training would change. Set balance='auto' or 'off' in the {whose}"
         )
 
 

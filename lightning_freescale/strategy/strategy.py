@@ -47,6 +47,7 @@ from lightning_freescale.strategy.refusals import (
     refuse_inexact,
     refuse_model_averaging,
     refuse_start_method,
+    refuse_to_move_coupled_samples,
 )
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
 from lightning_freescale.strategy.signals import SignalRequests
@@ -90,7 +91,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             the steps. ``True`` updates the costs every 50 steps, a number every that many steps. The assignment of
             samples to ranks then depends on measured times, so two runs differ in rounding. By default the costs follow
             from the FLOPs of the model, ``cost_coefficients()``.
-        prioritize: ``True`` exchanges rows that the next batch does not share behind dense compute, and shared rows
+        prioritize: ``True`` exchanges rows that consecutive batches do not share behind dense compute, and shared rows
             first. The training stays the same, on a CPU bit for bit. ``False`` exchanges synchronously, as TorchRec does.
             ``"auto"`` measures both in the first steps and keeps the faster one.
         dedup: request each distinct row of a batch once, and sum its gradients before they are sent. This changes the order
@@ -304,6 +305,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             log_once("balance='auto': off, because the model declares couples_samples = True")
             return False
         if self._balance != "off":
+            refuse_to_move_coupled_samples(self._module, self._balancer.planner, "strategy")
             name_coupled_samples(self._module)
         return True
 

@@ -26,9 +26,11 @@ class Users(LengthDataset):
         return seq_batch(list(indices))
 
 
-def loader(rank: int, world: int, planner: Planner | None = None) -> DataLoader:
+def loader(rank: int, world: int, planner: Planner | None = None, follows_strategy: bool = False) -> DataLoader:
     data = Users(64)
-    sampler = GlobalBatchSampler(data, 8, num_replicas=world, rank=rank, planner=planner)
+    sampler = GlobalBatchSampler(
+        data, 8, num_replicas=world, rank=rank, planner=planner, follows_strategy=follows_strategy
+    )
     return DataLoader(data, sampler=sampler, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -53,6 +55,15 @@ def _attached(rank: int, world: int) -> None:
     assert own.attach(balanced, cost_model=MODEL) is balanced
     assert balanced.sampler.planner == Planner("zigzag", MODEL)  # type: ignore[attr-defined]
     assert own.exchanges == []
+
+    follower = loader(rank, world, follows_strategy=True)
+    assert own.attach(follower, cost_model=MODEL) is follower
+    assert follower.sampler.planner == Planner("fixed", MODEL)  # type: ignore[attr-defined]
+    own.close()
+    assert follower.sampler.planner is None  # type: ignore[attr-defined]  # another strategy may use the loader next
+    assert balanced.sampler.planner == Planner("zigzag", MODEL)  # type: ignore[attr-defined]
+    assert off.attach(follower) is follower
+    assert not follower.sampler.balanced  # type: ignore[attr-defined]
 
     other = balancer(Planner("variable", TRUTH))
     exchange = other.attach(plain, cost_model=MODEL)
