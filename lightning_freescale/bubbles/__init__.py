@@ -34,6 +34,7 @@ After training:
     records              recorded steps on disk; ``record_checks`` refuses damaged fields
     analysis             figures of a run
     advice               what would make a run faster
+    comparison           two runs in one sentence
     trace                a run as a trace for Perfetto
 """
 

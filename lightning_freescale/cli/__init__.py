@@ -1,6 +1,7 @@
 """The ``freescale`` command.
 
 main              entry point: ``freescale COMMAND``, with the list of commands
+__main__          the same for ``python -m lightning_freescale.cli``
 demo              ``freescale demo``: trains an HSTU with the baseline and with FreeScale
 demo_callbacks    callbacks of the demo
 demo_output       what the demo prints
@@ -16,6 +17,7 @@ recommend         ``freescale recommend``: writes the best items of every user
 evaluate          ``freescale evaluate``: ranks the last event of every user
 serve             ``freescale serve``: answers requests over HTTP
 trained_model     a trained HSTU from a checkpoint
+dense_items       a checkpoint with zero-collision ids as one of an ordinary HSTU
 recommender_files a trained model from a checkpoint or an exported file, for the three commands above
 event_file_options the options with which the commands read a file of events
 verify            ``freescale verify``: checks that checkpoints are undamaged

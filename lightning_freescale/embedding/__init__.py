@@ -40,17 +40,22 @@ Files:
     index_results.py    what they return
     stages.py           the stages of a batch as types; the operations take one stage and return the next
     id_exchange.py      the exchange of the ids of row-wise tables
+    owner_counts.py     how many ids each rank owns, counted in host memory
+    announced_ids.py    these numbers in the header of a batch
+    key_order.py        keeps the order of the features of a collection
     all_to_all.py       the transfer itself
     wire.py             the type of rows and gradients while they travel
     distinct_ids.py     ``dedup``: each distinct row travels once
     local_tables.py     the rows that this rank owns: read and update
     row_update.py       the update of rows without FBGEMM's look-up before it
+    grouped_update.py   the update after a sort of the gradients, and adagrad_triton.py its kernels
     collisions.py       finds the collisions of two batches, and divides a batch by them
     gradient_return.py  the way of a gradient from autograd to the table
     prioritized.py      the operations on one module, from ids to output
     held_gradients.py   gradient accumulation: the gradients of the tables wait for the last micro-batch
     bag_tables.py       bags: the owner pools the rows of a sample before it sends them
     prioritized_bags.py the operations on one module of bags
+    partial_sums.py     row-wise bags: the requester adds the sums of all ranks
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)

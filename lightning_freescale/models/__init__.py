@@ -2,12 +2,14 @@
 
 Modules:
 
-* :mod:`.hstu`: the model :class:`HSTU`, a LightningModule; :mod:`.hstu_layer`: one of its layers.
+* :mod:`.hstu`: the model :class:`HSTU`, a LightningModule; :mod:`.hstu_layer`: one of its layers; :mod:`.hstu_options`: checks of
+  its arguments; :mod:`.hstu_cost`: the FLOPs of a sample.
 * :mod:`.evaluation`: validation and test of a LightningModule: the target is ranked among the catalogue.
 * :mod:`.item_catalogue`: the ids of the items.
 * :mod:`.recommendation`: predictions of a LightningModule; :mod:`.top_k` and :mod:`.top_k_triton`: the best items of a divided
   catalogue.
-* :mod:`.sequences`: the sequences over which the layers attend.
+* :mod:`.sequences`: the sequences over which the layers attend; :mod:`.preparation`: their plan before the lookup;
+  :mod:`.even_rows`: numbers of rows that repeat.
 * :mod:`.personal_tokens` and :mod:`.personalization`: long histories as a few learned tokens, and states for serving;
   :mod:`.state_attention_triton`: recent events that continue from a state on CUDA.
 * :mod:`.last_event_triton`: the outputs at the last event of each history on CUDA.
@@ -22,9 +24,9 @@ Modules:
   :mod:`.micro_chunks`: layers in parts of the batch, while events travel to experts.
 * :mod:`.norm` and :mod:`.norm_triton`: layer norms, and scaling of rows to length 1.
 * :mod:`.dropout` and :mod:`.dropout_triton`: dropout whose mask is a function of the sample.
-* :mod:`.loss` and :mod:`.loss_triton`: sampled softmax over the next item.
+* :mod:`.loss` and :mod:`.loss_triton`: sampled softmax over the next item; :mod:`.loss_tiles_triton`: what each program works on.
 * :mod:`.metrics`: HR@k, NDCG@k and MRR.
-* :mod:`.tiles`: histories cut into tiles, for the loss and for the CUDA kernels.
+* :mod:`.tiles` and :mod:`.tiles_triton`: histories cut into tiles, for the loss and for the CUDA kernels.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Modules:
 * :mod:`.cpu`: for CPU tensors. Groups of histories of similar length; the work is about ``sum(L^2)``.
 * :mod:`.cuda`: for CUDA tensors: selects the Hopper kernels or the Triton kernels. The work of both is about
   ``sum(L^2) / 2``, and no array of size ``L^2`` is stored.
-* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs.
+* :mod:`.hopper`: kernels in CUDA C++ for Hopper GPUs; :mod:`.hopper_plan`: their plan, made by Triton kernels.
 * :mod:`.triton_attention` and :mod:`.triton_kernels`: kernels for all other GPUs.
 * :func:`dense_attention` in this file: the reference, padded to the longest history. Tests and benchmarks compare with it.
 """

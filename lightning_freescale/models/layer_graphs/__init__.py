@@ -11,4 +11,7 @@ Graphs read and write the same addresses each time. All graphs of a model share 
 memory as one batch. Therefore one batch at a time can use them. If a forward comes before the backward of another batch, it runs
 without graphs. The gradients that leave the layers are new arrays, because others may keep them: the backward of the first norm
 of a layer is not part of a graph, and the gradients of the parameters are copied.
+
+* :mod:`.model`: the graphs of all layers; :mod:`.layer`: those of one layer; :mod:`.registry`: which models have graphs.
+* :mod:`.turn`: the batch that uses the graphs; :mod:`.arena`: the memory that they share; :mod:`.capture`: captures of kernels.
 """
