@@ -20,9 +20,7 @@ from lightning_freescale.runtime.errors import ConfigurationError, FreeScaleErro
 
 def at_the_source(planner: Planner) -> str:
     """For the log: how batches are balanced."""
-    return (
-        f"balance={planner.mode!r}: balanced at the source; every rank reads samples such that all ranks have equal work"
-    )
+    return f"balance={planner.mode!r}: balanced at the source; every rank reads samples such that all ranks have equal work"
 
 
 class BatchIndices(list[int]):

@@ -321,9 +321,7 @@ class SeqRecDataMixin:
         epoch = (lambda: trainer.current_epoch) if trainer else None
         return StreamLoader(stream, epoch=epoch, **self._worker_options())
 
-    def _loader_of(
-        self, dataset: HistoryDataset, shuffle: bool, drop_last: bool, training: bool = False
-    ) -> DataLoader:
+    def _loader_of(self, dataset: HistoryDataset, shuffle: bool, drop_last: bool, training: bool = False) -> DataLoader:
         kind = GlobalBatchSampler if shuffle else SequentialBatchSampler
         balance: dict[str, Any] = {}
         if training:
