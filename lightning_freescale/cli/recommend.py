@@ -94,7 +94,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     add_event_arguments(parser)
     parser.add_argument("--k", type=int, help=f"items per user (default: {DEFAULT_K})")
     parser.add_argument(
-        "--output", type=Path, default=Path("recommendations.parquet"), metavar="FILE", help="Parquet or CSV"
+        "--output",
+        type=Path,
+        default=Path("recommendations.parquet"),
+        metavar="FILE",
+        help="Parquet or CSV; default %(default)s",
     )
     options = parser.parse_args(argv)
     if options.batch_size < 1:

@@ -57,7 +57,7 @@ class HSTUMixin(RankingEvaluation, Recommending, Personalizing):
             are added to the embedding of the item.
         temperature: temperature of the softmax over cosines.
         bias: where position and time enter. ``"relative"``: as biases of the attention, by the distance of two events.
-            ``"input"``: as embeddings that are added to the input of the layers; the attention has no bias, which is faster.
+            ``"input"``: as embeddings that are added to the input of the layers; the attention has no bias.
         position_embedding: add an embedding of the position to the input. By default only with ``bias="input"``.
         personalization: compress long histories into a few learned tokens, to which recent events attend
             (:mod:`.personal_tokens`). ``None``: every event attends to all events before it.

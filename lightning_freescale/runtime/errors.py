@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FreeScaleError(RuntimeError):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of the errors about data, settings, checkpoints and ranks."""
 
 
 class InputError(FreeScaleError, ValueError):
