@@ -164,12 +164,13 @@ class GlobalBatchSampler(DistributedSampler):
         return self._next_origin[0]
 
     def __iter__(self) -> Iterator[Any]:
-        self._origin, self._next_origin = self._next_origin, (0, 0)
-        self.planned = self._origin[0]
-        return self._batches(*self._origin)
+        return self._batches()
 
-    def _batches(self, done: int, samples: int) -> Iterator[BatchIndices]:
-        # This is a generator, so it reads the epoch at the first next(): Lightning calls set_epoch() after iter().
+    def _batches(self) -> Iterator[BatchIndices]:
+        # This is a generator, so it reads the epoch and the origin at the first next(). Lightning calls set_epoch() after iter(),
+        # and a DataLoader with workers calls iter() twice and uses the second iterator only.
+        done, samples = self._origin = self._next_origin
+        self._next_origin, self.planned = (0, 0), done
         epoch, order = self.epoch, self._order()
         self._switch_planner(math.inf)
         for number in range(done, len(self)):

@@ -199,13 +199,14 @@ class Seen(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def see(rank: int, world: int, folder: str, resume: str | None, balance: str) -> list[int]:
+def see(rank: int, world: int, folder: str, resume: str | None, balance: str, num_workers: int = 0) -> list[int]:
     pl.seed_everything(1, verbose=False)
     data = fs.SeqRecDataModule(
         "synthetic",
         batch_size=4,
         max_history=20,
         balance=balance,
+        num_workers=num_workers,
         cache_dir=folder,
         synthetic={"users": 88, "mean_gap": 50_000},
     )
@@ -219,12 +220,16 @@ def see(rank: int, world: int, folder: str, resume: str | None, balance: str) ->
     return model.samples
 
 
-@pytest.mark.parametrize(("world", "balance"), [(1, "fixed"), (2, "off"), (4, "fixed"), (4, "off")])
+@pytest.mark.parametrize(
+    ("world", "balance", "num_workers"),
+    [(1, "fixed", 0), (2, "off", 0), (4, "fixed", 0), (4, "off", 0), (2, "fixed", 1)],
+)
 def test_the_epoch_goes_on_with_every_sample_once_on_any_number_of_ranks(
-    tmp_path: Path, world: int, balance: str
+    tmp_path: Path, world: int, balance: str, num_workers: int
 ) -> None:
-    before = run_ranks(see, 2, args=(2, str(tmp_path), None, balance))
-    after = run_ranks(see, world, args=(world, str(tmp_path), str(tmp_path / "epoch=0-step=5.ckpt"), balance))
+    path = str(tmp_path / "epoch=0-step=5.ckpt")
+    before = run_ranks(see, 2, args=(2, str(tmp_path), None, balance, num_workers))
+    after = run_ranks(see, world, args=(world, str(tmp_path), path, balance, num_workers))
     everything = [sample for part in (*before, *after) for sample in part]
     assert sum(map(len, before)) == 40
     assert len(everything) == len(set(everything)) == 88
