@@ -40,8 +40,18 @@ def find_parts(batch: Any, kinds: type | tuple[type, ...]) -> Iterable[Any]:
         elif isinstance(item, Mapping):
             held = item.values()
         else:
-            held = getattr(item, "__dict__", {}).values()
+            held = attributes(item).values()
         stack += [part for part in held if type(part) not in skipped][::-1]
+
+
+def attributes(item: Any) -> dict[str, Any]:
+    """The attributes of an object by name, also those of a class with ``__slots__``."""
+    slots = (name for kind in type(item).__mro__ for name in _names(kind.__dict__.get("__slots__", ())))
+    return {name: getattr(item, name) for name in slots if hasattr(item, name)} | getattr(item, "__dict__", {})
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else (name for name in slots if not name.startswith("__"))
 
 
 def find_tensors(batch: Any) -> Iterable[Tensor]:

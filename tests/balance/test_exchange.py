@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale.balance import CostModel, Planner, straggler
 from lightning_freescale.balance.exchange import ExchangeLoader, PeerFailed
+from lightning_freescale.balance.exchange.split_batch import map_tensors, split_batch
 from lightning_freescale.balance.partition import Mode
 from lightning_freescale.balance.sample_sizes import sample_sizes
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
@@ -385,3 +387,17 @@ def test_behind_the_prefetch_loader_all_ranks_raise_the_error_of_one() -> None:
     assert len(zero) == len(one) == 2
     assert "rank 1: batch 2: KeyError: 'disk of rank 1'" in error
     assert error == other_error
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedBatch:
+    features: Any
+    label: torch.Tensor
+
+
+def test_the_parts_of_a_class_with_slots_are_found() -> None:
+    batch = SlottedBatch(seq_batch([3, 5]).features, torch.ones(2))
+    assert [part.name for part in split_batch(batch).tensors][-1] == "batch.label"
+    twin = map_tensors(lambda name, leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf, "batch", batch)
+    assert twin.label.tolist() == [2.0, 2.0]
+    assert batch.label.tolist() == [1.0, 1.0]

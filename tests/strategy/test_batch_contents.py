@@ -41,6 +41,8 @@ def search_without_shortcuts(batch: Any, kinds: type | tuple[type, ...]) -> Iter
             stack.extend(reversed(list(item.values())))
         elif isinstance(item, (list, tuple)):
             stack.extend(reversed(item))
+        elif isinstance(item, Slotted):
+            stack.append(item.part)
         elif hasattr(item, "__dict__"):
             stack.extend(reversed(list(vars(item).values())))
 

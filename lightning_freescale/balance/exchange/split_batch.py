@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.balance.errors import CannotBalance
+from lightning_freescale.batch.contents import attributes
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
 from lightning_freescale.runtime.errors import InputError
 
@@ -204,9 +205,10 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         values = [map_tensors(visit, f"{name}[{at}]", value) for at, value in enumerate(item)]
         return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
-    if hasattr(item, "__dict__"):
+    fields = attributes(item)
+    if fields or hasattr(item, "__dict__"):
         twin = copy.copy(item)
-        for key, value in vars(item).items():
+        for key, value in fields.items():
             if isinstance(item, SeqBatch) and key == "negatives_per_position":
                 continue  # a number that is equal on all ranks
             object.__setattr__(twin, key, map_tensors(visit, f"{name}.{key}", value))  # a dataclass may be frozen
