@@ -151,7 +151,9 @@ class Balancer:
                 cost_fit.planned_ahead = max(cost_fit.planned_ahead, sampler.planned - batches)
         planner = cost_fit.maybe_update(self._steps)
         if planner is not None:
-            if self._fitted is None:
+            if math.isnan(cost_fit.error):
+                log_once("fit_costs: the share of each rank follows measured step times; the costs are not fitted yet")
+            elif self._fitted is None:
                 log_once(
                     f"fit_costs: samples are now balanced by costs fitted to measured step times: {planner.cost_model}, in "
                     f"seconds; the median error of a step is {cost_fit.error:.0%}"

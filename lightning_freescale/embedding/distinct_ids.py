@@ -115,6 +115,6 @@ class DedupTrial:
         self._module._use_index_dedup = repeated >= MIN_REPEATED
         verdict = "each distinct row travels once" if self._module._use_index_dedup else "each id has a row of its own"
         log_once(
-            f"dedup='auto': {self._name}: {repeated:.0%} of the ids of the first batch are repeated, so {verdict} "
+            f"dedup='auto': {self._name}: {repeated:.1%} of the ids of the first batch are repeated, so {verdict} "
             f"(from {MIN_REPEATED:.0%} on, rows travel once)"
         )

@@ -44,7 +44,10 @@ from lightning_freescale.strategy.prepared_batch import (
     start_copy,
     unpack,
 )
-from lightning_freescale.strategy.refusals import refuse_to_move_coupled_samples
+from lightning_freescale.strategy.refusals import (
+    refuse_another_number_of_ranks,
+    refuse_to_move_coupled_samples,
+)
 
 
 class BatchPipeline:
@@ -104,6 +107,9 @@ class BatchPipeline:
     def wrap(self, loader: Any) -> PrefetchLoader:
         """The loader to use in place of the user's ``loader``. A collective."""
         trainer = self._trainer
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, GlobalBatchSampler):
+            refuse_another_number_of_ranks(sampler, trainer.world_size)
         if trainer.training:
             return self._wrap_train_loader(loader)
         return PrefetchLoader(

@@ -269,7 +269,7 @@ class PrefetchLoader:
                 f"rank {', '.join(map(str, ended))}: the loader ended after {batches} batches"
                 f"{' (no samples at all)' if batches == 0 else ''}, while rank {', '.join(map(str, more))} has more. "
                 "Every rank needs the same number of batches: pad or drop the last ones (drop_last=True), or set "
-                "uneven='stop' or uneven='continue' of the strategy."
+                "uneven='stop' or uneven='continue' of the strategy, if it is a train loader."
             )
 
     def join_others(self, step: Callable[[PreparedBatch], None]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale.balance.planner import Planner
+from lightning_freescale.balance.sampler import GlobalBatchSampler
 from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.strategy.checkpoints.host_copies.options import HostCopies
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # These callbacks average all parameters of the model. They cannot average sharded tables.
@@ -64,6 +68,33 @@ def refuse_weight_averaging(trainer: Any) -> None:
             )
 
 
+def check_types(**options: Any) -> None:
+    """Refuse values of other types than those of the strategy's options. A text such as "off" would count as true."""
+    allowed = {
+        "prioritize": ("True, False or 'auto'", lambda value: isinstance(value, bool) or value == "auto"),
+        "monitor": ("True or False", lambda value: isinstance(value, bool)),
+        "fit_costs": ("True, False or a number of steps", lambda value: isinstance(value, int)),
+        "host_copies": ("None or fs.HostCopies(...)", lambda value: value is None or isinstance(value, HostCopies)),
+        "timeout": ("a positive number of seconds, or a timedelta", lambda value: value.total_seconds() > 0),
+    }
+    for name, value in options.items():
+        what, fits = allowed[name]
+        if not fits(value):
+            raise ConfigurationError(f"{name}={value!r}: must be {what}")
+
+
+def check_ddp_options(options: Mapping[str, Any], strategy: type) -> None:
+    """Refuse options that neither DDP knows nor the classes that ``strategy`` is made of, such as Lightning's DDP strategy."""
+    known = {
+        name for kind in (*strategy.__mro__, DistributedDataParallel) for name in inspect.signature(kind).parameters
+    }
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(
+                f"{name}={options[name]!r}: unknown option of the strategy, and of DistributedDataParallel"
+            )
+
+
 def check_options(fit_costs: float, uneven: str, embedding_optimizer: Mapping[str, Any] | None) -> None:
     """Refuse unknown options of the strategy, and options that do not go together."""
     if fit_costs < 0:
@@ -89,6 +120,15 @@ def refuse_to_move_coupled_samples(module: nn.Module, planner: Planner | None, w
         raise ConfigurationError(
             f"balance={planner.mode!r} of the {whose} moves samples between ranks, but {type(module).__name__} declares "
             f"couples_samples = True, so its training would change. Set balance='auto' or 'off' in the {whose}"
+        )
+
+
+def refuse_another_number_of_ranks(sampler: GlobalBatchSampler, world_size: int) -> None:
+    """Refuse a loader of ``SeqRecDataModule`` that was made before the Trainer knew the ranks: all would read all samples."""
+    if sampler.num_replicas != world_size:
+        raise ConfigurationError(
+            f"the loader was made for {sampler.num_replicas} ranks, but there are {world_size}. Pass the data module itself, "
+            "as trainer.fit(model, datamodule=data), and not its loader"
         )
 
 

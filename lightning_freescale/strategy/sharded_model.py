@@ -129,12 +129,14 @@ def _table_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _refuse_tied_tables(module: nn.Module) -> None:
-    """Refuse a parameter of another module that shares memory with a table. Sharding would separate the two."""
-    tables = _table_parameters(module)
-    by_memory = {parameter.data_ptr(): name for name, parameter in tables.items() if parameter.device.type != "meta"}
+    """Refuse a parameter that shares memory with a table of another module. Sharding would separate the two."""
+    by_memory: dict[int, str] = {}
+    for name, parameter in _table_parameters(module).items():
+        if parameter.device.type != "meta" and parameter.numel():
+            by_memory.setdefault(parameter.data_ptr(), name)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         table = by_memory.get(parameter.data_ptr()) if parameter.device.type != "meta" else None
-        if table is not None and name not in tables and parameter.numel():
+        if table is not None and name != table and parameter.numel():
             raise ConfigurationError(
                 f"{name} is tied to the table {table}: sharding would separate the two, and they would train apart. "
                 "Compute the output with rows that are looked up in the table, as a sampled softmax does, or give the "
@@ -143,9 +145,5 @@ def _refuse_tied_tables(module: nn.Module) -> None:
 
 
 def _frozen_tables(module: nn.Module) -> list[str]:
-    """Names of the tables with ``requires_grad=False``."""
-    return [
-        name.removesuffix(".weight").rpartition(".")[2]
-        for name, parameter in _table_parameters(module).items()
-        if not parameter.requires_grad
-    ]
+    """Names of the parameters of the tables with ``requires_grad=False``."""
+    return [name for name, parameter in _table_parameters(module).items() if not parameter.requires_grad]

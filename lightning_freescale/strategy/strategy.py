@@ -42,7 +42,9 @@ from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.prefetch import PREFETCH_DEPTH
 from lightning_freescale.strategy.progress_bar import show_late_values
 from lightning_freescale.strategy.refusals import (
+    check_ddp_options,
     check_options,
+    check_types,
     name_coupled_samples,
     refuse_inexact,
     refuse_model_averaging,
@@ -156,10 +158,14 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         **ddp_kwargs: Any,
     ) -> None:
         refuse_start_method(ddp_kwargs.get("start_method", "popen"))
+        self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        check_types(
+            fit_costs=fit_costs, prioritize=prioritize, host_copies=host_copies, timeout=self._wait, monitor=monitor
+        )
         check_options(fit_costs, uneven, embedding_optimizer)
         check_dedup(dedup)
         parse_wire(wire)
-        self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        check_ddp_options(ddp_kwargs, type(self))
         super().__init__(timeout=self._wait, **ddp_kwargs)
         placement: dict[str, Any] = {
             "sharding": sharding,

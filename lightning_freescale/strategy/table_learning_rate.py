@@ -48,7 +48,7 @@ class TableLearningRates:
         sharded: the sharded model. Its fused optimizer holds one parameter group for each FBGEMM kernel.
         bases: the rate that each of these groups had when the model was sharded.
         explicit: whether the user named a rate for the tables.
-        frozen: names of tables with ``requires_grad=False``. They keep their weights.
+        frozen: names of the parameters of tables with ``requires_grad=False``. They keep their weights.
     """
 
     def __init__(
@@ -66,19 +66,18 @@ class TableLearningRates:
         self._rules = []
         for kernel in self._fused.param_groups:
             held = [name for name in (names.get(id(shards)) for shards in kernel["params"]) if name in parameters]
-            tables = {name.removesuffix(".weight").rpartition(".")[2]: parameters[name] for name in held}
-            self._rules.append(self._rule(kernel, tables, optimizers))
+            self._rules.append(self._rule(kernel, {name: parameters[name] for name in held}, optimizers))
 
     def _rule(
         self, kernel: dict[str, Any], tables: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
     ) -> _Rule:
-        names, base = ", ".join(tables), self._bases[id(kernel)]
+        names, base = ", ".join(map(_table_of, tables)), self._bases[id(kernel)]
         frozen = [name for name in tables if name in self._frozen]
         if frozen:
             if len(frozen) < len(tables):
                 raise ConfigurationError(
-                    f"table {frozen[0]!r} has requires_grad=False, but {names} share one FBGEMM kernel, which updates all "
-                    "of them. Put the frozen table into an EmbeddingCollection of its own"
+                    f"table {_table_of(frozen[0])!r} has requires_grad=False, but {names} share one FBGEMM kernel, which updates "
+                    "all of them. Put the frozen table into an EmbeddingCollection of its own"
                 )
             return _Rule(kernel, names, 0.0, None)
         places = {name: _find(parameter, optimizers) for name, parameter in tables.items()}
@@ -138,6 +137,11 @@ def is_table(parameter: nn.Parameter) -> bool:
 
 def _table_ids(group: Mapping[str, Any]) -> set[int]:
     return {id(parameter) for parameter in group["params"] if is_table(parameter)}
+
+
+def _table_of(parameter: str) -> str:
+    """The name of a table, from the name of its parameter."""
+    return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
 def _find(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
 from tests import toy
@@ -223,3 +224,48 @@ def refused(rank: int, case: str) -> str:
 def test_what_would_silently_be_another_model_is_refused(case: str, words: list[str]) -> None:
     for message in run_ranks(refused, args=(case,)):
         assert all(word in message for word in words), message
+
+
+class TwoItemTables(toy.Model):
+    """Two collections whose tables have the same name. The first one is frozen."""
+
+    tie = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingConfig(name="item", embedding_dim=toy.DIM, num_embeddings=96, feature_names=["clicks"])
+        self.other = EmbeddingCollection(tables=[config])
+        for parameter in self.embeddings.parameters():
+            parameter.requires_grad = False
+        if self.tie:
+            self.other.embeddings["item"].weight = self.embeddings.embeddings["item"].weight
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return super().forward(features) + self.other(features)["clicks"].values().sum()
+
+
+class TwoTiedTables(TwoItemTables):
+    tie = True
+
+
+def fit_two_item_tables(rank: int) -> tuple[dict[str, bool], str]:
+    changed = {}
+    for prioritize in (False, True):
+        module = TwoItemTables()
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        strategy = FreeScaleStrategy(prioritize=prioritize, balance="off", find_unused_parameters=True)
+        toy.trainer(strategy, 2, max_steps=2).fit(module, toy.loader())
+        after = toy.weights(module)
+        changed |= {
+            f"{name} {prioritize}": not torch.equal(after[name], before[name]) for name in before if "item" in name
+        }
+    with pytest.raises(ConfigurationError) as refused:
+        toy.trainer(FreeScaleStrategy(), 2, max_steps=1).fit(TwoTiedTables(), toy.loader())
+    return changed, str(refused.value)
+
+
+def test_a_frozen_table_freezes_no_other_one_of_its_name_and_tables_of_two_collections_are_not_tied() -> None:
+    for changed, message in run_ranks(fit_two_item_tables):
+        assert len(changed) == 4
+        assert all(trained is name.startswith("other") for name, trained in changed.items()), changed
+        assert message.startswith("other.embeddings.item.weight is tied to the table embeddings.embeddings.item.weight")

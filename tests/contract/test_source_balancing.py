@@ -78,3 +78,17 @@ def test_coupled_samples_stay_on_their_rank(tmp_path: Any) -> None:
         assert seen["coupled"] == seen["off"] != seen["default"]
         for message, mode, whose in zip(messages, ("fixed", "zigzag"), ("data module", "strategy"), strict=True):
             assert message.startswith(f"balance='{mode}' of the {whose} moves samples between ranks, but CoupledHSTU")
+
+
+def loader_of_one_rank(rank: int, folder: str) -> str:
+    data = SeqRecDataModule(batch_size=4, max_history=32, cache_dir=folder, synthetic={"users": 48, "items": ITEMS})
+    model = Recorder(ITEMS, embedding_dim=8, num_layers=1, num_heads=2, max_history=32)
+    with pytest.raises(ConfigurationError) as refused:
+        toy.trainer("freescale", 2, max_epochs=1).fit(model, data.train_dataloader())
+    return str(refused.value)
+
+
+def test_a_loader_that_was_made_without_the_trainer_is_refused(tmp_path: Any) -> None:
+    """All ranks would train on the same samples."""
+    for message in run_ranks(loader_of_one_rank, args=(str(tmp_path),)):
+        assert message.startswith("the loader was made for 1 ranks, but there are 2. Pass the data module itself")

@@ -82,3 +82,21 @@ def test_settings_that_cannot_work_are_refused() -> None:
             FreeScaleStrategy(uneven="continue", embedding_optimizer=optimizer)
     with pytest.raises(ConfigurationError, match=r"precision='16-mixed'.*loss scaling"):
         refuse_inexact(None, "16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prioritize": "off"}, "prioritize='off': must be True, False or 'auto'"),
+        ({"monitor": "off"}, "monitor='off': must be True or False"),
+        ({"fit_costs": 0.5}, "fit_costs=0.5: must be True, False or a number of steps"),
+        ({"host_copies": True}, "host_copies=True: must be None or fs.HostCopies"),
+        ({"timeout": 0}, "timeout=datetime.timedelta(0): must be a positive number"),
+        ({"buckets": 3}, "buckets=3: unknown option of the strategy"),
+    ],
+)
+def test_values_that_no_option_has_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        FreeScaleStrategy(**options)
+    assert str(refused.value).startswith(message)
+    FreeScaleStrategy(bucket_cap_mb=10, process_group_backend="gloo", timeout=5, fit_costs=True)
