@@ -94,7 +94,8 @@ class TableLearningRates:
             found = {first}
         which, index = found.pop()
         group = optimizers[which].param_groups[index]
-        configured = group.get("initial_lr", group["lr"])
+        # OneCycleLR begins at a fraction of the user's rate, which it keeps as max_lr.
+        configured = group.get("max_lr", group.get("initial_lr", group["lr"]))
         ids = {id(parameter) for parameter in tables.values()}
         if not self._explicit and ids and {id(parameter) for parameter in group["params"]} <= ids | _table_ids(group):
             base = configured

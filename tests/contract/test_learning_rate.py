@@ -269,3 +269,24 @@ def test_a_frozen_table_freezes_no_other_one_of_its_name_and_tables_of_two_colle
         assert len(changed) == 4
         assert all(trained is name.startswith("other") for name, trained in changed.items()), changed
         assert message.startswith("other.embeddings.item.weight is tied to the table embeddings.embeddings.item.weight")
+
+
+class OneCycle(toy.Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit_one_cycle(rank: int) -> list[float]:
+    rates = Rates()
+    strategy = FreeScaleStrategy(embedding_optimizer={"optimizer": "sgd", "lr": BASE}, balance="off")
+    toy.trainer(strategy, 2, max_steps=9, callbacks=[rates]).fit(OneCycle(), toy.loader())
+    return rates.rates
+
+
+def test_the_highest_rate_of_one_cycle_is_the_rate_of_the_tables() -> None:
+    for rates in run_ranks(fit_one_cycle):
+        assert len(rates) == 9
+        assert max(rates) == pytest.approx(BASE)
+        assert rates[0] == pytest.approx(BASE / 25)  # the default of OneCycleLR
