@@ -18,7 +18,7 @@ from lightning_freescale.balance.exchange.comparison_schedule import ComparisonS
 from lightning_freescale.balance.exchange.local_batches import BatchStatus, LoadedBatch, LocalBatches
 from lightning_freescale.balance.exchange.messages import Announced, RankMessages
 from lightning_freescale.balance.exchange.packing import build_batch, packed_sizes
-from lightning_freescale.balance.exchange.split_batch import Agreement, agree
+from lightning_freescale.balance.exchange.split_batch import Agreement, agree, refuse_places, tensors_of_places
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.runtime.errors import FreeScaleError, InputError
 from lightning_freescale.runtime.log import log_once
@@ -209,7 +209,9 @@ class ExchangeThread:
         split, counts, rows, world = loaded.split, announced.counts, announced.rows, self._messages.world_size
         assert split is not None
         if self._agreement is None:
-            self._agreement = agree(self._messages.gather_objects(split.layout))
+            of_ranks = self._messages.gather_objects((split.layout, tensors_of_places(split)))
+            refuse_places([places for _, places in of_ranks])
+            self._agreement = agree([layout for layout, _ in of_ranks])
         columns = self._agreement.columns
         if rows is None:
             rows = self._messages.gather_rows(_rows_of(loaded, self._agreement), counts)

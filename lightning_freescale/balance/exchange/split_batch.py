@@ -26,6 +26,7 @@ from lightning_freescale.runtime.errors import InputError
 # How many rows of a tensor each sample has: for each key of the tensor, a column of ``SplitBatch.lengths``.
 LengthColumns = tuple[int, ...]
 ONE_ROW_PER_SAMPLE: LengthColumns = (-1,)  # the last column is all ones
+FEWEST_SAMPLES = 3  # of a batch in which values that are places can be told from others
 
 
 class BatchTensor(NamedTuple):
@@ -155,6 +156,38 @@ def _dense_columns(tensor: BatchTensor, split: SplitBatch) -> tuple[LengthColumn
             f"{', '.join(split.length_names) or 'a jagged tensor'}"
         )
     return tuple(fit)
+
+
+def tensors_of_places(split: SplitBatch) -> frozenset[str]:
+    """Names of the dense tensors whose values are places in this batch: the number of the sample of each row, or offsets.
+
+    Such values would be wrong in a batch of other samples. In a batch of few samples other values may look like them.
+    """
+    lengths, samples = split.lengths, np.arange(split.num_samples)
+    ends = lengths[:, :-1].cumsum(axis=0).T
+    patterns = [samples, *ends, *(ends - lengths[:, :-1].T), *(np.repeat(samples, own) for own in lengths[:, :-1].T)]
+    found = set()
+    for tensor in split.tensors:
+        is_jagged = any(name == tensor.name or name.startswith(f"{tensor.name}[") for name in split.length_names)
+        if is_jagged or tensor.rows.ndim != 1 or tensor.rows.is_floating_point() or len(samples) < FEWEST_SAMPLES:
+            continue
+        values = tensor.rows.numpy()
+        if any(np.array_equal(values, pattern) for pattern in patterns):
+            found.add(tensor.name)
+    return frozenset(found)
+
+
+def refuse_places(found: Sequence[frozenset[str]]) -> None:
+    """Raise :class:`CannotBalance` if a tensor has places on all ranks.
+
+    Args:
+        found: :func:`tensors_of_places` of all ranks.
+    """
+    if names := frozenset.intersection(*found):
+        raise CannotBalance(
+            f"{', '.join(sorted(names))}: the values are places in the batch, such as numbers of samples or offsets, which "
+            "would be wrong after samples have moved. Compute them in training_step to have samples balanced"
+        )
 
 
 def agree(layouts: Sequence[BatchLayout]) -> Agreement:
