@@ -85,6 +85,7 @@ def check_types(**options: Any) -> None:
 
 def check_ddp_options(options: Mapping[str, Any], strategy: type) -> None:
     """Refuse options that neither DDP knows nor the classes that ``strategy`` is made of, such as Lightning's DDP strategy."""
+    refuse_start_method(options.get("start_method", "popen"))
     known = {
         name for kind in (*strategy.__mro__, DistributedDataParallel) for name in inspect.signature(kind).parameters
     }

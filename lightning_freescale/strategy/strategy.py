@@ -48,7 +48,6 @@ from lightning_freescale.strategy.refusals import (
     name_coupled_samples,
     refuse_inexact,
     refuse_model_averaging,
-    refuse_start_method,
     refuse_to_move_coupled_samples,
 )
 from lightning_freescale.strategy.sharded_model import ShardedModel, shard_once, was_sharded_with_tables
@@ -157,7 +156,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         monitor: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        refuse_start_method(ddp_kwargs.get("start_method", "popen"))
+        check_ddp_options(ddp_kwargs, type(self))
         self._wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         check_types(
             fit_costs=fit_costs, prioritize=prioritize, host_copies=host_copies, timeout=self._wait, monitor=monitor
@@ -165,14 +164,9 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         check_options(fit_costs, uneven, embedding_optimizer)
         check_dedup(dedup)
         parse_wire(wire)
-        check_ddp_options(ddp_kwargs, type(self))
         super().__init__(timeout=self._wait, **ddp_kwargs)
-        placement: dict[str, Any] = {
-            "sharding": sharding,
-            "plan": plan,
-            "constraints": constraints,
-            "topology": topology,
-        }
+        placement: dict[str, Any] = {"sharding": sharding, "plan": plan}
+        placement |= {"constraints": constraints, "topology": topology}
         check_plan_options(**placement)
         self._shard_options = {**placement, "optimizer": embedding_optimizer, "dedup": dedup, "wire": wire}
         self._balance, self._prioritize, self._transport = balance, prioritize, transport
