@@ -18,7 +18,7 @@ from hypothesis import settings
 from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
-from tests.gpu.clusters import Clusters, one_daemon, runs_of, turn
+from tests.gpu.clusters import Clusters, interrupt_on_sigterm, one_daemon, runs_of, turn
 from tests.gpu.sleeping_waits import sleep_in_waits
 from tests.gpu.workers import FEWEST, Workers, register_reporter
 
@@ -65,6 +65,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     if config.stash[_IS_WORKER] or config.option.collectonly or not torch.cuda.is_available():
         return
+    interrupt_on_sigterm()
     stack = contextlib.ExitStack()
     config.add_cleanup(stack.close)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-tests-", ignore_cleanup_errors=True)))

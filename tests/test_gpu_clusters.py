@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
-from tests.gpu.clusters import Call, Clusters, Run, runs_of, turn
+from tests.gpu.clusters import Call, Clusters, Run, interrupt_on_sigterm, runs_of, turn
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +51,42 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({one["folder"] for one in (last, first, second)}) == 3
     with pytest.raises(AssertionError, match="rank 3 failed"):
         clusters.result(failing)
-    assert sorted(line.split(": ")[1] for line in clusters.describe()) == ["script-1", "script-2"]
+    assert [line.split(": ")[1] for line in clusters.describe()[2:]] == ["script"]
+    assert sorted(line.split(": ")[1] for line in clusters.describe()[:2]) == ["script-1", "script-2"]
     clusters.close()
+
+
+def test_what_runs_is_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> list[str]:
+        (tmp_path / "started").touch()
+        try:
+            time.sleep(60)
+        finally:
+            (tmp_path / "ended").touch()
+        return ["RESULT 1"]
+
+    monkeypatch.setattr(launcher, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        interrupt_on_sigterm()
+        clusters = Clusters([Run("script.py", ("stuck",))], tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    (line,) = clusters.describe()
+    assert line.startswith("not ended after 0 s: ")
+    assert line.endswith("script-stuck")
+    clusters.close()
+    assert (tmp_path / "ended").exists()
+
+
+def test_sigterm_ends_a_session_like_ctrl_c() -> None:
+    program = (
+        "import os, signal; from tests.gpu.clusters import interrupt_on_sigterm as i; i(); os.kill(os.getpid(), 15)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "KeyboardInterrupt" in done.stderr
 
 
 def test_a_call_runs_in_another_process(tmp_path: Path) -> None:

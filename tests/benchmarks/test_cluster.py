@@ -115,6 +115,7 @@ def test_the_timeout_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(ClusterFailed, match=r"timeout after 2 s; still running: \[0, 1\]") as failure:
         run(2, code(LINGER), timeout=2, gpu=False, env={"FOLDER": str(tmp_path)})
     assert failure.value.status == 124
+    assert str(failure.value).count("(most recent call first)") == 2  # the stack of each rank
     wait_until_gone(noted_pids(tmp_path))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 
 HERE = Path(__file__).resolve().parent
 AT_ONCE = max(2, (os.cpu_count() or 1) // 3)  # Most have four ranks, which do not need a core all the time.
+
+TIMEOUT, TIMEOUT_ALONE = 300.0, 150.0  # seconds of a run. Then its ranks print what they wait for, and end.
 
 
 class Run(NamedTuple):
@@ -77,7 +80,8 @@ def result_of(run: Run | Call, folder: Path, variables: Mapping[str, str] | None
     argv = [str(HERE / run.script), *run.arguments]
     env = {"FOLDER": str(folder)} | dict(variables or {})
     try:
-        outputs = launcher.run(run.ranks, argv, timeout=300, reserve_sms=run.alone, env=env)
+        timeout = TIMEOUT_ALONE if run.alone else TIMEOUT
+        outputs = launcher.run(run.ranks, argv, timeout=timeout, reserve_sms=run.alone, env=env)
     except ClusterFailed as failure:  # It cannot be sent to another process.
         raise AssertionError(str(failure)) from None
     return json.loads(next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
@@ -133,6 +137,7 @@ class Clusters:
 
     def __init__(self, runs: Iterable[Run | Call], folder: Path, variables: Mapping[str, str] | None = None):
         self._folder, self._begin = folder, time.monotonic()
+        self._alone: dict[Run | Call, Timed | None] = {}  # None for one that has not ended
         # Processes, because every test changes the environment and the current folder of this one.
         self._pool = ProcessPoolExecutor(AT_ONCE, get_context("fork"))
         self._started: dict[Run | Call, Future] = {}
@@ -147,20 +152,41 @@ class Clusters:
         """The result of a run or call. One that runs alone begins when all others have ended."""
         if run.alone:
             wait(self._started.values())
-            return result_of(run, self._new_folder())
+            self._alone[run] = None
+            self._alone[run] = one = timed(run, self._new_folder(), {})
+            return one.result
         return self._started[run].result().result
 
     def describe(self) -> list[str]:
-        """When each run and call that has succeeded began and ended, in seconds since the first one began."""
+        """When each run and call began and ended, in seconds since the first one began; and those that have not ended.
+
+        Those that have failed are not among them.
+        """
         ended = {run: future.result() for run, future in self._started.items() if _has_succeeded(future)}
+        ended |= {run: one for run, one in self._alone.items() if one is not None}
+        begun = [run for run, future in self._started.items() if not future.done()]
+        begun += [run for run, one in self._alone.items() if one is None]
         return [
             f"{one.begin - self._begin:.0f} to {one.end - self._begin:.0f} s: {name_of(run)}"
             for run, one in sorted(ended.items(), key=lambda entry: entry[1].end)
-        ]
+        ] + [f"not ended after {time.monotonic() - self._begin:.0f} s: {name_of(run)}" for run in begun]
 
     def close(self) -> None:
-        """Do not start what has not been started."""
-        self._pool.shutdown(cancel_futures=True)
+        """Start nothing more, and end what still runs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()  # It ends its ranks, see :func:`interrupt_on_sigterm`.
+        for process in active_children():
+            process.join()
+
+
+def interrupt_on_sigterm() -> None:
+    """Make SIGTERM end this process like Ctrl-C. Processes that are forked from it later do the same.
+
+    Otherwise a session that is ended by a time limit would say neither what has passed nor what was running, and its ranks
+    would stay on the GPU.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _has_succeeded(future: Future) -> bool:

@@ -13,7 +13,9 @@ from contextlib import suppress
 from typing import IO
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+STACKS = "PYTHONFAULTHANDLER"  # environment variable: SIGABRT makes Python print the stacks of all threads
 EXIT_OF_TIMEOUT = 124
+MOST_OUTPUT = 10_000  # characters of the output of a rank in the message after a timeout
 
 
 class ClusterFailed(RuntimeError):
@@ -42,7 +44,7 @@ class RankProcess:
         self.rank = rank
         self.process = subprocess.Popen(
             [sys.executable, *argv],
-            env=dict(env),
+            env={STACKS: "1"} | dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,15 +83,17 @@ def wait_for_all(ranks: list[RankProcess], timeout: float) -> None:
     """Wait until every rank has ended.
 
     Raises:
-        ClusterFailed: a rank failed, or ``timeout`` seconds passed. All ranks have been ended.
+        ClusterFailed: a rank failed, or ``timeout`` seconds passed. All ranks have been ended. After a timeout, the message has
+            the Python stacks of those that were still running.
     """
     deadline = time.monotonic() + timeout
     while None in [rank.process.poll() for rank in ranks]:
         _raise_failure(ranks)
         if time.monotonic() > deadline:
             running = [rank for rank in ranks if rank.process.returncode is None]
+            print_stacks(running)
             end_all(ranks)
-            tails = "\n".join(f"rank {rank.rank}: ...{rank.output()[-2000:]}" for rank in running)
+            tails = "\n".join(f"rank {rank.rank}: ...{rank.output()[-MOST_OUTPUT:]}" for rank in running)
             numbers = [rank.rank for rank in running]
             raise ClusterFailed(f"timeout after {timeout:g} s; still running: {numbers}\n{tails}", EXIT_OF_TIMEOUT)
         time.sleep(0.02)
@@ -102,6 +106,17 @@ def _raise_failure(ranks: list[RankProcess]) -> None:
         if status:
             end_all(ranks)
             raise ClusterFailed(f"rank {rank.rank} ended with status {status}:\n{rank.output()}", status)
+
+
+def print_stacks(ranks: list[RankProcess]) -> None:
+    """Make these ranks print the stacks of their threads, and end. It shows what they wait for."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            rank.process.send_signal(signal.SIGABRT)
+    deadline = time.monotonic() + GRACE
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def end_all(ranks: list[RankProcess]) -> None:
