@@ -11,8 +11,8 @@ compared with the next block of the other variant. Two sets of processes may dif
 comparison is repeated with new processes, and the variants take turns to train first. After the blocks, the work of the host in
 a step is counted: Python calls, torch operators and collectives of the main thread. These counts do not depend on the machine.
 
-On CUDA one GPU acts as a cluster of nodes. There the strategy measures the AllReduce and chooses the size of DDP's buckets. Two
-measurements may differ, so here both variants use one bucket.
+On CUDA one GPU acts as a cluster of nodes. There each training measures the AllReduce and chooses the size of DDP's buckets, as
+it does for every user.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ FIRST_BLOCK_STEPS = (
     FIRST_TRIAL_STEPS + 5
 )  # steps of the first block; for both variants, although only freescale has settings to try
 WAIT = 60.0  # longest wait of a rank for another, seconds
-BUCKET_MEGABYTES = 25.0  # all dense gradients fit into one bucket
 FIGURES_FOLDER = "VARIANTS_FOLDER"  # environment variable of the ranks: where they leave their figures
 TRAINS_FIRST = "TRAINS_FIRST"  # environment variable of the ranks: which of the two variants trains first, 0 or 1
 
@@ -191,7 +190,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
     # The first step after the blocks does not count, because the variants wait for each other there.
     counted = FIRST_BLOCK_STEPS + arguments.steps * arguments.turns + 1
     steps = counted + 2 * arguments.counted + UNCOUNTED_LAST_STEPS
-    job = TrainingJob(device, rank, arguments.ranks, workload, model, steps, WAIT, bucket_megabytes=BUCKET_MEGABYTES)
+    job = TrainingJob(device, rank, arguments.ranks, workload, model, steps, WAIT)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=WAIT))
     if device.type == "cuda":
         check_products(device, rank, dim)

@@ -98,7 +98,6 @@ class TrainingJob:
     timeout: float  # longest wait of a rank for another, seconds
     traces: Path | None = None  # folder for profiler traces
     options: dict[str, Any] = field(default_factory=dict)  # further options of the strategy for the variant "all"
-    bucket_megabytes: float | None = None  # of the strategy's dense gradients; None: each training measures and chooses
     warm_up: int = 0  # number of first steps that do not count
     alternating: int = WARM_UP_STEPS  # number of last warm-up steps that have the lengths of two batches in turn
 
@@ -375,8 +374,6 @@ def freescale(
     """A Lightning Trainer with the strategy: what a user runs, without a logger."""
     model, callback = job.make_model(timestamps), TimestampCallback(timestamps)
     settings: dict[str, Any] = {"timeout": job.timeout, "embedding_optimizer": job.table_optimizer} | options
-    if job.bucket_megabytes is not None:
-        settings["bucket_cap_mb"] = job.bucket_megabytes
     strategy = fs.FreeScaleStrategy(**settings)
     os.environ["WORLD_SIZE"] = str(job.ranks)  # Lightning deletes it at the end of every fit
     trainer = plain_trainer(
