@@ -36,6 +36,8 @@ def pytest_runtest_protocol(item):
 """
 FIRST = """
 import os
+import signal
+import time
 
 import pytest
 
@@ -55,6 +57,11 @@ def test_values(name):
 
 def test_left_out():
     pytest.skip("not today")
+
+
+def test_stuck():  # No signal ends it, as in a wait for a kernel that never ends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(60)
 """
 SECOND = """
 import os
@@ -89,8 +96,12 @@ def session(folder: Path) -> str:
     start = (
         "import os, sys, pytest; os.environ['FIRST_SESSION'] = str(os.getpid()); sys.exit(pytest.main(sys.argv[1:]))"
     )
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-c", start, "-v", "-p", "pytest_timeout"]
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "pytest_timeout",
+    }
+    command = [sys.executable, "-c", start, "-v"]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     return ended.stdout + ended.stderr
 
@@ -104,6 +115,7 @@ def test_results_of_other_processes(tmp_path: Path) -> None:
         f"{first}test_values[a b]": "FAILED",
         f"{first}test_values[c]": "PASSED",
         f"{first}test_left_out": "SKIPPED",
+        f"{first}test_stuck": "FAILED",
         f"{second}test_longer_than_the_limit_of_others": "PASSED",
         f"{second}test_killed": "FAILED",
         f"{second}test_after": "FAILED",  # it has not run
@@ -111,7 +123,8 @@ def test_results_of_other_processes(tmp_path: Path) -> None:
         assert any(line.startswith(f"{name} {outcome}") for line in output.splitlines()), output
     assert "the value is wrong" in output
     assert "the process of this test has ended: -9" in output
-    assert "3 failed, 4 passed, 1 skipped" in output
+    assert "in test_stuck" in output  # the stack of the thread that is stuck
+    assert "4 failed, 4 passed, 1 skipped" in output
 
 
 def test_parts() -> None:

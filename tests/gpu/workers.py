@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, TextIO
 import pytest
 
 PROCESSES = 5
+EXIT_SECONDS = 60.0  # for the end of a process after its last test
 FEWEST = 60  # With fewer tests than this, the start of further processes takes longer than the tests.
 _VARIABLE = "FREESCALE_TEST_REPORTS"  # in a worker: the file for its reports
 
@@ -29,6 +31,10 @@ class Worker(NamedTuple):
     process: subprocess.Popen
     reports: TextIO
     log: Path
+
+    def tail(self) -> str:
+        """The end of what it has printed."""
+        return self.log.read_text()[-5000:]
 
 
 def divide(weights: dict[str, int], parts: int) -> list[list[str]]:
@@ -83,7 +89,8 @@ class Workers:
         names, reports, log = folder / "tests", folder / "reports", folder / "log"
         names.write_text("\n".join(tests))
         reports.touch()
-        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'temporary'}"]
+        # A test that waits for the GPU inside a call is not reached by a signal. A thread prints the stacks and ends the process.
+        options = ["-q", "-p", "no:cacheprovider", "-o", "timeout_method=thread", f"--basetemp={folder / 'temporary'}"]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options, f"@{names}"],
@@ -115,9 +122,7 @@ class Workers:
             if found and found[-1].when == "teardown":
                 return found
             if ended:
-                why = (
-                    f"the process of this test has ended: {worker.process.returncode}\n{worker.log.read_text()[-5000:]}"
-                )
+                why = f"the process of this test has ended: {worker.process.returncode}\n{worker.tail()}"
                 return [pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
             time.sleep(0.05)
 
@@ -135,9 +140,14 @@ class Workers:
             self._arrived.setdefault(report.nodeid, []).append(report)
 
     def wait(self) -> None:
-        """Wait until all processes have ended, so that nothing of theirs is left on the GPU."""
+        """Wait until all processes have ended, so that nothing of theirs is left on the GPU. All tests have been reported."""
         for worker in self._workers:
-            worker.process.wait()
+            try:
+                worker.process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                warnings.warn(pytest.PytestWarning(f"a worker had to be killed:\n{worker.tail()}"), stacklevel=2)
+                worker.process.kill()
+                worker.process.wait()
 
     def close(self) -> None:
         """End what still runs."""
