@@ -58,8 +58,9 @@ class Planner:
             )
 
     @staticmethod
-    def of(balance: str | Planner) -> Planner | None:
+    def of(balance: str | bool | Planner) -> Planner | None:
         """Return the planner for a setting ``balance``: a mode, a planner, or ``"off"``, which gives ``None``."""
+        balance = without_booleans(balance)
         if isinstance(balance, Planner):
             return balance
         return None if balance == "off" else Planner(balance)  # type: ignore[arg-type]  # __post_init__ checks the mode
@@ -96,6 +97,20 @@ class Planner:
         equal_counts = np.ptp(np.bincount(current, minlength=world)) <= 1
         stay = equal_counts and self.shares is None and self.max_tokens is None and before <= (1 + MIN_GAIN) * after
         return current if stay else assigned
+
+
+def without_booleans(balance: str | bool | Planner) -> str | Planner:
+    """A setting ``balance``, with ``"off"`` in the place of ``False``. YAML reads a plain ``off`` as ``False``.
+
+    >>> without_booleans(False)
+    'off'
+    """
+    if balance is True:
+        modes = ", ".join(repr(mode) for mode in PARTITIONS)
+        raise ConfigurationError(
+            f"balance=True does not name a mode (YAML reads a plain `on` as True); choose one of 'auto', {modes}, 'off'"
+        )
+    return "off" if balance is False else balance
 
 
 def _fill_empty_ranks(ranks: NDArray[np.int64], costs: NDArray[np.float64], world: int) -> NDArray[np.int64]:

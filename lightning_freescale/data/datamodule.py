@@ -49,8 +49,8 @@ class SeqRecDataMixin:
         balance: how to assign the samples of a global batch to ranks by their cost. ``"auto"`` follows the setting ``balance``
             of the strategy; other strategies than FreeScale's do not balance. ``"fixed"`` (equal sample counts), ``"variable"``
             (sample counts may differ), ``"zigzag"``, or a :class:`~lightning_freescale.balance.Planner` with more options, hold
-            whatever the strategy. ``"off"`` ignores the cost. The samples of a step are the same in all cases. A stream is not
-            balanced here but by the strategy.
+            whatever the strategy. ``"off"`` or ``False`` ignores the cost. The samples of a step are the same in all cases. A
+            stream is not balanced here but by the strategy.
         num_workers: processes per rank that collate batches; 0 collates in the training process.
         seed: the seed of shuffling and negatives, and of synthetic data.
         num_negatives: sampled negatives that each position of a training sample is scored against.
@@ -86,7 +86,7 @@ class SeqRecDataMixin:
         *,
         batch_size: int,
         max_history: int,
-        balance: str | Planner = "auto",
+        balance: str | bool | Planner = "auto",
         num_workers: int = 0,
         seed: int = 0,
         num_negatives: int = 64,

@@ -58,6 +58,7 @@ Files:
     partial_sums.py     row-wise bags: the requester adds the sums of all ranks
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
+    backward_count.py   finds models that run several backwards through one look-up
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups

@@ -39,6 +39,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups
+from lightning_freescale.embedding.backward_count import watch_backwards
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.prioritized_bags import make_exchange
 from lightning_freescale.embedding.stages import (
@@ -54,6 +55,7 @@ from lightning_freescale.embedding.support import (
     MORE_THAN_ONCE,
     NOT_IN_BATCH,
     OTHER_KEYS,
+    SEVERAL_BACKWARDS,
     UNANNOUNCED_BACKWARD,
     VARIABLE_BATCH_SIZE,
 )
@@ -66,13 +68,15 @@ class ScheduledModule:
     """One module in the schedule: the three batches that it works on, and whether its exchange is prioritized.
 
     The first step is synchronous. It shows which KeyedJaggedTensor of the batch the module is called with. A module that is
-    called with another object, or more than once a step, stays synchronous: prefetched rows could become stale.
+    called with another object, or more than once a step, stays synchronous: prefetched rows could become stale. So does a
+    module that is trained by several backwards in a synchronous step.
 
     Attributes:
         exchange: the operations on the module.
         kjt_index: which KeyedJaggedTensor of the batch the module is called with; None if that is not known yet.
         synchronous_reason: why the module stays synchronous for good; None if it does not.
         active: whether steps are prioritized at present.
+        has_several_backwards: whether more than one backward has run through one synchronous call.
     """
 
     def __init__(self, name: str, exchange: PrioritizedEmbedding):
@@ -80,6 +84,7 @@ class ScheduledModule:
         self.kjt_index: int | None = None
         self.synchronous_reason: str | None = None
         self.active = True
+        self.has_several_backwards = False
         self.keys: list[str] = []  # the features of that KeyedJaggedTensor, in their order
         self.calls: list[KeyedJaggedTensor] = []  # arguments of this step's calls that need gradients
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
@@ -111,7 +116,12 @@ class ScheduledModule:
         output = self._synchronous_forward(self.exchange.module, *args, **kwargs)
         if torch.is_grad_enabled():
             self.exchange.tables.optimizer.continue_count()  # the kernels have counted this call
+            if self.synchronous_reason is None:
+                watch_backwards(output, self._note_several_backwards)
         return output
+
+    def _note_several_backwards(self) -> None:
+        self.has_several_backwards = True
 
     def _reason_against(self, features: KeyedJaggedTensor | None) -> str | None:
         """Why this call cannot use the rows that were fetched for the current batch; None if it can."""
@@ -324,6 +334,8 @@ class ExchangeSchedule:
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.look_ahead()
+            if module.has_several_backwards and module.synchronous_reason is None:
+                module.stay_synchronous(SEVERAL_BACKWARDS)
             if module.kjt_index is None and module.synchronous_reason is None and module.calls:
                 self._learn_features(module)
             if module.synchronous_reason is not None:

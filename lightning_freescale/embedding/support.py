@@ -30,7 +30,16 @@ VARIABLE_BATCH_SIZE = "called with a batch size that varies by feature"
 CHANGED_IDS = "called with ids that were changed in place after the batch was loaded"
 OTHER_KEYS = "called with its features in another order than in the first step"
 UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
-FOUND_IN_TRAINING = (MORE_THAN_ONCE, NOT_IN_BATCH, VARIABLE_BATCH_SIZE, CHANGED_IDS, OTHER_KEYS, UNANNOUNCED_BACKWARD)
+SEVERAL_BACKWARDS = "trained by more than one backward a step"
+FOUND_IN_TRAINING = (
+    MORE_THAN_ONCE,
+    NOT_IN_BATCH,
+    VARIABLE_BATCH_SIZE,
+    CHANGED_IDS,
+    OTHER_KEYS,
+    UNANNOUNCED_BACKWARD,
+    SEVERAL_BACKWARDS,
+)
 
 ACCUMULATION = "micro-batches of gradient accumulation"
 ACCUMULATION_REASON = "their rows are updated together, after the last one"

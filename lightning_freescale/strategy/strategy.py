@@ -17,7 +17,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale.balance.balancer import Balancer
-from lightning_freescale.balance.planner import Planner
+from lightning_freescale.balance.planner import Planner, without_booleans
 from lightning_freescale.bubbles.monitor import BubbleMonitorMixin, add_monitor
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.distinct_ids import check_dedup
@@ -84,8 +84,8 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             ``partial_rowwise_lamb``. It runs inside backward.
             Its learning rate changes in proportion to the rate of the parameter group that holds the table.
         balance: how samples move between ranks, so that all ranks have equal work. ``"fixed"`` keeps sample counts
-            equal, ``"variable"`` does not, ``"zigzag"`` is the paper's fixed batch size, ``"off"`` moves nothing, and a
-            :class:`~lightning_freescale.balance.Planner` sets everything. ``"auto"`` is ``"fixed"`` for models with
+            equal, ``"variable"`` does not, ``"zigzag"`` is the paper's fixed batch size, ``"off"`` or ``False`` moves nothing,
+            and a :class:`~lightning_freescale.balance.Planner` sets everything. ``"auto"`` is ``"fixed"`` for models with
             tables whose samples are independent, and ``"off"`` otherwise. It applies to train loaders that are not
             balanced at the source, as those of ``SeqRecDataModule`` are. The global batch of a step stays the same.
         fit_costs: learn the cost of a sample (and with ``"variable"`` the speed of each rank) from the compute times of
@@ -142,7 +142,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         constraints: Mapping[str, ParameterConstraints] | None = None,
         topology: Topology | None = None,
         embedding_optimizer: Mapping[str, Any] | None = None,
-        balance: Literal["auto", "fixed", "variable", "zigzag", "off"] | Planner = "auto",
+        balance: Literal["auto", "fixed", "variable", "zigzag", "off"] | bool | Planner = "auto",
         fit_costs: bool | int = False,
         prioritize: bool | Literal["auto"] = "auto",
         dedup: bool | Literal["auto"] = False,
@@ -169,13 +169,13 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         placement |= {"constraints": constraints, "topology": topology}
         check_plan_options(**placement)
         self._shard_options = {**placement, "optimizer": embedding_optimizer, "dedup": dedup, "wire": wire}
-        self._balance, self._prioritize, self._transport = balance, prioritize, transport
+        self._balance, self._prioritize, self._transport = without_booleans(balance), prioritize, transport
         check_format(checkpoint)
         self._uneven, self._monitor = uneven, monitor
         self._checkpoint_format, self._host_copies = checkpoint, host_copies
         self.timeline = Timeline()
         self._balancer = Balancer(
-            "fixed" if balance == "auto" else balance,
+            "fixed" if self._balance == "auto" else self._balance,
             timeout=self._wait,
             every=FIT_INTERVAL if fit_costs is True else int(fit_costs),
             prefetched=PREFETCH_DEPTH,
@@ -325,7 +325,8 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             explicit="lr" in (self._shard_options["optimizer"] or {}),
             frozen=self._sharded_model.frozen,
         )
-        self._rates.follow(self._module, self.optimizers)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self._rates.follow(self._module, self.optimizers, schedulers)
         self._table_positions = take_tables_out(self.optimizers, self._sharded.fused_optimizer.params.values())
 
     def _act_on_request(self, request: Request) -> None:

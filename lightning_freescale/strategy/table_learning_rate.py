@@ -8,16 +8,20 @@ change theirs. The rate of a table is::
 The group of a table is the parameter group that the user put the table into, or the first group of the first
 optimizer. The base is the ``lr`` of ``embedding_optimizer``. If that option names none, a group that holds tables alone
 gives its own rate, and 0.02 is the default.
+
+The configured rate of a group is the one with which the user made the optimizer. ``OneCycleLR`` and ``CyclicLR`` replace it
+when they are made. Their configured rate is ``max_lr``, so the base is the highest rate of the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from lightning_freescale.runtime import lightning_compat as compat
@@ -58,9 +62,17 @@ class TableLearningRates:
         self._bases = {id(group): base for group, base in zip(self._fused.param_groups, bases, strict=True)}
         self._explicit, self._frozen = explicit, frozenset(frozen)
         self._rules: list[_Rule] = []
+        self._schedulers: Sequence[Any] = ()
 
-    def follow(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Note which group of ``optimizers`` each table follows. Call it before tables are taken out of the groups."""
+    def follow(self, module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+        """Note which group of ``optimizers`` each table follows. Call it before tables are taken out of the groups.
+
+        Args:
+            module: the sharded model.
+            optimizers: the user's optimizers.
+            schedulers: the user's schedulers of these optimizers.
+        """
+        self._schedulers = schedulers
         parameters = dict(module.named_parameters())
         names = {id(shards): name for name, shards in self._fused.params.items()}
         self._rules = []
@@ -94,8 +106,7 @@ class TableLearningRates:
             found = {first}
         which, index = found.pop()
         group = optimizers[which].param_groups[index]
-        # OneCycleLR begins at a fraction of the user's rate, which it keeps as max_lr.
-        configured = group.get("max_lr", group.get("initial_lr", group["lr"]))
+        configured = _configured_rate(optimizers[which], index, self._schedulers)
         ids = {id(parameter) for parameter in tables.values()}
         if not self._explicit and ids and {id(parameter) for parameter in group["params"]} <= ids | _table_ids(group):
             base = configured
@@ -129,6 +140,24 @@ def log_table_rates(trainer: Any, rates: TableLearningRates) -> None:
     trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in values.items()})
     for logger in trainer.loggers:
         logger.log_metrics(values, step=compat.logging_step(trainer))
+
+
+def _configured_rate(optimizer: Optimizer, index: int, schedulers: Sequence[Any]) -> float:
+    """The rate of a parameter group at which its tables have their own rate."""
+    for scheduler in _single_schedulers(schedulers):
+        # CyclicLR begins at base_lr and writes it into the group as initial_lr. Only the scheduler itself knows max_lr.
+        if isinstance(scheduler, CyclicLR) and scheduler.optimizer is optimizer:
+            return float(scheduler.max_lrs[index])
+    group = optimizer.param_groups[index]
+    # OneCycleLR begins at a fraction of the user's rate, which it keeps as max_lr.
+    return group.get("max_lr", group.get("initial_lr", group["lr"]))
+
+
+def _single_schedulers(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """``schedulers``, with those that a SequentialLR or a ChainedScheduler is made of in its place."""
+    for scheduler in schedulers:
+        parts = getattr(scheduler, "_schedulers", None)
+        yield from (scheduler,) if parts is None else _single_schedulers(parts)
 
 
 def is_table(parameter: nn.Parameter) -> bool:

@@ -73,6 +73,9 @@ def test_samples_stay_if_a_move_gains_too_little() -> None:
 
 def test_settings() -> None:
     assert Planner.of("off") is None
+    assert Planner.of(False) is None
+    with pytest.raises(ConfigurationError, match="balance=True does not name a mode"):
+        Planner.of(True)
     assert Planner.of("zigzag") == Planner("zigzag")
     assert Planner.of(own := Planner("variable", max_tokens=10)) is own
     with pytest.raises(

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_freescale import FreeScaleStrategy
+from lightning_freescale import FreeScaleStrategy, SeqRecDataModule
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -40,6 +40,8 @@ CLASS = """
       timeout: 30
 """
 WITH_DDP_OPTIONS = CLASS + "      find_unused_parameters: true\n      bucket_cap_mb: 3\n"
+PLAIN_OFF = CLASS.replace('"off"', "off")  # which YAML reads as False
+PLAIN_ON = CLASS.replace('"off"', "on")
 DEFAULTS = "{class_path: lightning_freescale.FreeScaleStrategy}"
 
 
@@ -65,15 +67,13 @@ def fit_by_script(strategy: FreeScaleStrategy) -> toy.Model:
 
 
 def compare(rank: int) -> None:
+    options: dict[str, Any] = {"sharding": "table_wise", "embedding_optimizer": {"optimizer": "sgd", "lr": 0.1}}
     for text, strategy in (
         ("freescale", FreeScaleStrategy()),
         (DEFAULTS, FreeScaleStrategy()),
-        (
-            CLASS,
-            FreeScaleStrategy(
-                sharding="table_wise", embedding_optimizer={"optimizer": "sgd", "lr": 0.1}, balance="off"
-            ),
-        ),
+        (CLASS, FreeScaleStrategy(**options, balance="off")),
+        (PLAIN_OFF, FreeScaleStrategy(**options, balance="off")),
+        (CLASS, FreeScaleStrategy(**options, balance=False)),
     ):
         _, by_file = fit_by_file(rank, text)
         assert toy.same(toy.weights(by_file), toy.weights(fit_by_script(strategy))), text
@@ -87,3 +87,27 @@ def compare(rank: int) -> None:
 
 def test_a_configuration_file_trains_as_a_script() -> None:
     run_ranks(compare)
+
+
+def parse(text: str, folder: Path) -> Any:
+    path = folder / "configuration.yaml"
+    path.write_text(text)
+    return LightningCLI(toy.Model, SeqRecDataModule, save_config_callback=None, run=False, args=["--config", str(path)])
+
+
+def test_a_plain_off_turns_the_balancing_of_the_data_module_off(tmp_path: Path) -> None:
+    data = parse("data: {batch_size: 2, max_history: 8, balance: off}", tmp_path).datamodule
+    assert (data.planner, data.follows_strategy) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CONFIGURATION.replace("{strategy}", PLAIN_ON) + "data: {batch_size: 2, max_history: 8}\n",
+        "data: {batch_size: 2, max_history: 8, balance: on}",
+    ],
+    ids=["strategy", "data module"],
+)
+def test_a_plain_on_names_no_mode_of_balancing(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"balance=True does not name a mode.*'fixed'"):
+        parse(text, tmp_path)

@@ -271,22 +271,78 @@ def test_a_frozen_table_freezes_no_other_one_of_its_name_and_tables_of_two_colle
         assert message.startswith("other.embeddings.item.weight is tied to the table embeddings.embeddings.item.weight")
 
 
-class OneCycle(toy.Model):
+# ---- schedulers that begin below the highest rate --------------------------------------------------------------------
+HIGHEST = 0.5  # of the dense parameters, in all cases
+
+
+def schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
+    rules = torch.optim.lr_scheduler
+    if name == "one cycle":
+        return rules.OneCycleLR(optimizer, max_lr=HIGHEST, total_steps=10)
+    if name == "cyclic":  # it replaces the rate of the optimizer by base_lr
+        return rules.CyclicLR(optimizer, 0.05, HIGHEST, step_size_up=3, cycle_momentum=False)
+    if name == "warm restarts":
+        return rules.CosineAnnealingWarmRestarts(optimizer, T_0=4)
+    warm_up = rules.LinearLR(optimizer, start_factor=0.01, total_iters=3)
+    if name == "warm-up":
+        return warm_up
+    if name == "warm-up and cyclic":
+        later = rules.CyclicLR(optimizer, 0.05, HIGHEST, step_size_up=3, cycle_momentum=False)
+    else:
+        later = rules.CosineAnnealingLR(optimizer, T_max=6)
+    return rules.SequentialLR(optimizer, [warm_up, later], milestones=[3])
+
+
+STARTS = {
+    "one cycle": 1 / 25,  # the default of OneCycleLR
+    "cyclic": 1 / 10,
+    "warm restarts": 1.0,
+    "warm-up": 1 / 100,
+    "warm-up and cyclic": 1 / 1000,  # to base_lr
+    "warm-up and cosine": 1 / 100,
+}
+
+
+class Scheduled(toy.Model):
+    def __init__(self, name: str, own_group: bool):
+        super().__init__()
+        self.name, self.own_group = name, own_group
+
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        groups = [{"params": self.head.parameters()}, {"params": self.embeddings.parameters()}]
+        made_with = 0.05 if "cyclic" in self.name else HIGHEST
+        optimizer = torch.optim.SGD(groups if self.own_group else self.parameters(), lr=made_with)
+        return [optimizer], [{"scheduler": schedule(self.name, optimizer), "interval": "step"}]
 
 
-def fit_one_cycle(rank: int) -> list[float]:
-    rates = Rates()
-    strategy = FreeScaleStrategy(embedding_optimizer={"optimizer": "sgd", "lr": BASE}, balance="off")
-    toy.trainer(strategy, 2, max_steps=9, callbacks=[rates]).fit(OneCycle(), toy.loader())
-    return rates.rates
+class BothRates(Rates):
+    """Notes the rate of the dense parameters, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense: list[float] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        super().on_before_backward(trainer, module, loss)
+        self.dense.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
 
 
-def test_the_highest_rate_of_one_cycle_is_the_rate_of_the_tables() -> None:
-    for rates in run_ranks(fit_one_cycle):
-        assert len(rates) == 9
-        assert max(rates) == pytest.approx(BASE)
-        assert rates[0] == pytest.approx(BASE / 25)  # the default of OneCycleLR
+def scheduled_rates(rank: int) -> list[tuple[list[float], list[float], list[float]]]:
+    """For each scheduler: the dense rates, those of tables with a rate of their own, and those of tables in a group alone."""
+    found = []
+    for name in STARTS:
+        explicit, own = BothRates(), BothRates()
+        for rates, options in ((explicit, {"optimizer": "sgd", "lr": BASE}), (own, {"optimizer": "sgd"})):
+            strategy = FreeScaleStrategy(embedding_optimizer=options, balance="off", prioritize=False)
+            toy.trainer(strategy, 2, max_steps=9, callbacks=[rates]).fit(Scheduled(name, rates is own), toy.loader())
+        found.append((explicit.dense, explicit.rates, own.rates))
+    return found
+
+
+def test_the_highest_rate_of_a_schedule_is_the_rate_of_the_tables() -> None:
+    for found in run_ranks(scheduled_rates):
+        for (name, start), (dense, tables, own) in zip(STARTS.items(), found, strict=True):
+            assert dense[0] == pytest.approx(HIGHEST * start), name
+            assert max(dense) == pytest.approx(HIGHEST), name
+            assert tables == pytest.approx([BASE * rate / HIGHEST for rate in dense]), name
+            assert own == pytest.approx(dense), name

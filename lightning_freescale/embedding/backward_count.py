@@ -1,0 +1,47 @@
+"""Finds models that run several backwards through one look-up, for example one for each of two losses.
+
+TorchRec updates the tables in every backward. The prioritized exchange has only one update in a step, so it must know such
+models before it starts. Its first steps are synchronous, and there the backwards are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+
+def watch_backwards(output: Any, on_second: Callable[[], None]) -> None:
+    """Call ``on_second`` in each backward after the first one that runs through ``output`` and so updates the tables.
+
+    All ranks find the same: every such backward exchanges gradients with all of them. A backward that stops at the rows, as
+    ``torch.autograd.grad(loss, rows)`` does, updates nothing and is not counted.
+
+    Args:
+        output: what a sharded collection returned in a synchronous call. It may still be on its way.
+        on_second: is called in the thread of the backward.
+    """
+    backwards: set[int] = set()
+
+    def count(_: Any) -> None:
+        backwards.add(torch._C._current_graph_task_id())  # the features of one backward have the same number
+        if len(backwards) > 1:
+            on_second()
+
+    def watch(arrived: Any) -> Any:
+        for node in {tensor.grad_fn for tensor in _tensors(arrived)}:
+            if node is not None:  # a hook of the tensor would also see backwards that stop there
+                node.register_prehook(count)
+        return arrived
+
+    output.callbacks.append(watch)
+
+
+def _tensors(arrived: Any) -> list[Tensor]:
+    """Bags, or the rows of each feature."""
+    if isinstance(arrived, KeyedTensor):
+        return [arrived.values()]
+    return [rows.values() for rows in arrived.values()]
