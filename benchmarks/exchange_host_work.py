@@ -38,7 +38,8 @@ from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.host_counters import PythonCalls, TorchOperators
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.embedding.gradient_return import GradientReturn
-from lightning_freescale.embedding.schedule import ExchangeSchedule, ScheduledModule
+from lightning_freescale.embedding.schedule import ExchangeSchedule
+from lightning_freescale.embedding.scheduled_module import ScheduledModule
 from lightning_freescale.models import HSTU
 from lightning_freescale.strategy.prefetch import PrefetchLoader
 

@@ -58,7 +58,9 @@ Files:
     partial_sums.py     row-wise bags: the requester adds the sums of all ranks
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
+    scheduled_module.py the part of one module in it, and why it may stay synchronous
     backward_count.py   finds models that run several backwards through one look-up
+    table_watch.py      finds user code that changes tables between two steps
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups

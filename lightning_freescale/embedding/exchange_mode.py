@@ -124,7 +124,7 @@ class ExchangeMode:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
-                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline)
+                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, gather)
                 if self._before_update is not None:
                     for module in self.schedule.modules:
                         module.exchange.gradients.before_update = self._before_update

@@ -83,6 +83,7 @@ class GradientReturn:
         self._pacer = HostPacer(tables.device)
         self.on_unannounced_backward: Callable[[ComputingBatch], None] | None = None  # calls expect()
         self.before_update: Callable[[RowKind], None] = lambda kind: None  # called before rows of one kind are updated
+        self.on_update: Callable[[], None] = lambda: None  # called when rows of any kind are updated
         self._expected: ReturningBatch | None = None  # this step's batch, from before its backward until after it
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
 
@@ -205,6 +206,7 @@ class GradientReturn:
         if kind not in batch.transfers:
             return
         self.before_update(kind)
+        self.on_update()
         optimizer, settings = self._tables.optimizer, batch.computing.settings
         present_rates = optimizer.learning_rates()
         other_rates = settings.learning_rates != present_rates

@@ -31,6 +31,7 @@ CHANGED_IDS = "called with ids that were changed in place after the batch was lo
 OTHER_KEYS = "called with its features in another order than in the first step"
 UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
 SEVERAL_BACKWARDS = "trained by more than one backward a step"
+CHANGED_TABLES = "changed by user code between steps; call trainer.strategy.flush() on all ranks before each change"
 FOUND_IN_TRAINING = (
     MORE_THAN_ONCE,
     NOT_IN_BATCH,
@@ -39,6 +40,7 @@ FOUND_IN_TRAINING = (
     OTHER_KEYS,
     UNANNOUNCED_BACKWARD,
     SEVERAL_BACKWARDS,
+    CHANGED_TABLES,
 )
 
 ACCUMULATION = "micro-batches of gradient accumulation"

@@ -282,21 +282,17 @@ def choose_checkpoint(trainer: Any, choose: Callable[[Any, bool | None], Any]) -
     connector.resume_start = resume_start
 
 
-def call_after_batches(trainer: Any, action: Callable[..., None]) -> Any:
-    """Call ``action(trainer, module, output, batch, index)`` after every training batch, after the ``ModelCheckpoint`` callbacks.
-
-    Returns:
-        The callback, for :func:`remove_callback`.
-    """
+def add_callback(trainer: Any, first: bool = False, **hooks: Callable[..., Any]) -> Any:
+    """Add a callback with these hooks, before all others or after all of them. Returns it, for :func:`remove_callback`."""
     # The class of the Trainer may be the user's own. That of its connector is always Lightning's.
     package, _, _ = type(trainer._checkpoint_connector).__module__.partition(".trainer")
-    callback = importlib.import_module(f"{package}.callbacks").LambdaCallback(on_train_batch_end=action)
-    trainer.callbacks.append(callback)
+    callback = importlib.import_module(f"{package}.callbacks").LambdaCallback(**hooks)
+    trainer.callbacks.insert(0 if first else len(trainer.callbacks), callback)
     return callback
 
 
 def remove_callback(trainer: Any, callback: Any) -> None:
-    """Remove what :func:`call_after_batches` has added."""
+    """Remove what :func:`add_callback` has added."""
     trainer.callbacks[:] = [other for other in trainer.callbacks if other is not callback]
 
 

@@ -37,6 +37,7 @@ class StepHooks(CheckpointHooks):
     control: Control | None
     _is_overridden: Callable[[str, object], bool]
     _accumulation: GradientAccumulation
+    _completing: Any = None  # The callback of :meth:`complete_tables_for_callbacks`.
     _balancer: Balancer
     _exchange_mode: ExchangeMode
     _pipeline: BatchPipeline
@@ -156,18 +157,37 @@ class StepHooks(CheckpointHooks):
             self.schedule.after_backward()
         if self._has_tables:
             self._accumulation.end_backward()
+        if self.schedule is not None:
+            self.schedule.end_step()
 
     def flush(self) -> None:
-        """Apply every pending gradient of the tables. Call it on all ranks before you read the tables in a callback."""
+        """Apply every pending gradient of the tables, and drop rows of the next step that have been read.
+
+        Call it on all ranks before you read or change the tables in a callback.
+        """
+        self.complete_tables()
+        if self.schedule is not None:
+            self.schedule.discard()
+
+    def complete_tables(self) -> None:
+        """Apply every pending gradient of the tables."""
         if self.schedule is not None:
             self.schedule.flush()
         self.before_tables_change()
+
+    def complete_tables_for_callbacks(self, trainer: Any) -> None:
+        """Let callbacks see complete tables when a validation starts and the training ends: they come before the strategy."""
+
+        def complete(*_: Any) -> None:
+            self.complete_tables()
+
+        self._completing = compat.add_callback(trainer, first=True, on_validation_start=complete, on_train_end=complete)
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._has_tables:
             assert self.control is not None
-            self.flush()
+            self.complete_tables()
             self.control.check_losses()  # A save whose losses are not finite has failed. The loss is the reason.
         self.finish_saves()
         if self._has_tables:
@@ -178,7 +198,7 @@ class StepHooks(CheckpointHooks):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.flush()
+        self.complete_tables()
         self._exchange_mode.stop_clock()
         self._validation_steps = table_optimizer.steps(self._module)
 

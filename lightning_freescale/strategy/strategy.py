@@ -274,6 +274,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self._signals = SignalRequests(trainer, self.control, self.launcher, self._sigterm_exception)
             show_late_values(trainer)
             self._exchange_mode.open(self._module, self.root_device, self.control.gather, self._copies, self.timeline)
+            self.complete_tables_for_callbacks(trainer)
             self._expert_group.open(self._module)
         self.setup_precision_plugin()
 
@@ -389,4 +390,5 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         call_all(parts, after_failure=self._failed)
         if self.lightning_module is not None:
             compat.limit_prepare_data(self._module.trainer, None)
+            compat.remove_callback(self._module.trainer, self._completing)
         self._copies, self._in_run = None, False

@@ -209,7 +209,7 @@ def test_the_checkpoint_of_a_resume_can_be_chosen(pl: Any, tmp_path: Path) -> No
     assert (asked, begins) == ([None], [0, 2, 2])
 
 
-def test_an_action_after_each_batch(pl: Any, tmp_path: Path) -> None:
+def test_callbacks_before_and_after_all_others(pl: Any, tmp_path: Path) -> None:
     steps: list[Any] = []
 
     class Save(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -226,11 +226,13 @@ def test_an_action_after_each_batch(pl: Any, tmp_path: Path) -> None:
         "callbacks": [Save(tmp_path)],
     }
     trainer = OwnTrainer(accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=2, **options)
-    callback = compat.call_after_batches(trainer, lambda trainer, module, out, batch, i: steps.append(i))
+    last = compat.add_callback(trainer, on_train_batch_end=lambda trainer, module, out, batch, i: steps.append(i))
+    first = compat.add_callback(trainer, first=True, on_train_batch_end=lambda *_: steps.append("first"))
     trainer.fit(make_model(pl), Loader())
-    assert steps == ["save", 0, "save", 1]
-    compat.remove_callback(trainer, callback)
-    assert callback not in trainer.callbacks
+    assert steps == ["first", "save", 0, "first", "save", 1]
+    for callback in (first, last):
+        compat.remove_callback(trainer, callback)
+        assert callback not in trainer.callbacks
     assert any(isinstance(other, Save) for other in trainer.callbacks)
 
 

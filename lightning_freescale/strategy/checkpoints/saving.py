@@ -48,7 +48,7 @@ class CheckpointSaving(TableCopies):
         if self._copying or (self._format == "sharded" and self._saves_asynchronously):
             self.complete_copies()
             if not self._copies_late():
-                self.flush()
+                self.complete_tables()
             control.check_ranks("a save")  # The thread of the save does the other checks before it writes.
         elif not is_interrupted(module.trainer):
             self._flush_and_check()
@@ -70,7 +70,7 @@ class CheckpointSaving(TableCopies):
     def _flush_and_check(self) -> None:
         """Apply what is pending. Raise on every rank if the weights are invalid: a checkpoint must never hold them."""
         assert self.control is not None
-        self.flush()
+        self.complete_tables()
         if self.root_device.type == "cuda":  # After this, all work that was queued behind a failed transfer has run.
             torch.cuda.synchronize(self.root_device)
         failure = failed_transfer()

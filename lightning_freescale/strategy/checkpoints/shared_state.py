@@ -63,7 +63,7 @@ class CheckpointState(_Base):
         """The user's LightningModule. The strategy implements it."""
         raise NotImplementedError
 
-    def flush(self) -> None:
+    def complete_tables(self) -> None:
         """Apply every pending gradient of the tables. The strategy implements it."""
         raise NotImplementedError
 

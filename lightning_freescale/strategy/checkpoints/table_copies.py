@@ -63,7 +63,7 @@ class TableCopies(CheckpointState):
     def complete_copies(self) -> None:
         """Bring copies that wait for the next backward forward: something else comes before it. A collective."""
         if self._open_copies:
-            self.flush()
+            self.complete_tables()
 
     def _note_update(self, kind: RowKind) -> None:
         """A prioritized step is about to update rows of ``kind``.

@@ -48,7 +48,7 @@ class HostCopyHooks(CheckpointSaving, CheckpointLoading):
         self._copy_hosts = Hosts(control.gather(identity), control.rank)
         self._copy_place, self._copy_saves, self._last_copied = place, BackgroundSaves(), 0
         compat.choose_checkpoint(trainer, self._choose_checkpoint)
-        self._copy_callback = compat.call_after_batches(trainer, self._copy_if_due)
+        self._copy_callback = compat.add_callback(trainer, on_train_batch_end=self._copy_if_due)
 
     # ---- make --------------------------------------------------------------------------------------------------------
     def _copy_if_due(self, trainer: Any, *batch: Any) -> None:
