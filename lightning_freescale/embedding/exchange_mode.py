@@ -26,6 +26,7 @@ from lightning_freescale.embedding.support import (
     SINGLE_RANK,
     reason_against_prioritizing,
 )
+from lightning_freescale.embedding.table_watch import Gather
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.runtime.process_groups import is_open, leave
@@ -101,7 +102,7 @@ class ExchangeMode:
         self,
         model: nn.Module,
         device: torch.device,
-        gather: Callable[[Any], list[Any]],
+        gather: Gather,
         copies: SideStream | None,
         timeline: Timeline,
     ) -> None:

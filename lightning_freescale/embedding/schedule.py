@@ -38,7 +38,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
 from lightning_freescale.embedding.prioritized_bags import make_exchange
-from lightning_freescale.embedding.scheduled_module import Gather, ScheduledModule
+from lightning_freescale.embedding.scheduled_module import ScheduledModule
 from lightning_freescale.embedding.stages import ReturningBatch
 from lightning_freescale.embedding.support import (
     MORE_THAN_ONCE,
@@ -47,6 +47,7 @@ from lightning_freescale.embedding.support import (
     SEVERAL_BACKWARDS,
     VARIABLE_BATCH_SIZE,
 )
+from lightning_freescale.embedding.table_watch import Gather
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.streams import SideStream
 

@@ -29,11 +29,9 @@ from lightning_freescale.embedding.support import (
     NOT_IN_BATCH,
     UNANNOUNCED_BACKWARD,
 )
-from lightning_freescale.embedding.table_watch import TableWatch
+from lightning_freescale.embedding.table_watch import Gather, TableWatch
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
-
-Gather = Callable[[Any], list[Any]]  # gathers a value of every rank
 
 
 class ScheduledModule:
@@ -102,6 +100,7 @@ class ScheduledModule:
 
     def _refuse_changed_tables(self, watch: TableWatch) -> None:
         """If user code has changed the tables since the last step: raise if that was too late, else stay synchronous."""
+        agreed = watch.agrees
         if not watch.found_change():
             return
         if self.exchange.gradients.has_late or isinstance(self.current, FetchingBatch):
@@ -110,7 +109,8 @@ class ScheduledModule:
                 "first step were not applied then, and rows of the second step had been read. Call trainer.strategy.flush() on "
                 "all ranks before each change, or set prioritize=False"
             )
-        self.stay_synchronous(CHANGED_TABLES)
+        if agreed:  # otherwise other ranks may not know; this step reads the tables as they are
+            self.stay_synchronous(CHANGED_TABLES)
 
     def _note_several_backwards(self) -> None:
         self.has_several_backwards = True
@@ -132,6 +132,8 @@ class ScheduledModule:
         self._discarded = False
         exchange.redo_ahead()
         if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
+            if self.watch is not None:
+                self.watch.settle()
             exchange.gradients.apply_late()
             self.drop()
             exchange.resume()
@@ -216,7 +218,7 @@ class ScheduledModule:
         gradients, watch = self.exchange.gradients, self.watch
         pending = gradients.has_late
         if watch is not None and pending:
-            watch.before_late_updates()
+            watch.settle()
         gradients.apply_late()
         self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # the caller reads the tables on the current stream

@@ -24,6 +24,8 @@ from lightning_freescale.embedding.local_tables import CACHING
 from lightning_freescale.embedding.table_optimizer import kernels_in
 from lightning_freescale.runtime.streams import SideStream
 
+Gather = Callable[..., list[Any]]  # gathers a value of every rank; ``what`` is the name of the gather in errors
+WHAT = "the comparison of tables before a look-up"
 CHECKED_STEPS = 16  # first steps, in which values are compared
 SAMPLED_ROWS = 32  # the first rows of a table, its last rows, and rows between them: as many of each
 _SAME_BITS = {4: torch.int32, 2: torch.int16}  # a NaN is not equal to itself, its bits are
@@ -40,7 +42,7 @@ class TableWatch:
         gather: gathers a value of every rank. All ranks make the same calls.
     """
 
-    def __init__(self, collection: Any, stream: SideStream, gather: Callable[[Any], list[Any]]):
+    def __init__(self, collection: Any, stream: SideStream, gather: Gather):
         self._stream, self._gather = stream, gather
         self._trained = False  # before the first step, changes are right
         self._steps = 0  # of which values were compared
@@ -52,16 +54,17 @@ class TableWatch:
             self._tables = [table.detach() for kernel in kernels for table in kernel.split_embedding_weights()]
         self._versions: list[int] | None = None  # None if the tables may be changed
         self._rows: list[Tensor] | None = None  # None if no values were kept
-        self._changed = False  # found before gradients were applied
+        self._changed = False  # what :meth:`settle` has found
 
     def step_ended(self) -> None:
         """A step has queued its updates. From now on until :meth:`found_change`, only user code changes the tables."""
         self._trained = True
-        self._note(values=self._steps < CHECKED_STEPS)
+        self._note(values=self.agrees)
 
-    def before_late_updates(self) -> None:
-        """Pending gradients are about to be applied. They should have come before a change of the tables."""
+    def settle(self) -> None:
+        """The exchange works on the tables now. Remember whether user code has changed them before."""
         self._changed = self._changed or self._differs()
+        self.forget()
 
     def flushed(self, updated: bool) -> None:
         """No gradients are pending, because a validation comes, for example. Its callbacks may change tables and restore them.
@@ -76,19 +79,21 @@ class TableWatch:
         """Until the next step or flush, changes are right."""
         self._versions = self._rows = None
 
-    def found_change(self) -> bool:
-        """Whether user code has changed the tables. All ranks call it before the look-up of a step.
+    @property
+    def agrees(self) -> bool:
+        """Whether :meth:`found_change` will have the same answer on all ranks. It has in the first steps."""
+        return self._steps < CHECKED_STEPS
 
-        In the first steps the answer is the same on all ranks.
-        """
+    def found_change(self) -> bool:
+        """Whether user code has changed the tables. All ranks call it before the look-up of a step."""
         if not self._watched:
             return False
         changed = self._changed or self._differs()
         self.forget()
         self._changed = False
-        if self._steps < CHECKED_STEPS:
+        if self.agrees:
             self._steps += 1
-            changed = any(self._gather(changed))
+            changed = any(self._gather(changed, what=WHAT))
         return changed
 
     def _note(self, values: bool) -> None:

@@ -243,15 +243,19 @@ class Control:
         self._requeues_done = max(self._requeues_done, requeues)
         return Request.REQUEUE if new else Request.NONE
 
-    def gather(self, value: Any, group: Any = None) -> list[Any]:
-        """``value`` of every rank, in rank order. A collective of ``group``, by default the group of agreements."""
+    def gather(self, value: Any, group: Any = None, what: str = "a gather") -> list[Any]:
+        """``value`` of every rank, in rank order. A collective of ``group``, by default the group of agreements.
+
+        Args:
+            what: the name of the gather in errors.
+        """
         if self.world_size == 1:
             return [value]
-        self.check_ranks("a gather")
+        self.check_ranks(what)
         try:
             return gather_objects(value, group or self.group)
         except RuntimeError as error:
-            raise self.missing_ranks("a gather", error) from error
+            raise self.missing_ranks(what, error) from error
 
     # ---- failures of other ranks -----------------------------------------------------------------------------------
     @property

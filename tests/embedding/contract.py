@@ -99,6 +99,8 @@ PINNED = {
     "_parameters": nn.Module,
     "_schema": torch._ops.OpOverload,
     "_execution_engine": torch.autograd.Variable,
+    "_C": torch,
+    "_current_graph_task_id": torch._C,
 }
 # Options of the output that the module holds as ``_<name>``. Each release has some of them.
 OUTPUT_OPTIONS = {"use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"}
@@ -137,6 +139,21 @@ def check_names(rank: int, world: int) -> None:
     check_dedup_can_be_turned_off(world)
     check_model_parallel(world)
     check_ids(rank, world)
+    check_backward_numbers()
+
+
+def check_backward_numbers() -> None:
+    """All parts of one backward have the same number, and another one than the backward before."""
+    value = torch.ones(1, requires_grad=True)
+    numbers: list[int] = []
+    for _ in range(2):
+        twice, thrice = value * 2, value * 3
+        for product in (twice, thrice):
+            product.grad_fn.register_prehook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        (twice + thrice).backward()
+    first, second = numbers[:2], numbers[2:]
+    assert len(set(first)) == len(set(second)) == 1, "_current_graph_task_id"
+    assert first[0] != second[0]
 
 
 def check_row_wise_ids(module: ShardedEmbeddingCollection, kind: str, world: int) -> None:

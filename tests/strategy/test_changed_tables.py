@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale import FreeScaleError, FreeScaleStrategy
-from lightning_freescale.embedding import table_watch
+from lightning_freescale.embedding import mode_trial, table_watch
 from lightning_freescale.embedding.support import CHANGED_TABLES
 from lightning_freescale.embedding.table_watch import TableWatch
 from tests import toy
@@ -159,6 +159,16 @@ def test_tables_that_user_code_changes_are_exchanged_synchronously(callbacks: An
     same, found = both(callbacks, "auto", **options)
     assert same
     assert found["reasons"] == {CHANGED_TABLES}
+
+
+def test_a_late_change_between_synchronous_steps_is_right() -> None:
+    """Only one rank knows of it, so the exchange stays as it is."""
+    step = mode_trial.TRIAL_WARM_UP_STEPS + 2 * mode_trial.BLOCK_STEPS + 1  # within the second synchronous block
+    assert table_watch.CHECKED_STEPS < step < STEPS
+    same, found = both([Change(clear_first_row, every=step)], "auto")
+    assert same
+    assert not found["reasons"]
+    assert found["prioritized"] > 0
 
 
 def _fit_unwatched(rank: int, prioritize: bool) -> dict[str, Any]:

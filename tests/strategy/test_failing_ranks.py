@@ -8,15 +8,24 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embedding.table_watch import CHECKED_STEPS
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
 
 class Stuck(toy.Model):
+    at = 2
+
     def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
+        if self.global_rank == 1 and self.trainer.global_step == self.at:
             time.sleep(60)
         return super().training_step(batch, batch_idx)
+
+
+class StuckLater(Stuck):
+    """After the steps in which the ranks ask each other whether the tables have changed."""
+
+    at = CHECKED_STEPS + 1
 
 
 class Failing(toy.Model):
@@ -30,12 +39,22 @@ def fit_broken(rank: int, model: type) -> None:
     toy.trainer(FreeScaleStrategy(timeout=3), 2).fit(model(), toy.loader())
 
 
-def test_a_stuck_rank_is_an_error_within_the_timeout() -> None:
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Stuck,
+            "rank 0: waited for the comparison of tables before a look-up; rank 1 is missing: stuck or dead for 3 s",
+        ),
+        (StuckLater, f"rank 0 of 2, step {StuckLater.at}: rank 1 is missing: stuck or dead for 3 s"),
+    ],
+)
+def test_a_stuck_rank_is_an_error_within_the_timeout(model: type, message: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        run_ranks(fit_broken, args=(Stuck,))
+        run_ranks(fit_broken, args=(model,))
     assert list(failure.value.errors) == [0]
-    assert "rank 0 of 2, step 2: rank 1 is missing: stuck or dead for 3 s" in failure.value.errors[0]
+    assert message in failure.value.errors[0]
     assert time.monotonic() - start < 30
 
 

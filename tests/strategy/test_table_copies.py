@@ -24,8 +24,8 @@ def prioritized_saves(
 ) -> tuple[list[int], list[str]]:
     """The step in whose backward each copy of the tables began, and the calls of ``flush`` before the end of the training."""
     device_copy.SMALL_BYTES = 0  # The tables of the test count as large.
-    copy_tables, flush = FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush
-    began, flushes = [], []
+    copy_tables, complete = FreeScaleStrategy.copy_tables, FreeScaleStrategy.complete_tables
+    began, completed = [], []
 
     def noted(self: Any) -> None:
         began.extend(self._module.trainer.global_step for _ in self._open_copies)
@@ -34,18 +34,19 @@ def prioritized_saves(
             for copy in self._open_copies:
                 copy.protect()
 
-    def noted_flush(self: Any) -> None:
+    def noted_completion(self: Any) -> None:
         if not self._module.trainer.should_stop and self._module.trainer.global_step < 12:
-            flushes.append(f"step {self._module.trainer.global_step}")
-        flush(self)
+            completed.append(f"step {self._module.trainer.global_step}")
+        complete(self)
 
-    FreeScaleStrategy.copy_tables, FreeScaleStrategy.flush = noted, noted_flush  # type: ignore[method-assign]
+    FreeScaleStrategy.copy_tables = noted  # type: ignore[method-assign]
+    FreeScaleStrategy.complete_tables = noted_completion  # type: ignore[method-assign]
     if not applies_late:
         ExchangeMode.apply_late = lambda self: self.table_streams  # type: ignore[method-assign]
     if reads:
         toy.Model.on_save_checkpoint = lambda self, checkpoint: None  # type: ignore[method-assign]
     train(rank, folder, "sharded", True, prioritize=True, optimizer=optimizer)
-    return began, flushes
+    return began, completed
 
 
 def test_a_save_of_a_prioritized_training_waits_for_the_next_backward(tmp_path: Path) -> None:
@@ -65,8 +66,8 @@ def test_a_save_of_a_prioritized_training_waits_for_the_next_backward(tmp_path: 
 
 
 def test_a_hook_that_may_read_the_tables_gets_complete_ones(tmp_path: Path) -> None:
-    for _, flushes in run_ranks(prioritized_saves, args=(str(tmp_path), "adagrad", True, True)):
-        assert flushes == ["step 4", "step 8"]
+    for _, completed in run_ranks(prioritized_saves, args=(str(tmp_path), "adagrad", True, True)):
+        assert completed == ["step 4", "step 8"]
 
 
 def _synchronous_saves(rank: int, folder: str, optimizer: str) -> None:
