@@ -155,8 +155,8 @@ class GradientReturn:
 
     @property
     def has_late(self) -> bool:
-        """Whether the previous step's exclusive rows are still to be updated."""
-        return self._late is not None
+        """Whether rows of the previous step are still to be updated."""
+        return self._late is not None and any(EXCLUSIVE in sets for sets in self._late.row_sets)
 
     def send_late(self) -> None:
         """Send the gradients of the previous step's exclusive rows, unless they have been sent."""

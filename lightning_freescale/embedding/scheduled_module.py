@@ -104,13 +104,21 @@ class ScheduledModule:
         if not watch.found_change():
             return
         if self.exchange.gradients.has_late or isinstance(self.current, FetchingBatch):
-            raise FreeScaleError(
-                f"{self.name}: user code has changed its tables between two steps, on this rank or another one. Gradients of the "
-                "first step were not applied then, and rows of the second step had been read. Call trainer.strategy.flush() on "
-                "all ranks before each change, or set prioritize=False"
-            )
+            raise self._changed_too_late()
         if agreed:  # otherwise other ranks may not know; this step reads the tables as they are
             self.stay_synchronous(CHANGED_TABLES)
+
+    def _refuse_change_before_updates(self) -> None:
+        """Before gradients of the last step are applied: raise if user code has changed tables since that step."""
+        if self.watch is not None and self.exchange.gradients.has_late and self.watch.differs():
+            raise self._changed_too_late()
+
+    def _changed_too_late(self) -> FreeScaleError:
+        return FreeScaleError(
+            f"{self.name}: user code has changed its tables after a step, on this rank or another one. Gradients of the step "
+            "were not applied then, and rows of the next step had been read. Call trainer.strategy.flush() on all ranks before "
+            "each change, or set prioritize=False"
+        )
 
     def _note_several_backwards(self) -> None:
         self.has_several_backwards = True
@@ -132,8 +140,9 @@ class ScheduledModule:
         self._discarded = False
         exchange.redo_ahead()
         if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
-            if self.watch is not None:
-                self.watch.settle()
+            self._refuse_change_before_updates()
+            if self.watch is not None:  # without pending gradients a change is right, because all rows are read now
+                self.watch.forget()
             exchange.gradients.apply_late()
             self.drop()
             exchange.resume()
@@ -215,15 +224,13 @@ class ScheduledModule:
         """Apply the gradients that have not been applied."""
         self.after_backward()  # does nothing, unless the backward was not announced
         self.look_ahead()
-        gradients, watch = self.exchange.gradients, self.watch
-        pending = gradients.has_late
-        if watch is not None and pending:
-            watch.settle()
-        gradients.apply_late()
+        self._refuse_change_before_updates()
+        pending = self.exchange.gradients.has_late
+        self.exchange.gradients.apply_late()
         self.exchange.undo_ahead()
         self.exchange.table_stream.join()  # the caller reads the tables on the current stream
-        if watch is not None:
-            watch.flushed(updated=pending)
+        if self.watch is not None:
+            self.watch.flushed(updated=pending)
 
     def discard(self) -> None:
         """After a flush: drop the rows of the next step, so that the caller may change the tables. A collective."""

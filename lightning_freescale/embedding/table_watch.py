@@ -54,17 +54,11 @@ class TableWatch:
             self._tables = [table.detach() for kernel in kernels for table in kernel.split_embedding_weights()]
         self._versions: list[int] | None = None  # None if the tables may be changed
         self._rows: list[Tensor] | None = None  # None if no values were kept
-        self._changed = False  # what :meth:`settle` has found
 
     def step_ended(self) -> None:
         """A step has queued its updates. From now on until :meth:`found_change`, only user code changes the tables."""
         self._trained = True
         self._note(values=self.agrees)
-
-    def settle(self) -> None:
-        """The exchange works on the tables now. Remember whether user code has changed them before."""
-        self._changed = self._changed or self._differs()
-        self.forget()
 
     def flushed(self, updated: bool) -> None:
         """No gradients are pending, because a validation comes, for example. Its callbacks may change tables and restore them.
@@ -72,7 +66,7 @@ class TableWatch:
         Args:
             updated: whether gradients were applied just now.
         """
-        if self._trained and (updated or (self._rows is None and not self._differs())):
+        if self._trained and (updated or (self._rows is None and not self.differs())):
             self._note(values=True)
 
     def forget(self) -> None:
@@ -88,25 +82,24 @@ class TableWatch:
         """Whether user code has changed the tables. All ranks call it before the look-up of a step."""
         if not self._watched:
             return False
-        changed = self._changed or self._differs()
+        changed = self.differs()
         self.forget()
-        self._changed = False
         if self.agrees:
             self._steps += 1
             changed = any(self._gather(changed, what=WHAT))
         return changed
 
-    def _note(self, values: bool) -> None:
-        if self._watched:
-            self._versions = [table._version for table in self._tables]
-            self._rows = self._sample() if values else None
-
-    def _differs(self) -> bool:
-        """Whether the tables differ from what was noted."""
+    def differs(self) -> bool:
+        """Whether the tables on this rank differ from what they were at the last step or flush."""
         if self._rows is not None:  # values that were changed and restored are right
             with self._stream.work():  # that of the samples
                 return not all(map(_same_bits, self._rows, self._sample()))
         return self._versions is not None and self._versions != [table._version for table in self._tables]
+
+    def _note(self, values: bool) -> None:
+        if self._watched:
+            self._versions = [table._version for table in self._tables]
+            self._rows = self._sample() if values else None
 
     def _sample(self) -> list[Tensor]:
         """``[3 * SAMPLED_ROWS, D]`` of each table: its first and last rows, and some between them."""

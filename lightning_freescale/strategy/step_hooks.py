@@ -176,12 +176,16 @@ class StepHooks(CheckpointHooks):
         self.before_tables_change()
 
     def complete_tables_for_callbacks(self, trainer: Any) -> None:
-        """Let callbacks see complete tables when a validation starts and the training ends: they come before the strategy."""
+        """Let callbacks see complete tables when a validation starts and an epoch or the training ends.
+
+        Their hooks are called before those of the strategy, and an epoch may end early.
+        """
 
         def complete(*_: Any) -> None:
             self.complete_tables()
 
-        self._completing = compat.add_callback(trainer, first=True, on_validation_start=complete, on_train_end=complete)
+        hooks = dict.fromkeys(("on_validation_start", "on_train_epoch_end", "on_train_end"), complete)
+        self._completing = compat.add_callback(trainer, first=True, **hooks)
 
     def on_train_end(self) -> None:
         super().on_train_end()

@@ -61,6 +61,11 @@ class Change(pl.Callback):
             self.change(module)
 
 
+class ChangeBetweenEpochs(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        halve(module)
+
+
 class Swap(pl.Callback):
     """Validates with other weights, as callbacks with averaged weights do, and restores the weights afterwards."""
 
@@ -172,7 +177,7 @@ def test_a_late_change_between_synchronous_steps_is_right() -> None:
 
 
 def _fit_unwatched(rank: int, prioritize: bool) -> dict[str, Any]:
-    TableWatch.found_change = lambda self: False  # type: ignore[method-assign]
+    TableWatch.differs = lambda self: False  # type: ignore[method-assign]
     return fit(rank, prioritize, [Change(halve, every=4)])
 
 
@@ -189,11 +194,12 @@ def test_the_comparison_can_fail() -> None:
         ([Change(halve, every=3, flush=True)], {}),
         ([Change(halve_data, every=3, flush=True)], {"bags": True}),
         ([Swap()], {}),
+        ([ChangeBetweenEpochs()], {}),
         ([], {}),
     ],
-    ids=["flushed", "flushed bags", "restored", "not changed"],
+    ids=["flushed", "flushed bags", "restored", "between epochs", "not changed"],
 )
-def test_changes_after_a_flush_and_restored_tables_are_right(callbacks: Any, options: Any) -> None:
+def test_changes_that_are_right_leave_the_exchange_prioritized(callbacks: Any, options: Any) -> None:
     same, found = both(callbacks, True, **options)
     assert same
     assert not found["reasons"]
@@ -221,8 +227,8 @@ def test_a_flush_within_a_step_makes_that_step_synchronous() -> None:
 
 @pytest.mark.parametrize(
     ("change", "step"),
-    [(halve_data, 7), (halve, table_watch.CHECKED_STEPS + 2), (halve, 20)],
-    ids=["early", "late", "before a validation"],
+    [(halve_data, 7), (halve, table_watch.CHECKED_STEPS + 2), (halve, 15), (halve, STEPS)],
+    ids=["early", "late", "before a validation", "after the last step"],
 )
 def test_a_change_that_comes_too_late_is_an_error(change: Any, step: int) -> None:
     with pytest.raises(AssertionError) as failure:
@@ -231,5 +237,5 @@ def test_a_change_that_comes_too_late_is_an_error(change: Any, step: int) -> Non
     assert errors.keys() == {0, 1}
     for text in errors.values():
         assert FreeScaleError.__name__ in text
-        assert "embeddings: user code has changed its tables between two steps" in text
+        assert "embeddings: user code has changed its tables after a step" in text
         assert "trainer.strategy.flush() on all ranks" in text.replace('"\n', "")
