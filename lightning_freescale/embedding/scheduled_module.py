@@ -235,7 +235,7 @@ class ScheduledModule:
     def discard(self) -> None:
         """After a flush: drop the rows of the next step, so that the caller may change the tables. A collective."""
         if self.watch is not None:
-            self.watch.forget()  # a change before the flush is not forgotten
+            self.watch.forget()
         if isinstance(self.current, FetchingBatch):
             self.drop()
             self._discarded = True
