@@ -109,6 +109,28 @@ def same(a: Any, b: Any) -> bool:
     return a["losses"] == b["losses"] and a["validated"] == b["validated"] and toy.same(a["state"], b["state"])
 
 
+class Halve(pl.Callback):
+    """Halves the rows of all tables after some steps. With the prioritized exchange, later batches have rows by then."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step in (3, 4, 8):
+            trainer.strategy.flush()  # type: ignore[attr-defined]
+            for value in module.state_dict().values():
+                for shard in value.local_shards() if hasattr(value, "local_shards") else ():
+                    if shard.tensor.is_floating_point():
+                        with torch.no_grad():
+                            shard.tensor.mul_(0.5)
+
+
+def fit_and_halve(rank: int, prioritize: bool) -> Any:
+    return fit(rank, 2, {"prioritize": prioritize}, {"callbacks": [Halve()]})
+
+
+def test_tables_may_be_changed_after_a_flush() -> None:
+    synchronous, prioritized = (run_ranks(fit_and_halve, args=(prioritize,)) for prioritize in (False, True))
+    assert all(same(*pair) for pair in zip(synchronous, prioritized, strict=True))
+
+
 VALIDATING = {"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 1}
 
 
