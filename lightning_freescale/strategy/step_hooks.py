@@ -16,6 +16,7 @@ from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
+from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.gradient_places import backward_of_training_step
 from lightning_freescale.strategy import loss_weighting
 from lightning_freescale.strategy.accumulation import GradientAccumulation
@@ -25,6 +26,8 @@ from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.progress_bar import show_last_values
 from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
+
+FLUSH = "trainer.strategy.flush() on all ranks"
 
 
 class StepHooks(CheckpointHooks):
@@ -163,11 +166,21 @@ class StepHooks(CheckpointHooks):
     def flush(self) -> None:
         """Apply every pending gradient of the tables, and drop rows of the next step that have been read.
 
-        Call it on all ranks before you read or change the tables in a callback.
+        Call it on all ranks before you read or change the tables in a callback. It waits for all ranks.
         """
+        if self.schedule is None:
+            self.complete_tables()
+            return
+        assert self.control is not None
+        calls = self.control.gather(
+            FLUSH, what=FLUSH
+        )  # A rank that is alone would exchange other rows than the others.
+        if any(call != FLUSH for call in calls):
+            raise FreeScaleError(
+                f"rank {self.global_rank}: trainer.strategy.flush() must be called on all ranks, in one step"
+            )
         self.complete_tables()
-        if self.schedule is not None:
-            self.schedule.discard()
+        self.schedule.discard()
 
     def complete_tables(self) -> None:
         """Apply every pending gradient of the tables."""

@@ -219,6 +219,25 @@ def test_callbacks_see_complete_tables_at_the_end_of_the_training() -> None:
     assert all(torch.equal(a, b) for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
 
 
+class FlushesAlone(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == table_watch.CHECKED_STEPS + 2 and trainer.global_rank == 0:
+            trainer.strategy.flush()  # type: ignore[attr-defined]
+
+
+def _flush_alone(rank: int) -> None:
+    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=3)
+    toy.trainer(strategy, 2, callbacks=[FlushesAlone()]).fit(toy.Model(), toy.loader(40))
+
+
+def test_a_flush_on_one_rank_alone_is_an_error() -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(_flush_alone, every_error=True)
+    errors = failure.value.errors  # type: ignore[attr-defined]
+    assert errors.keys() == {0, 1}
+    assert "rank 0: waited for trainer.strategy.flush() on all ranks" in errors[0]
+
+
 def test_a_flush_within_a_step_makes_that_step_synchronous() -> None:
     same, found = both([], True, model=ChangesAfterFlush)
     assert same
