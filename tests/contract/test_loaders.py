@@ -32,7 +32,11 @@ def strategy(name: str, **options: Any) -> Any:
     if name == "ddp":
         return "ddp"
     return FreeScaleStrategy(
-        prioritize=name == "prioritized", embedding_optimizer=SGD, sharding="row_wise", balance="off", **options
+        prioritize=name != "synchronous",
+        embedding_optimizer=SGD,
+        sharding="row_wise",
+        balance="fixed" if name == "balanced" else "off",
+        **options,
     )
 
 

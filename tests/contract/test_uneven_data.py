@@ -65,15 +65,16 @@ def continued(rank: int, world: int) -> DataLoader:
 
 def test_uneven_data_continue_with_empty_ranks_or_stop_with_the_shortest() -> None:
     truth = run_ranks(fit, 1, args=("ddp", 1, continued))[0]["weights"]
-    for name in ("synchronous", "prioritized"):
+    for name in ("synchronous", "prioritized", "balanced"):
         result = run_ranks(_fit_uneven, 2, args=(name, "continue"))
         assert [len(part["losses"]) for part in result] == [6, 6]
         for key, value in truth.items():
             torch.testing.assert_close(result[0]["weights"][key], value, rtol=1e-4, atol=1e-6)
-    stopped = run_ranks(_fit_uneven, 2, args=("prioritized", "stop"))
-    assert [len(part["losses"]) for part in stopped] == [4, 4]
-    with pytest.raises(RankFailed, match="uneven='continue'"):
-        run_ranks(_fit_uneven, 2, args=("prioritized", "error"))
+    for name in ("prioritized", "balanced"):
+        stopped = run_ranks(_fit_uneven, 2, args=(name, "stop"))
+        assert [len(part["losses"]) for part in stopped] == [4, 4]
+        with pytest.raises(RankFailed, match="uneven='continue'"):
+            run_ranks(_fit_uneven, 2, args=(name, "error"))
 
 
 def _fit_uneven(rank: int, name: str, uneven: str) -> dict[str, Any]:

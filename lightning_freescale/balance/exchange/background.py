@@ -20,7 +20,7 @@ from lightning_freescale.balance.exchange.messages import Announced, RankMessage
 from lightning_freescale.balance.exchange.packing import build_batch, packed_sizes
 from lightning_freescale.balance.exchange.split_batch import Agreement, agree, refuse_places, tensors_of_places
 from lightning_freescale.balance.planner import Planner
-from lightning_freescale.runtime.errors import FreeScaleError, InputError
+from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
 
 READY_BATCHES = 2  # balanced batches that the thread prepares in advance of the training
@@ -153,10 +153,10 @@ class ExchangeThread:
         statuses = announced.statuses
         if not {BatchStatus.LOADED, BatchStatus.NOT_SEPARABLE}.issuperset(statuses.tolist()):
             if not_loaded is None:
-                self._ready.put(loaded.error or self._reason_to_stop(loaded.status, statuses))
+                self._ready.put(self._without_others(loaded, statuses))
             if (statuses == BatchStatus.END_OF_DATA).all():
                 self.balanced_at_end = self._schedule.balanced
-            return False
+            return self.unbalanced is not None
         try:
             if (inseparable := np.flatnonzero(statuses == BatchStatus.NOT_SEPARABLE)).size:
                 raise loaded.error or CannotBalance(f"samples cannot be separated on rank {_join(inseparable)}")
@@ -184,17 +184,23 @@ class ExchangeThread:
         self._ready.put(_SkipBatches(count))
         return self._skipping_ended.get()
 
-    def _reason_to_stop(self, own: BatchStatus, statuses: NDArray[np.int64]) -> BaseException | None:
-        """Return the exception for a batch that not all ranks have; ``None`` if the iteration just ends here."""
-        if own in (BatchStatus.END_OF_DATA, BatchStatus.CLOSED):
-            return None
+    def _without_others(self, loaded: LoadedBatch, statuses: NDArray[np.int64]) -> ReadyBatch | BaseException | None:
+        """Return what the training gets in place of a batch that not all ranks have; ``None`` if the iteration ends here.
+
+        If the data of other ranks have ended, this rank trains its remaining batches as they were loaded. The caller of this
+        loader decides what becomes of them.
+        """
+        if loaded.status in (BatchStatus.END_OF_DATA, BatchStatus.CLOSED, BatchStatus.FAILED):
+            return loaded.error
         if (failed := np.flatnonzero(statuses == BatchStatus.FAILED)).size:
             return PeerFailed(f"batch {self._batch_number}: not loaded on rank {_join(failed)}; see the error there")
         ended = np.flatnonzero((statuses == BatchStatus.END_OF_DATA) | (statuses == BatchStatus.CLOSED))
-        return InputError(
-            f"the loader ended after {self._batch_number} batches on rank {_join(ended)}, while rank "
-            f"{self._messages.rank} has more; every rank needs the same number of batches: pad or drop the last ones"
-        )
+        self.unbalanced = f"the data of rank {_join(ended)} ended after {self._batch_number} batches"
+        if not self._batches.closed:
+            log_once(f"balance: {self.unbalanced}; the other ranks train the rest of the epoch as they load it")
+        self._batch_number += 1
+        batch = pin_memory(loaded.batch) if self._pin_memory else loaded.batch
+        return ReadyBatch(batch, loaded.state, compared=True)
 
     def _exchange(self, loaded: LoadedBatch, announced: Announced) -> tuple[Any, int]:
         """Assign the samples of all ranks to ranks, and send them there. All ranks call this together.

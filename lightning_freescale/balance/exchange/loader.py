@@ -45,11 +45,12 @@ class ExchangeLoader:
     tells which types can be split.
 
     If a rank has no batch and others have one, all ranks learn it before any sample moves. A rank that failed raises its
-    own exception when the training asks for that batch; the other ranks raise :class:`PeerFailed`. If the samples of a batch
+    own exception when the training asks for that batch; the other ranks raise :class:`PeerFailed`. If the data of a rank have
+    ended, its iteration ends, and the other ranks yield their remaining batches as they load them. If the samples of a batch
     cannot be separated, all ranks train this batch and all later ones where they were loaded, and log the reason.
 
     Args:
-        loader: any iterable of local batches in host memory, of the same length on every rank. Its attributes are
+        loader: any iterable of local batches in host memory. Its attributes are
             attributes of this loader, too. Two threads load batches from it, but never at the same time.
         group: a gloo process group that nothing else uses.
         planner: assigns samples to ranks. A new one may be set at any time; it is used as soon as all ranks have it.

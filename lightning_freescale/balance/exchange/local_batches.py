@@ -63,6 +63,10 @@ class LocalBatches:
         """Report every further batch as ``CLOSED``. Any thread may call this."""
         self._closed.set()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def load(self, check: bool = False) -> LoadedBatch:
         """Load the next batch. It is not split, and it is checked only on demand."""
         if self._closed.is_set():
