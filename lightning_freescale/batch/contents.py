@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -61,3 +65,13 @@ def find_tensors(batch: Any) -> Iterable[Tensor]:
             yield part
         else:
             yield from (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a dense tensor in host memory, ``[n]``. They are a copy if the tensor is not contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def checksum(tensor: Tensor) -> int:
+    """A checksum of the bytes of a dense tensor in host memory, equal in all processes."""
+    return zlib.crc32(bytes_of(tensor))

@@ -13,6 +13,9 @@ communication uses host memory and a gloo process group of its own. For every ba
 If samples stay on their rank for many batches in a row, the ranks skip these steps for most batches
 (``comparison_schedule.py``). The training thread then loads the skipped batches itself, as it would without balancing.
 
+At the first batch the ranks also look for values that must not move with the samples (``places.py``). If they find some, all
+samples stay on their rank.
+
 Files: ``loader.py`` is the loader that the training iterates. ``background.py`` is the thread behind it, which runs the
 steps above. The other files are one step each.
 """

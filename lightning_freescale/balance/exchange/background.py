@@ -18,7 +18,8 @@ from lightning_freescale.balance.exchange.comparison_schedule import ComparisonS
 from lightning_freescale.balance.exchange.local_batches import BatchStatus, LoadedBatch, LocalBatches
 from lightning_freescale.balance.exchange.messages import Announced, RankMessages
 from lightning_freescale.balance.exchange.packing import build_batch, packed_sizes
-from lightning_freescale.balance.exchange.split_batch import Agreement, agree, refuse_places, tensors_of_places
+from lightning_freescale.balance.exchange.places import FixedTensors, refuse_to_move
+from lightning_freescale.balance.exchange.split_batch import Agreement, agree
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.log import log_once
@@ -195,7 +196,7 @@ class ExchangeThread:
         if (failed := np.flatnonzero(statuses == BatchStatus.FAILED)).size:
             return PeerFailed(f"batch {self._batch_number}: not loaded on rank {_join(failed)}; see the error there")
         ended = np.flatnonzero((statuses == BatchStatus.END_OF_DATA) | (statuses == BatchStatus.CLOSED))
-        self.unbalanced = f"the data of rank {_join(ended)} ended after {self._batch_number} batches"
+        self.unbalanced = f"the data of rank {_join(ended)} have ended"
         if not self._batches.closed:
             log_once(f"balance: {self.unbalanced}; the other ranks train the rest of the epoch as they load it")
         self._batch_number += 1
@@ -215,9 +216,9 @@ class ExchangeThread:
         split, counts, rows, world = loaded.split, announced.counts, announced.rows, self._messages.world_size
         assert split is not None
         if self._agreement is None:
-            of_ranks = self._messages.gather_objects((split.layout, tensors_of_places(split)))
-            refuse_places([places for _, places in of_ranks])
+            of_ranks = self._messages.gather_objects((split.layout, FixedTensors.of(split)))
             self._agreement = agree([layout for layout, _ in of_ranks])
+            refuse_to_move([fixed for _, fixed in of_ranks])
         columns = self._agreement.columns
         if rows is None:
             rows = self._messages.gather_rows(_rows_of(loaded, self._agreement), counts)

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.balance.errors import CannotBalance
-from lightning_freescale.batch.contents import attributes
+from lightning_freescale.batch.contents import attributes, find_parts
 from lightning_freescale.batch.seq_batch import HISTORY, SeqBatch
-from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.errors import FreeScaleError, InputError
 
 # How many rows of a tensor each sample has: for each key of the tensor, a column of ``SplitBatch.lengths``.
 LengthColumns = tuple[int, ...]
 ONE_ROW_PER_SAMPLE: LengthColumns = (-1,)  # the last column is all ones
-FEWEST_SAMPLES = 3  # of a batch in which values that are places can be told from others
 
 
 class BatchTensor(NamedTuple):
@@ -36,11 +38,13 @@ class BatchTensor(NamedTuple):
         name: its place in the batch, for messages.
         rows: ``[T, ...]``. If the tensor has several keys, the rows of the first key come first.
         columns: each entry is a possible way to assign the rows to samples. Several may fit a dense tensor.
+        is_dense: whether it is not part of a jagged tensor.
     """
 
     name: str
     rows: Tensor
     columns: tuple[LengthColumns, ...]
+    is_dense: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -112,7 +116,7 @@ def split_batch(batch: Any) -> SplitBatch:
     def visit(name: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             dense.append(len(tensors))
-            tensors.append(BatchTensor(name, _on_host(name, leaf), ()))
+            tensors.append(BatchTensor(name, _on_host(name, leaf), (), is_dense=True))
             return leaf
         keys, lengths = _jagged_lengths(name, leaf)
         own_columns = tuple(range(len(length_names), len(length_names) + len(keys)))
@@ -128,7 +132,14 @@ def split_batch(batch: Any) -> SplitBatch:
             tensors.append(BatchTensor(f"{name} weights", _on_host(name, weights), (own_columns,)))
         return leaf
 
-    map_tensors(visit, "batch", batch)
+    try:
+        map_tensors(visit, "batch", batch)
+    except FreeScaleError:
+        raise
+    except Exception as error:  # of the user's classes
+        raise CannotBalance(
+            f"batch: a {type(batch).__name__} cannot be made of other samples: {type(error).__name__}: {error}"
+        ) from error
     if not tensors:
         raise CannotBalance(f"batch: a {type(batch).__name__} without tensors has no samples")
     name, count = jagged[0] if jagged else (tensors[0].name, len(tensors[0].rows))
@@ -156,38 +167,6 @@ def _dense_columns(tensor: BatchTensor, split: SplitBatch) -> tuple[LengthColumn
             f"{', '.join(split.length_names) or 'a jagged tensor'}"
         )
     return tuple(fit)
-
-
-def tensors_of_places(split: SplitBatch) -> frozenset[str]:
-    """Names of the dense tensors whose values are places in this batch: the number of the sample of each row, or offsets.
-
-    Such values would be wrong in a batch of other samples. In a batch of few samples other values may look like them.
-    """
-    lengths, samples = split.lengths, np.arange(split.num_samples)
-    ends = lengths[:, :-1].cumsum(axis=0).T
-    patterns = [samples, *ends, *(ends - lengths[:, :-1].T), *(np.repeat(samples, own) for own in lengths[:, :-1].T)]
-    found = set()
-    for tensor in split.tensors:
-        is_jagged = any(name == tensor.name or name.startswith(f"{tensor.name}[") for name in split.length_names)
-        if is_jagged or tensor.rows.ndim != 1 or tensor.rows.is_floating_point() or len(samples) < FEWEST_SAMPLES:
-            continue
-        values = tensor.rows.numpy()
-        if any(np.array_equal(values, pattern) for pattern in patterns):
-            found.add(tensor.name)
-    return frozenset(found)
-
-
-def refuse_places(found: Sequence[frozenset[str]]) -> None:
-    """Raise :class:`CannotBalance` if a tensor has places on all ranks.
-
-    Args:
-        found: :func:`tensors_of_places` of all ranks.
-    """
-    if names := frozenset.intersection(*found):
-        raise CannotBalance(
-            f"{', '.join(sorted(names))}: the values are places in the batch, such as numbers of samples or offsets, which "
-            "would be wrong after samples have moved. Compute them in training_step to have samples balanced"
-        )
 
 
 def agree(layouts: Sequence[BatchLayout]) -> Agreement:
@@ -228,18 +207,18 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
         return None
     if isinstance(item, (Tensor, JaggedTensor, KeyedJaggedTensor)):
         return visit(name, item)
-    if isinstance(item, Mapping):
-        by_key = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
-        if not isinstance(item, MutableMapping):
-            return type(item)(by_key)  # type: ignore[call-arg]
-        twin = copy.copy(item)  # The constructor of a defaultdict takes other arguments than that of a dict.
-        twin.update(by_key)
-        return twin
+    if isinstance(item, (dict, UserDict, MappingProxyType)) or _is_tensordict(item):
+        return _map_mapping(visit, name, item)
     if isinstance(item, (list, tuple)):
+        _refuse_tensors_beside_items(name, item)
         values = [map_tensors(visit, f"{name}[{at}]", value) for at, value in enumerate(item)]
+        if isinstance(item, list):
+            twin = copy.copy(item)  # The constructor of a subclass may take other arguments.
+            twin[:] = values
+            return twin
         return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
     fields = attributes(item)
-    if fields or hasattr(item, "__dict__"):
+    if not isinstance(item, type) and (fields or hasattr(item, "__dict__")):
         twin = copy.copy(item)
         for key, value in fields.items():
             if isinstance(item, SeqBatch) and key == "negatives_per_position":
@@ -247,6 +226,44 @@ def map_tensors(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
             object.__setattr__(twin, key, map_tensors(visit, f"{name}.{key}", value))  # a dataclass may be frozen
         return twin
     raise CannotBalance(f"{name}: of type {type(item).__name__}, not a tensor with a row per sample")
+
+
+def _map_mapping(visit: Callable[[str, Any], Any], name: str, item: Any) -> Any:
+    """:func:`map_tensors` of a dictionary. Other mappings keep their items in attributes."""
+    items_are_attributes = getattr(item, "__dict__", None) is item
+    if not items_are_attributes:
+        _refuse_tensors_beside_items(name, item)
+    by_key = {key: map_tensors(visit, f"{name}[{key!r}]", value) for key, value in item.items()}
+    if isinstance(item, MappingProxyType):
+        return MappingProxyType(by_key)
+    if _is_tensordict(item):
+        rows = [len(value) for value in list(by_key.values())[:1]] if item.batch_size else []
+        return type(item)(by_key, batch_size=[*rows, *item.batch_size[1:]])
+    twin = copy.copy(item)  # The constructor of a defaultdict takes other arguments than that of a dict.
+    if items_are_attributes:
+        twin.__dict__ = twin  # A copy has attributes of its own.
+    for key, value in by_key.items():
+        twin[key] = value
+    return twin
+
+
+def _refuse_tensors_beside_items(name: str, item: Any) -> None:
+    """Raise :class:`CannotBalance` if a subclass of a dictionary or a list has tensors in attributes, too."""
+    if type(item) in (dict, list, tuple) or _is_tensordict(item):
+        return
+    held = item.values() if isinstance(item, (dict, UserDict)) else item
+    items = {id(value) for value in held} if not isinstance(item, MappingProxyType) else set()
+    for key, value in attributes(item).items():
+        if (key == "data" and isinstance(item, UserDict)) or id(value) in items:
+            continue
+        if any(True for _ in find_parts(value, (Tensor, JaggedTensor, KeyedJaggedTensor))):
+            raise CannotBalance(
+                f"{name}.{key}: a tensor that is an attribute of a {type(item).__name__} and not an item"
+            )
+
+
+def _is_tensordict(item: Any) -> bool:
+    return isinstance(item, MutableMapping) and isinstance(getattr(item, "batch_size", None), torch.Size)
 
 
 def _jagged_lengths(name: str, leaf: JaggedTensor | KeyedJaggedTensor) -> tuple[list[str], NDArray[np.int64]]:
@@ -261,8 +278,12 @@ def _jagged_lengths(name: str, leaf: JaggedTensor | KeyedJaggedTensor) -> tuple[
 
 
 def _on_host(name: str, tensor: Tensor) -> Tensor:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise CannotBalance(f"{name}: of type {type(tensor).__name__}, not a plain tensor with a row per sample")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise CannotBalance(f"{name}: a sparse, nested or quantized tensor, whose rows cannot be moved")
     if tensor.device.type != "cpu":
         raise CannotBalance(f"{name}: on {tensor.device}, but samples are exchanged on the host")
     if tensor.ndim == 0:
         raise CannotBalance(f"{name}: a scalar belongs to no sample")
-    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+    return (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg().contiguous()
