@@ -10,18 +10,22 @@ value by its share, the plain mean over the ranks is the mean over the global ba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.batch.seq_batch import SeqBatch
+from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.log import log_once
 
 REDUCTIONS = ("sample", "token")
+UNKNOWN = -1  # the weight of a batch of which it is not known how many samples it has
 MEANS = ("mean", "avg", dist.ReduceOp.AVG)  # The names that Lightning uses for a mean.
 
 
@@ -57,19 +61,46 @@ def mean_of_counts(total: Tensor, ranks: int) -> Tensor:
     return (total.double() / ranks).to(at_least_float32)
 
 
-def loss_weight(batch: Any, reduction: str) -> int:
-    """The weight of a mean loss over this rank's batch in the mean over all ranks.
+def loss_weight(batch: Any, reduction: str, module: Any = None) -> int:
+    """The weight of a mean loss over this rank's batch in the mean over all ranks; :data:`UNKNOWN` if it is not known.
 
     Args:
         batch: any batch in host memory.
-        reduction: ``"sample"`` counts the stride of the first KeyedJaggedTensor, or the first dimension of the first
-            tensor. ``"token"`` counts the predicted positions of the histories, which is one less than the events of
-            each history; for batches of other types it counts all ids.
+        reduction: ``"sample"`` counts the stride of the first KeyedJaggedTensor, the lengths of the first JaggedTensor, or the
+            rows of the tensors, if all of them have equally many. ``"token"`` counts the predicted positions of the histories,
+            which is one less than the events of each history; for batches of other types it counts all ids.
+        module: the LightningModule. Its method ``loss_denominator(batch)``, if it has one, is asked first.
     """
+    if callable(count := getattr(module, "loss_denominator", None)):
+        return _checked(count(batch))
     if isinstance(batch, SeqBatch) and reduction == "token":
         return batch.timestamps.numel() - batch.num_samples
     for features in find_parts(batch, KeyedJaggedTensor):
         return features.values().numel() if reduction == "token" else features.stride()
-    for tensor in find_parts(batch, Tensor):
-        return tensor.shape[0] if tensor.ndim else 1
+    for jagged in find_parts(batch, JaggedTensor):
+        return jagged.values().size(0) if reduction == "token" else jagged.lengths().numel()
+    rows = {tensor.size(0) for tensor in find_parts(batch, Tensor) if tensor.ndim}
+    if len(rows) == 1 and reduction == "sample":
+        return rows.pop()
+    if rows:
+        log_once(
+            f"loss_reduction={reduction!r}: the batches hold no jagged tensor, and "
+            + ("their tensors have different numbers of rows" if reduction == "sample" else "so no tokens to count")
+            + ". So it is not known what the loss of a batch is a mean over, and all ranks count the same, as with plain DDP. "
+            "If their batches differ in size, add a method loss_denominator(batch) to the model that returns that number",
+            logging.WARNING,
+        )
+        return UNKNOWN
     return 1
+
+
+def _checked(count: Any) -> int:
+    number = int(count)
+    if number != count or number < 0:
+        raise InputError(f"loss_denominator: {count}, but it must be an integer that is not negative")
+    return number
+
+
+def known_weights(weights: Sequence[int], has_batch: Sequence[bool]) -> list[int]:
+    """``weights [ranks]``; if one of them is :data:`UNKNOWN`, all ranks with a batch count the same."""
+    return [int(has) for has in has_batch] if UNKNOWN in weights else list(weights)

@@ -169,7 +169,8 @@ class BatchPipeline:
         """Check a batch that was just fetched, weigh it, and start its copy to the device."""
         if not checked:
             check_batch(batch, self.rows)
-        weight, sums = loss_weight(batch, self.reduction()), self._balancer.sums(batch)
+        weight = loss_weight(batch, self.reduction(), self._trainer.lightning_module)
+        sums = self._balancer.sums(batch)
         if self._hands_out_plain_batches() or self._has_hook("transfer_batch_to_device"):
             return Prepared(batch, weight, cost_sums=sums)  # The user's code moves the batch.
         batch = self._trainer.precision_plugin.convert_input(batch)

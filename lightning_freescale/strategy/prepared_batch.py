@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.batch.contents import find_tensors
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.streams import SideStream
-from lightning_freescale.strategy.headers import Header, PendingHeaders
+from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
+from lightning_freescale.strategy.loss_weighting import known_weights
 
 if TYPE_CHECKING:
     from lightning_freescale.strategy.prefetch import PrefetchLoader
@@ -83,7 +84,10 @@ class PreparedBatch:
     @property
     def weights(self) -> list[int]:
         """Samples or tokens of this batch on each rank, ``[ranks]``."""
-        return [header.weight for header in self.headers]
+        headers = self.headers
+        return known_weights(
+            [header.weight for header in headers], [header.status == Status.BATCH for header in headers]
+        )
 
     def follower(self) -> PreparedBatch | None:
         """The batch of the next step, or ``None`` if any rank has no batch there. Equal on all ranks."""

@@ -10,8 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.strategy import loss_weighting as means
 from tests import toy
 from tests.ranks import run_ranks
@@ -130,6 +132,68 @@ def test_a_rank_without_tokens_counts_for_nothing() -> None:
     for run in ranks:
         for step, ids in zip(run["steps"], ranks[0]["ids"], strict=True):
             assert step["id"] == pytest.approx(sum(ids) / len(ids))
+
+
+# ---- batches without a KeyedJaggedTensor ----
+class Packed(Shares):
+    """Plain tensors: the ids of all samples, the lengths of all features and samples, and a label for each sample."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield {"ids": batch.features.values(), "lengths": batch.features.lengths(), "label": batch.label}
+
+
+class TakesPacked(toy.Model):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        features = KeyedJaggedTensor(list(toy.FEATURES), batch["ids"], lengths=batch["lengths"])
+        loss = self.loss(toy.Batch(batch["label"], features, batch["label"]))
+        self.losses.append(loss.item())
+        return loss
+
+
+class CountsLabels(TakesPacked):
+    def loss_denominator(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["label"])
+
+
+def fit_packed(rank: int, sizes: list[int], kind: type[toy.Model], strategy: str = "") -> dict[str, Tensor]:
+    pl.seed_everything(1, verbose=False)
+    model = kind()
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[method-assign]
+    toy.trainer(strategy or FreeScaleStrategy(**OPTIONS), len(sizes), max_epochs=1).fit(model, Packed(rank, sizes))
+    return toy.weights(model)
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-6) for key in a)
+
+
+def test_batches_of_an_unknown_number_of_samples_are_weighted_as_with_ddp() -> None:
+    """The ranks have equally many samples and different numbers of ids, which were taken for numbers of samples."""
+    ddp, ours = (run_ranks(fit_packed, args=([3, 3], TakesPacked, name))[0] for name in ("ddp", ""))
+    assert close(ours, ddp)
+
+
+def test_the_model_can_count_what_its_loss_is_a_mean_over() -> None:
+    whole = run_ranks(fit_packed, 1, args=([6], TakesPacked, "ddp"))[0]
+    assert close(run_ranks(fit_packed, args=([1, 5], CountsLabels))[0], whole)
+    assert not close(run_ranks(fit_packed, args=([1, 5], TakesPacked))[0], whole)  # negative control
+
+
+def test_what_is_counted() -> None:
+    jagged = JaggedTensor(torch.arange(7), lengths=torch.tensor([3, 4]))
+    assert means.loss_weight({"noise": torch.ones(9), "jagged": jagged}, "sample") == 2
+    assert means.loss_weight({"noise": torch.ones(9), "jagged": jagged}, "token") == 7
+    assert means.loss_weight((torch.ones(4, 2), torch.tensor(3.0), torch.ones(4)), "sample") == 4
+    for reduction, batch in (("sample", (torch.ones(7, 4), torch.ones(4))), ("token", torch.ones(4, 7))):
+        assert means.loss_weight(batch, reduction) == means.UNKNOWN
+    assert means.known_weights([4, means.UNKNOWN, 0], [True, True, False]) == [1, 1, 0]
+    assert means.known_weights([4, 3, 0], [True, True, False]) == [4, 3, 0]
+    model = CountsLabels()
+    assert means.loss_weight({"label": torch.ones(5)}, "token", model) == 5
+    model.loss_denominator = lambda batch: torch.tensor(2.5)  # type: ignore[assignment, method-assign]
+    with pytest.raises(InputError, match=r"loss_denominator: 2\.5"):
+        means.loss_weight(None, "sample", model)
 
 
 def test_examples() -> None:
