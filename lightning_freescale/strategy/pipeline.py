@@ -121,6 +121,7 @@ class BatchPipeline:
             on_iter=self._join_others if trainer.predicting else lambda wrapped: None,
             uneven="join" if trainer.predicting else "error",
             hand_out=self._unwrapped if self._hands_out_plain_batches() else lambda batch: batch,
+            waits_on_host=self._waits_on_host,
         )
 
     def _wrap_train_loader(self, loader: Any) -> PrefetchLoader:
@@ -153,6 +154,8 @@ class BatchPipeline:
             is_processed=lambda: compat.current_batch_is_processed(trainer),
             random_states=self._random_states(len(self.train_loaders)),
             timeline=self._timeline,
+            # Batches that were exchanged are checked where they are loaded.
+            waits_on_host=lambda: not isinstance(balanced, ExchangeLoader) and self._waits_on_host(),
         )
         self.train_loaders.append(wrapped)
         return wrapped
@@ -189,6 +192,12 @@ class BatchPipeline:
                 owner_counts.attach(host, copy, self.rows, self._control.world_size)
             numbers = announced_ids.to_announce(features, self.rows, self._control.world_size)
         return Prepared(moved, weight, features, moved=True, copied=copied, cost_sums=sums, numbers=numbers)
+
+    def _waits_on_host(self) -> bool:
+        """Whether a batch stays in host memory until its step."""
+        return (
+            self._device.type != "cuda" or self._hands_out_plain_batches() or self._has_hook("transfer_batch_to_device")
+        )
 
     def _copies_ids(self) -> bool:
         """Whether user code cannot change the ids of a batch that is not yet in training, because they are a copy."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.batch.reused_memory import ReusedMemory
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.runtime.log import log_once
@@ -65,6 +66,7 @@ class PrefetchLoader:
         is_processed: says whether the batch handed out last counts as done in a checkpoint.
         random_states: notes and restores the random states of a train loader.
         timeline: records the time of each wait for a batch.
+        waits_on_host: says whether the batches wait for their step in the memory that the loader put them into.
     """
 
     def __init__(
@@ -81,18 +83,20 @@ class PrefetchLoader:
         is_processed: Callable[[], bool] = lambda: True,
         random_states: LoaderRandomStates | None = None,
         timeline: Timeline | None = None,
+        waits_on_host: Callable[[], bool] = lambda: False,
     ):
         self.loader = loader
         self.prepare, self.control, self.limit = prepare, control, limit
         self.on_request, self.on_iter = on_request, on_iter
         self.uneven, self.hand_out, self.is_processed = uneven, hand_out, is_processed
-        self.random_states, self.timeline = random_states, timeline or Timeline()
+        self.random_states, self.timeline, self.waits_on_host = random_states, timeline or Timeline(), waits_on_host
         self.current: PreparedBatch | None = None  # The batch that is in training, or was trained last.
         self.opened = False  # Whether the current iteration has fetched a batch.
         self.shift = 0  # How many more batches are done than the checkpoint says, which had another world size.
         self._queue: deque[PreparedBatch] = deque()
         self._newest: PreparedBatch | None = None
         self._source: Iterator[Any] = iter(())
+        self._memory = ReusedMemory(waiting=0)
         self._index = self._first_index = 0  # The batches fetched, and trained before a resume, in this epoch.
         self._limit = float("inf")
         self._last_host_batch: Any = None
@@ -152,6 +156,8 @@ class PrefetchLoader:
             self.random_states.before_open()
         self._source, self._index = self._open(), self._first_index
         self._limit = self.limit(self)
+        # Without a length Lightning fetches one more batch ahead.
+        self._memory = ReusedMemory(PREFETCH_DEPTH + (self.length is None) if self.waits_on_host() else 0)
         try:
             yield from self._hand_out_batches()
         finally:
@@ -201,7 +207,7 @@ class PrefetchLoader:
         try:
             if past_limit:
                 raise StopIteration
-            host_batch = next(self._source)
+            host_batch = self._memory.next(self._source)
             prepared = self.prepare(host_batch)
         except StopIteration:
             return PreparedBatch(None, index, self.control.send_header(Status.END))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_freescale import FreeScaleStrategy
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 
 SGD = {"optimizer": "sgd", "lr": 0.05}
 
@@ -330,3 +330,48 @@ def test_workers_of_different_ranks_draw_different_numbers() -> None:
     assert is_loader
     assert len(zero) == len(one) == 4
     assert not set(zero) & set(one)
+
+
+class Reuses(Stream):
+    """Fills the same label in every batch; or yields the same batch every time."""
+
+    def __init__(self, rank: int, world: int, fills: bool):
+        super().__init__(rank, world)
+        self.fills, self.label = fills, torch.zeros(self.bounds[1] - self.bounds[0])
+
+    def __iter__(self) -> Iterator[toy.Batch]:
+        first = None
+        for batch in super().__iter__():
+            first = first or batch
+            if self.fills:
+                batch.label = self.label.copy_(batch.index / 40)
+            yield batch if self.fills else first
+
+
+class ChangesItsBatch(SgdModel):
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
+        batch.label.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def reuses(rank: int, world: int, fills: bool = True) -> DataLoader:
+    return DataLoader(Reuses(rank, world, fills), batch_size=None)
+
+
+def repeats(rank: int, world: int) -> DataLoader:
+    return reuses(rank, world, fills=False)
+
+
+@pytest.mark.parametrize("name", ["prioritized", "balanced"])
+def test_a_loader_that_fills_the_tensors_of_earlier_batches_is_refused(name: str) -> None:
+    """Batches wait for their step, so the step would see the values of a later batch."""
+    with pytest.raises(RankFailed, match="rank 0, 1: batch 1: the loader wrote batch 1 into the memory of batch 0"):
+        run_ranks(fit, 2, args=(name, 2, reuses))
+
+
+def test_a_loader_may_yield_one_batch_again_and_again() -> None:
+    """The step may also change it: the next step then sees the change, as with DDP."""
+    truth = run_ranks(fit, 1, args=("ddp", 1, repeats, ChangesItsBatch))[0]
+    result = run_ranks(fit, 2, args=("prioritized", 2, repeats, ChangesItsBatch))[0]
+    for key, value in truth["weights"].items():
+        torch.testing.assert_close(result["weights"][key], value, rtol=1e-4, atol=1e-6)

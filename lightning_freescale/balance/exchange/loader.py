@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_freescale.balance.exchange.background import ExchangeThread
-from lightning_freescale.balance.exchange.local_batches import LocalBatches
+from lightning_freescale.balance.exchange.local_batches import WAITING_BATCHES, LocalBatches
 from lightning_freescale.balance.exchange.messages import RankMessages
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.balance.sample_sizes import SampleSizes, sample_sizes
@@ -134,7 +134,8 @@ class ExchangeLoader:
 
     def _start_thread(self) -> ExchangeThread:
         return ExchangeThread(
-            LocalBatches(self.loader, self.check, self.sizes),
+            # Page-locked batches are copies.
+            LocalBatches(self.loader, self.check, self.sizes, waiting=0 if self.pin_memory else WAITING_BATCHES),
             self._messages,
             self.planners,
             balanced=0 if self._thread is None else self._thread.balanced_at_end,

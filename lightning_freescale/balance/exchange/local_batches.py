@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from lightning_freescale.balance.errors import CannotBalance
 from lightning_freescale.balance.exchange.split_batch import Agreement, SplitBatch, check_layout, split_batch
 from lightning_freescale.balance.sample_sizes import SampleSizes
+from lightning_freescale.batch.reused_memory import ReusedMemory
+
+WAITING_BATCHES = 6  # that may be loaded and not trained: those that the exchange and the training prepare in advance
 
 
 class BatchStatus(IntEnum):
@@ -52,11 +55,19 @@ class LocalBatches:
         loader: any iterable of batches in host memory.
         check: raises if a batch cannot be trained on.
         sizes: returns the history lengths and the candidate counts of the samples of a batch.
+        waiting: how many batches may wait for their training in the memory that the loader put them into.
     """
 
-    def __init__(self, loader: Iterable[Any], check: Callable[[Any], None] | None, sizes: SampleSizes):
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        check: Callable[[Any], None] | None,
+        sizes: SampleSizes,
+        waiting: int = WAITING_BATCHES,
+    ):
         self._loader, self._iterator = loader, iter(loader)
         self._check, self._sizes = check, sizes
+        self._memory = ReusedMemory(waiting)
         self._closed = threading.Event()
 
     def close(self) -> None:
@@ -72,7 +83,7 @@ class LocalBatches:
         if self._closed.is_set():
             return LoadedBatch(BatchStatus.CLOSED)
         try:
-            batch = next(self._iterator)
+            batch = self._memory.next(self._iterator)
             state = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
             if check and self._check is not None:
                 self._check(batch)
