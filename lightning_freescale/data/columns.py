@@ -16,6 +16,7 @@ from lightning_freescale.runtime.log import log_once
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 TICKS_PER_SECOND = 1_000_000  # a tick is a microsecond: events are sorted by ticks, and stored with seconds
+YEAR_10000 = 253_402_300_800  # in seconds; a later time has another unit
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _USUAL_NAMES = {  # in lower case and without underscores
     "user": ("user", "userid", "uid"),
@@ -136,7 +137,7 @@ def categories(values: pa.Array, column: str, location: RowLocation) -> pa.Array
 
 
 def ticks(values: pa.Array, column: str, location: RowLocation, unit: TimeUnit) -> NDArray[np.int64]:
-    """Return times in microseconds. Refuse null and negative times.
+    """Return times in microseconds. Refuse null and negative times, and those that must have another unit.
 
     Args:
         values: integers or floats in ``unit``, dates or timestamps.
@@ -159,12 +160,12 @@ def ticks(values: pa.Array, column: str, location: RowLocation, unit: TimeUnit) 
             f"{location.path}: column {column!r} has type {kind}; a time must be a number (in seconds, or in time_unit), a date "
             f"or a timestamp, not {values[0].as_py() if len(values) else None!r}"
         )
-    limit = np.iinfo(np.int64).max / TICKS_PER_SECOND * per_second
+    limit = YEAR_10000 * per_second
     if len(raw) and not 0 <= raw.min() <= raw.max() < limit:  # also false for NaN
         row = int((~((raw >= 0) & (raw < limit))).argmax())
         raise InputError(
             f"{location.path}: {column} is {raw[row]} at row {location.row(row)}; a time is the number of seconds "
-            "since 1970, at least 0; set time_unit for another unit"
+            "since 1970, at least 0 and before the year 10000; set time_unit for another unit, for example 'ms'"
         )
     if raw.dtype == np.float64:
         return np.floor(raw * (TICKS_PER_SECOND / per_second)).astype(np.int64)

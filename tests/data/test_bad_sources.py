@@ -126,6 +126,15 @@ def test_nan_and_huge_times(tmp_path: Path) -> None:
             next(open_source(tmp_path / "d.parquet").events())
 
 
+@pytest.mark.parametrize(("unit", "milliseconds"), [("s", 1), ("ms", 1000)])
+def test_times_of_a_finer_unit(tmp_path: Path, unit: str, milliseconds: int) -> None:
+    """Milliseconds that are read as seconds would be in a year after 50000."""
+    times = [1_600_000_000_000 * milliseconds + at for at in range(3)]
+    pq.write_table(pa.table({"user": [1] * 3, "item": [1, 2, 3], "time": times}), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match=rf"time is {times[0]} at row 0; .*before the year 10000; set time_unit"):
+        read(tmp_path / "d.parquet", time_unit=unit)
+
+
 def test_time_of_type_string(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("userId,movieId,timestamp\n1,2,soon\n")
     with pytest.raises(InputError, match=r"'timestamp' has type string; .* not 'soon'"):

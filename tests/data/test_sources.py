@@ -105,7 +105,15 @@ def test_folder_of_parquet_files(tmp_path: Path, events: list[Event]) -> None:
     folder.mkdir()
     for part in range(3):
         write_events(folder / f"{part}.parquet", events[part * 100 : (part + 1) * 100])
+    for unfinished in ("_temporary/0.parquet", ".0.parquet", "date=1/_delta_log/0.parquet"):
+        (folder / unfinished).parent.mkdir(parents=True, exist_ok=True)
+        write_events(folder / unfinished, events[:100])
     check(read(folder, feature_columns=("rating",)), reference(events), "rating")
+
+
+def test_tabs_in_a_file_with_an_upper_case_suffix(tmp_path: Path) -> None:
+    (tmp_path / "d.TSV").write_text("user\titem\ttime\n1\t2\t3\n1\t3\t4\n1\t4\t5\n")
+    assert read(tmp_path / "d.TSV").item_ids.tolist() == [2, 3, 4]
 
 
 def test_text_pairs(tmp_path: Path, events: list[Event]) -> None:
@@ -127,7 +135,7 @@ ids = st.one_of(
 @given(
     users=ids,
     items=ids,
-    times=st.lists(st.integers(0, 2**40), min_size=30, max_size=60),
+    times=st.lists(st.integers(0, 2**37), min_size=30, max_size=60),
     suffix=st.sampled_from([*WRITERS]),
 )
 def test_ids_of_any_kind(tmp_path_factory: Any, users: list, items: list, times: list[int], suffix: str) -> None:

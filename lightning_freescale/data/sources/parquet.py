@@ -26,6 +26,7 @@ from lightning_freescale.data.columns import (
 from lightning_freescale.data.histories import CHUNK_EVENTS
 from lightning_freescale.data.sources.base import Events, Source, readable
 from lightning_freescale.runtime.errors import InputError
+from lightning_freescale.runtime.log import log_once
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,21 @@ class ParquetSource(Source):
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """Return the file itself, or the Parquet files of the folder in the order of their names."""
+    """Return the file itself, or the Parquet files of the folder in the order of their names.
+
+    Names that begin with an underscore or a dot are left out, also those of folders. Spark, Delta and file managers use them for
+    files that are unfinished, or that are no data.
+    """
     if not path.is_dir():
         return [path]
-    if not (files := sorted(path.rglob("*.parquet"))):
+    found = sorted(path.rglob("*.parquet"))
+    files = [file for file in found if not any(part[0] in "_." for part in file.relative_to(path).parts)]
+    if len(files) < len(found):
+        left_out = next(file for file in found if file not in files)
+        log_once(
+            f"{path.name}: {len(found) - len(files)} files whose names begin with _ or . are left out ({left_out})"
+        )
+    if not files:
         raise InputError(f"data: the folder {path} holds no .parquet file")
     return files
 

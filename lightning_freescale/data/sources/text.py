@@ -33,7 +33,7 @@ class CsvSource(Source):
     parses_text: ClassVar[bool] = True
 
     def events(self) -> Iterator[Events]:
-        delimiter = "\t" if self.path.suffix == ".tsv" else ","
+        delimiter = "\t" if self.path.suffix.lower() == ".tsv" else ","
         with readable(self.path):
             parse = csv.ParseOptions(delimiter=delimiter)
             with csv.open_csv(self.path, parse_options=parse) as header:
