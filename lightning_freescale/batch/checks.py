@@ -35,4 +35,12 @@ def check_batch(batch: Any, rows: Mapping[str, int]) -> None:
             if features.stride() == 0:
                 raise InputError(f"{', '.join(features.keys())}: an empty batch (0 samples)")
             check_lengths(features)
+            _check_weights(features)
         check_ids(features, rows)
+
+
+def _check_weights(features: KeyedJaggedTensor) -> None:
+    """Raise :class:`InputError` unless there is a weight for each value. TorchRec would read memory behind the weights."""
+    weights, values = features.weights_or_none(), features.values()
+    if weights is not None and len(weights) != len(values):
+        raise InputError(f"{', '.join(features.keys())}: {len(weights)} weights for {len(values)} values")

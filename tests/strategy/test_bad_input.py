@@ -34,6 +34,12 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "id below zero": (lambda: with_features(kjt([1, 2, 3, 4, -7, 6], [1] * 6)), ["shops", "-7", "0 to 39"]),
     "negative length": (lambda: with_features(kjt([1, 2, 3, 4], [1, 1, -1, 1, 1, 1])), ["carts", "-1", "sample 0"]),
     "lengths do not sum": (lambda: with_features(kjt([1, 2, 3, 4], [1] * 6)), ["clicks, carts, shops", "6", "4"]),
+    "too few weights": (
+        lambda: with_features(
+            KeyedJaggedTensor(KEYS, torch.arange(6), weights=torch.ones(3), lengths=torch.ones(6, dtype=torch.int64))
+        ),
+        ["clicks, carts, shops", "3 weights for 6 values"],
+    ),
     "empty batch": (lambda: with_features(kjt([], []), 0), ["clicks", "0 samples"]),
     "no batch": (lambda: None, ["batch: None"]),
 }
