@@ -1,7 +1,9 @@
 """``ReusedMemory``: finds loaders that write a batch into the memory of earlier batches.
 
 Batches wait for their training. A loader that fills the same tensors again and again would change a waiting batch. The first
-batches of every iteration show whether a loader does so.
+batches of every iteration show whether a loader does so: a new batch lies in the memory of a waiting one, and the values there
+have changed. Both are asked, because a loader may yield one batch again and again, and because a training step may change its
+own batch while another thread loads.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ class ReusedMemory:
         # The training may change a batch on purpose, so the tensors are noted again right before the loader runs.
         noted = [[(tensor, checksum(tensor)) for tensor in tensors] for tensors in self._waiting]
         batch = next(iterator)
-        for back, tensors in enumerate(reversed(noted), 1):
-            if any(checksum(tensor) != before for tensor, before in tensors):
+        tensors = list(_host_tensors(batch))
+        places = [_memory(tensor) for tensor in tensors]
+        for back, earlier in enumerate(reversed(noted), 1):
+            shared = [one for one in earlier if any(_overlap(_memory(one[0]), place) for place in places)]
+            if any(checksum(tensor) != before for tensor, before in shared):
                 raise InputError(
                     f"the loader wrote batch {self._loaded} into the memory of batch {self._loaded - back}, which was not "
                     "trained yet: some batches are loaded in advance. Yield new tensors each time, for example "
                     "copy.deepcopy(batch)"
                 )
-        self._waiting.append(list(_host_tensors(batch)))
+        self._waiting.append(tensors)
         self._loaded += 1
         return batch
 
@@ -60,3 +65,16 @@ def _host_tensors(batch: Any) -> Iterator[Tensor]:
                 continue
             if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized:
                 yield tensor
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor, and the address behind its last element."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
