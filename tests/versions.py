@@ -35,6 +35,7 @@ SHORT_SUITE = (
     "tests/runtime/test_lightning_compat.py",
     "tests/strategy/test_against_torchrec.py",
     "tests/strategy/test_changed_tables.py",
+    "tests/strategy/test_direct_use.py",
     "tests/strategy/test_namespaces.py",
     "tests/strategy/test_several_backwards.py",
     "tests/embedding/test_prioritized.py",

@@ -61,6 +61,7 @@ Files:
     scheduled_module.py the part of one module in it, and why it may stay synchronous
     backward_count.py   finds models that run several backwards through one look-up
     table_watch.py      finds user code that changes tables between two steps
+    direct_use.py       finds user code that uses the weights of a sharded table as a tensor
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups

@@ -22,6 +22,8 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from lightning_freescale.batch.jagged_checks import ANY_ID
@@ -45,19 +47,39 @@ Collection: TypeAlias = (
     EmbeddingCollection | EmbeddingBagCollection | ZeroCollisionCollection | FeatureProcessedEmbeddingBagCollection
 )
 
+_UNSUPPORTED: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
+    (
+        (BaseManagedCollisionEmbeddingCollection,),
+        "every rank would remap ids on its own. Use lightning_freescale.zero_collision(EmbeddingCollection(...), ...) instead",
+    ),
+    (
+        (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection),
+        "every rank would prune rows on its own, by the ids that it has seen. Use the collection inside it, or "
+        "lightning_freescale.zero_collision(EmbeddingCollection(...), ...), which evicts rows",
+    ),
+    (
+        (FusedEmbeddingBagCollection, FusedEmbeddingCollection),
+        "it holds its optimizer, and is not sharded. Use EmbeddingBagCollection or EmbeddingCollection, and the option "
+        "embedding_optimizer of the strategy",
+    ),
+)
+
+
+def _refuse_unsupported(name: str, child: nn.Module) -> None:
+    """Raise :class:`ConfigurationError` for TorchRec's modules that would train wrongly."""
+    if isinstance(child, ZeroCollisionCollection):
+        return
+    for kinds, reason in _UNSUPPORTED:
+        if isinstance(child, kinds):
+            raise ConfigurationError(f"{name or 'the model'} is a {type(child).__name__}: {reason}")
+
 
 def embedding_modules(module: nn.Module) -> dict[str, Collection]:
     """The embedding collections that are sharded, by their qualified name in ``module``."""
     found: dict[str, Collection] = {}
     managed: list[str] = []  # prefixes of the names of what is inside a collection
     for name, child in module.named_modules():
-        if isinstance(child, BaseManagedCollisionEmbeddingCollection) and not isinstance(
-            child, ZeroCollisionCollection
-        ):
-            raise ConfigurationError(
-                f"{name or 'the model'} is a {type(child).__name__}: every rank would remap ids on its own. Use "
-                "lightning_freescale.zero_collision(EmbeddingCollection(...), ...) instead"
-            )
+        _refuse_unsupported(name, child)
         if isinstance(child, get_args(Collection)) and not name.startswith(tuple(managed)):
             found[name] = child
             if isinstance(child, (ZeroCollisionCollection, FeatureProcessedEmbeddingBagCollection)):

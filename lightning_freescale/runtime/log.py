@@ -22,7 +22,7 @@ def _log_first_time(message: str, level: int) -> None:
     logger.log(level, message)
 
 
-def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log ``message`` on rank 0. A message that this process has logged before is not logged again."""
-    if getattr(rank_zero_only, "rank", 0) == 0:
+def log_once(message: str, level: int = logging.INFO, every_rank: bool = False) -> None:
+    """Log ``message`` on rank 0, or on every rank. A message that this process has logged before is not logged again."""
+    if every_rank or getattr(rank_zero_only, "rank", 0) == 0:
         _log_first_time(message, level)

@@ -17,6 +17,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
 from lightning_freescale.embedding import plan
+from lightning_freescale.embedding.direct_use import watch_direct_use
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
@@ -78,6 +79,7 @@ def shard_once(
         rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
         sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
         _refuse_copies(module)
+        watch_direct_use(module, frozen)
         rates = [parameters["lr"] for parameters in sharded.fused_optimizer.param_groups]
         record = ShardedModel(
             sharded=sharded, rows=rows, rates=rates, frozen=frozen, has_tables=True, options=dict(options)
