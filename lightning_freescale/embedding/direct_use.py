@@ -88,7 +88,7 @@ class _TablePart(nn.Module):
     """
 
     _where: str
-    _shape: tuple[int, ...]
+    _shape: tuple[int, int]
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
@@ -100,3 +100,17 @@ class _TablePart(nn.Module):
                 every_rank=True,
             )
         return value
+
+    @property
+    def num_embeddings(self) -> int:
+        """The rows of the whole table, as of the unsharded module."""
+        return self._shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        return self._shape[1]
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        raise ConfigurationError(
+            f"{self._where}: a sharded table cannot be called by itself. Call its collection with a KeyedJaggedTensor"
+        )

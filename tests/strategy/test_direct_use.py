@@ -50,6 +50,13 @@ class ReadsItsTable(toy.Model):
         self.rows_read = len(self.embeddings.embeddings["item"].weight)
 
 
+class CallsItsTable(toy.Model):
+    def loss(self, batch: toy.Batch) -> Tensor:
+        table: Any = self.embeddings.embeddings["item"]
+        assert (table.num_embeddings, table.embedding_dim) == (96, 8)
+        return super().loss(batch) + table(batch.index % 96).sum()
+
+
 class Frozen(ScoresAll):
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +102,11 @@ def test_scores_of_all_items_are_an_error() -> None:
         assert error.startswith("embeddings.embeddings['item'].weight: the loss depends on all rows")
         assert "'An output layer over a table'" in error
         assert any("not the table of shape [96, 8], but the part" in line and "[48, 8]" in line for line in warnings)
+
+
+def test_a_call_of_one_table_says_what_to_call() -> None:
+    for error, _, _, _ in run_ranks(fit, args=(2, CallsItsTable, True)):
+        assert error.startswith("embeddings.embeddings['item'].weight: a sharded table cannot be called by itself")
 
 
 def test_zero_times_all_parameters_is_no_error() -> None:
