@@ -4,6 +4,8 @@
 #include "backoff.h"
 #include "queue.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -196,6 +198,8 @@ Queue::SendState Queue::send_ready(NetworkThreads& threads) {
 }
 
 void Queue::send_chunks(NetworkThreads& threads) {
+  // By default Linux may end a wait 50 us late, to save power. That is longer than the interval between two looks.
+  if (settings_.high_priority) prctl(PR_SET_TIMERSLACK, 1UL);
   Callbacks callbacks(*this);
   Backoff backoff(settings_.high_priority ? longest_urgent_delay : longest_delay);
   bool abort_sent = false, waited = false;

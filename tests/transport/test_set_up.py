@@ -272,3 +272,20 @@ def _wait_for_a_sleeper(rank: int, host: str) -> int:
 def test_a_waiting_rank_sleeps(host: str) -> None:
     woken = run_ranks(_wait_for_a_sleeper, args=(host,))[0]
     assert 0 < woken < 3000, f"{woken} wake-ups in a second"
+
+
+def _exact_timers(rank: int, priority: str) -> int:
+    os.environ["FREESCALE_HOST_ID"] = f"host{rank}"
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    group = dist.new_group(backend="freescale", pg_options=QUEUE | {"priority": priority})
+    _exchange(rank, 2, group)
+    slacks = [Path(f"/proc/{thread.name}/timerslack_ns") for thread in Path("/proc/self/task").iterdir()]
+    exact = sum(path.read_text().strip() == "1" for path in slacks)
+    dist.barrier()
+    return exact
+
+
+@pytest.mark.parametrize(("priority", "threads"), [("high", 1), ("low", 0)])
+def test_threads_that_send_urgent_chunks_are_woken_in_time(priority: str, threads: int) -> None:
+    """Linux may end other waits 50 us late."""
+    assert run_ranks(_exact_timers, args=(priority,)) == [threads, threads]
