@@ -56,7 +56,7 @@ def watch_direct_use(module: nn.Module, frozen: Collection[str] = ()) -> None:
             part.__class__ = _TablePart
             part._where, part._shape = where, shapes[table]
     for key, weights in kernels.items():
-        if weights.requires_grad:
+        if weights.requires_grad and weights.is_leaf:
             weights.register_post_accumulate_grad_hook(_RefuseGradients(trained[key]))
 
 
