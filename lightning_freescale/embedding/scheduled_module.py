@@ -71,6 +71,7 @@ class ScheduledModule:
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
 
     # ---- the module's forward ---------------------------------------------------------------------------------------
+    @torch.compiler.disable  # of a model that torch.compile wraps as a whole
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
         features = args[0] if args else kwargs.get("features")

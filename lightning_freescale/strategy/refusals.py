@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -66,6 +66,23 @@ def refuse_weight_averaging(trainer: Any) -> None:
                 f"{type(callback).__name__} averages all parameters, and the tables are sharded over the ranks. Average "
                 "the dense parameters with a callback of your own, or train without weight averaging"
             )
+
+
+def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+    """``closure``, which computes the loss and its gradients, with an error if an optimizer calls it again in the same step."""
+    calls = 0
+
+    def call() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} computes the gradients several times in a step. The tables are updated in every "
+                "backward, so they would take several steps. Use an optimizer that computes them once"
+            )
+        return closure()
+
+    return call
 
 
 def check_types(**options: Any) -> None:

@@ -24,6 +24,7 @@ from lightning_freescale.strategy.checkpoints.hooks import CheckpointHooks
 from lightning_freescale.strategy.control import Control, Request
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.progress_bar import show_last_values
+from lightning_freescale.strategy.refusals import called_once
 from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
 
@@ -141,6 +142,11 @@ class StepHooks(CheckpointHooks):
         loss = closure_loss * factor if factor != 1.0 else closure_loss
         with backward_of_training_step(accumulates=not self._is_overridden("backward", self._module)):
             return super().backward(loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._has_tables and self._module.automatic_optimization:
+            closure = called_once(closure, optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

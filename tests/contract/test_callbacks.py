@@ -290,18 +290,21 @@ class Compiled(toy.Model):
 
 
 def fit_compiled(rank: int) -> list[dict[str, Tensor]]:
+    """Weights of a plain model, of one with a compiled part, and of one that is compiled as a whole."""
     found = []
-    for kind in (toy.Model, Compiled):
+    for kind, whole in ((toy.Model, False), (Compiled, False), (toy.Model, True)):
         pl.seed_everything(1, verbose=False)
         module = kind()
         trainer = toy.trainer(FreeScaleStrategy(prioritize=True), 2, max_epochs=1, limit_val_batches=1)
-        trainer.fit(module, toy.loader(16), toy.loader(8, shuffle=False))
+        fitted = torch.compile(module, backend="eager") if whole else module
+        trainer.fit(fitted, toy.loader(16), toy.loader(8, shuffle=False))
         found.append({name.replace("_orig_mod.", ""): value for name, value in toy.weights(module).items()})
     return found
 
 
-def test_a_compiled_submodule_trains_alike() -> None:
-    for eager, compiled in run_ranks(fit_compiled, timeout=100):
-        assert eager.keys() == compiled.keys()
-        for name, value in eager.items():
-            torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6)
+def test_compiled_models_train_alike() -> None:
+    for eager, *compiled in run_ranks(fit_compiled, timeout=100):
+        for weights in compiled:
+            assert eager.keys() == weights.keys()
+            for name, value in eager.items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)

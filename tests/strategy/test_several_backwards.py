@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_freescale import FreeScaleError, FreeScaleStrategy
+from lightning_freescale import ConfigurationError, FreeScaleError, FreeScaleStrategy
 from lightning_freescale.embedding import mode_trial
 from lightning_freescale.embedding.support import SEVERAL_BACKWARDS
 from tests import toy
@@ -85,6 +85,13 @@ class GradientOfRows(toy.Model):
         values = [rows[key].values() for key in toy.FEATURES]
         gradients = torch.autograd.grad(loss, values, create_graph=True)
         return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+class Lbfgs(toy.Model):
+    """Its optimizer computes the gradients several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class Messages(logging.Handler):
@@ -170,3 +177,18 @@ def test_the_gradient_of_rows_is_no_backward_through_them(prioritize: Any) -> No
 def test_a_second_backward_in_the_middle_of_a_prioritized_training_is_an_error() -> None:
     for found in run_ranks(fit, args=(Late, True)):
         assert "backward ran twice through the embeddings of one step" in found["error"]
+
+
+def fit_with_closures(rank: int) -> tuple[str, int]:
+    model = Lbfgs()
+    trainer = toy.trainer(FreeScaleStrategy(prioritize=False), 2, max_steps=3)
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(model, toy.loader(16))
+    return str(error.value), len(model.losses)
+
+
+def test_an_optimizer_that_computes_the_gradients_again_is_refused() -> None:
+    """The tables would take a step in each of its backwards."""
+    for message, losses in run_ranks(fit_with_closures):
+        assert message.startswith("LBFGS computes the gradients several times in a step")
+        assert losses == 1
