@@ -24,6 +24,7 @@ from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes, may_choose
 from lightning_freescale.embedding.key_order import keep_key_order
+from lightning_freescale.embedding.lazy_outputs import complete_lazy_outputs
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table, make_plan, make_sharders
@@ -87,6 +88,7 @@ def shard(
     if device.type == "cpu":
         refuse_uneven_batches(module)
     _refuse_weights_with_gradients(module)
+    complete_lazy_outputs()
     if dedup == "auto":
         _try_dedup(module)
     return sharded

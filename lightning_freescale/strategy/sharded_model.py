@@ -17,6 +17,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
 from lightning_freescale.embedding import plan
+from lightning_freescale.embedding.aliases import one_name_each, redirect_replaced
 from lightning_freescale.embedding.direct_use import watch_direct_use
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.runtime.errors import ConfigurationError
@@ -74,10 +75,12 @@ def shard_once(
         _refuse_other_options(done.options, options)
         return done
     record = ShardedModel(sharded=None, rows={}, rates=[], frozen=[], has_tables=False, options={})
-    if plan.embedding_modules(module):
-        _refuse_tied_tables(module)
-        rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
-        sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
+    if collections := plan.embedding_modules(module):
+        with one_name_each(module, collections):
+            _refuse_tied_tables(module)
+            rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
+            sharded = shard(module, group(), device, local_size=local_size, ddp_kwargs=ddp_kwargs, **options)
+        redirect_replaced(collections, module)
         _refuse_copies(module)
         watch_direct_use(module, frozen)
         rates = [parameters["lr"] for parameters in sharded.fused_optimizer.param_groups]

@@ -1,0 +1,164 @@
+"""Models that refer to one collection by several names, and that use its output like a dictionary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embedding.aliases import one_name_each
+from tests import toy
+from tests.ranks import run_ranks
+
+SGD = {"optimizer": "sgd", "lr": 0.05}
+
+
+class Aliased(toy.Model):
+    """A second name of the collection. The first one is used in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.ModuleDict({"first": nn.Linear(1, 1).requires_grad_(False), "tables": self.embeddings})
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.other["tables"](features)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        rows = self.look_up(features)
+        return self.head(torch.cat([toy.mean(rows[key]) for key in toy.FEATURES], dim=1)).squeeze(-1)
+
+
+class KeptInList(Aliased):
+    """A plain list has the collection, so PyTorch does not know of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.embeddings]
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.kept[0](features)
+
+
+class LikeADictionary(Aliased):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        rows = self.embeddings(features)
+        assert rows
+        assert "clicks" in rows
+        assert "nothing" not in rows
+        assert len(rows) == len(list(rows)) == len(toy.FEATURES)
+        return {key: rows[key] for key in sorted(rows)}
+
+
+class SharedEncoder(pl.LightningModule):
+    """Two names of a module that contains the collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = toy.Model()
+        self.right = self.left
+        self.losses: list[float] = []
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> Tensor:
+        both = self.left(batch.features) + self.right(batch.features)
+        loss = nn.functional.binary_cross_entropy_with_logits(both, batch.label)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit(
+    rank: int,
+    kind: type[pl.LightningModule],
+    prioritize: bool | None,
+    world: int,
+    folder: str = "",
+    resume: bool = False,
+) -> Any:
+    """Losses, weights, and the keys of the state. ``prioritize=None`` trains with plain DDP."""
+    pl.seed_everything(1, verbose=False)
+    module = kind()
+    strategy: Any = "ddp"
+    if prioritize is not None:
+        form: Any = "sharded" if folder.endswith("sharded") else "auto"
+        strategy = FreeScaleStrategy(
+            prioritize=prioritize, balance="off", sharding="row_wise", embedding_optimizer=SGD, checkpoint=form
+        )
+    saved = f"{folder}/one.ckpt"
+    trainer = toy.trainer(strategy, world, max_epochs=2 if resume or not folder else 1)
+    trainer.fit(module, toy.loader(24, 4 // world, shuffle=False), ckpt_path=saved if resume else None)
+    if folder and not resume:
+        trainer.save_checkpoint(saved)
+    return module.losses, toy.weights(module)
+
+
+class WithSgd:
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)  # type: ignore[attr-defined]
+
+
+class AliasedSgd(WithSgd, Aliased):
+    pass
+
+
+class KeptInListSgd(WithSgd, KeptInList):
+    pass
+
+
+class LikeADictionarySgd(WithSgd, LikeADictionary):
+    pass
+
+
+@pytest.mark.parametrize(
+    "kind", [AliasedSgd, KeptInListSgd, LikeADictionarySgd, SharedEncoder], ids=lambda k: k.__name__
+)
+def test_all_names_of_a_collection_train_one_table(kind: type[pl.LightningModule]) -> None:
+    plain = run_ranks(fit, 1, args=(kind, None, 1))[0][1]
+    synchronous, prioritized = (run_ranks(fit, args=(kind, prioritize, 2)) for prioritize in (False, True))
+    assert [losses for losses, _ in synchronous] == [losses for losses, _ in prioritized]
+    for (_, weights), (_, others) in zip(synchronous, prioritized, strict=True):
+        assert toy.same(weights, others)
+    weights = synchronous[0][1]
+    assert weights.keys() == plain.keys()
+    assert any(not torch.equal(weights[key], fresh) for key, fresh in kind().state_dict().items())
+    for key, value in plain.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["file", "sharded"])
+@pytest.mark.parametrize("kind", [AliasedSgd, SharedEncoder], ids=lambda k: k.__name__)
+def test_checkpoints_of_collections_with_several_names(
+    kind: type[pl.LightningModule], form: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / form
+    folder.mkdir()
+    whole = run_ranks(fit, args=(kind, True, 2))
+    first = run_ranks(fit, args=(kind, True, 2, str(folder)))
+    resumed = run_ranks(fit, args=(kind, True, 2, str(folder), True))
+    for (all_losses, weights), (losses, _), (later, again) in zip(whole, first, resumed, strict=True):
+        assert losses + later == all_losses
+        assert toy.same(weights, again)
+    if form == "file":
+        loaded = kind.load_from_checkpoint(folder / "one.ckpt", weights_only=False).state_dict()
+        assert toy.same(dict(loaded), first[0][1])
+
+
+def test_names_are_hidden_and_come_back() -> None:
+    module = Aliased()
+    table = module.embeddings
+    before = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    with one_name_each(module, {"embeddings": table}):
+        assert [name for name, child in module.named_modules(remove_duplicate=False) if child is table] == [
+            "embeddings"
+        ]
+        module.embeddings = nn.Identity()  # type: ignore[assignment]  # as sharding replaces it
+    assert module.other["tables"] is module.embeddings
+    module.embeddings = module.other["tables"] = table
+    assert [name for name, _ in module.named_modules(remove_duplicate=False)] == before
