@@ -63,7 +63,7 @@ Files:
     table_watch.py      finds user code that changes tables between two steps
     direct_use.py       finds user code that uses the weights of a sharded table as a tensor
     aliases.py          collections that a model refers to by several names
-    lazy_outputs.py     lets the output of a sharded collection be used like a dictionary
+    unsharded_api.py    lets a sharded collection be used like the unsharded one
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups

@@ -24,11 +24,11 @@ from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes, may_choose
 from lightning_freescale.embedding.key_order import keep_key_order
-from lightning_freescale.embedding.lazy_outputs import complete_lazy_outputs
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table, make_plan, make_sharders
 from lightning_freescale.embedding.table_optimizer import count_training_lookups_only
+from lightning_freescale.embedding.unsharded_api import complete_lazy_outputs, keep_configuration
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
@@ -72,7 +72,7 @@ def shard(
         group=group,
         local_size=local_size,
     ) or make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
-    weights = _table_weights(module)
+    weights, unsharded = _table_weights(module), embedding_modules(module)
     with _own_random_numbers(group.rank(), device), moment_kernels(device):
         sharded = DistributedModelParallel(
             module,
@@ -89,6 +89,8 @@ def shard(
         refuse_uneven_batches(module)
     _refuse_weights_with_gradients(module)
     complete_lazy_outputs()
+    for name, collection in unsharded.items():
+        keep_configuration(collection, module.get_submodule(name))
     if dedup == "auto":
         _try_dedup(module)
     return sharded

@@ -46,7 +46,12 @@ class KeptInList(Aliased):
 
 
 class LikeADictionary(Aliased):
+    """Uses the collection and its output as if it was not sharded."""
+
     def look_up(self, features: KeyedJaggedTensor) -> Any:
+        assert self.embeddings.embedding_dim() == toy.DIM
+        assert [config.name for config in self.embeddings.embedding_configs()] == list(toy.ROWS)
+        assert not self.embeddings.need_indices()
         rows = self.embeddings(features)
         assert rows
         assert "clicks" in rows
