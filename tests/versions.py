@@ -41,7 +41,7 @@ SHORT_SUITE = (
     "tests/embedding/test_prioritized.py",
     "tests/embedding/test_batched_copies.py",
     "tests/embedding/test_gradient_places.py",
-    "tests/contract/test_aliases.py",
+    "tests/contract/test_collections.py",
     "tests/contract/test_callbacks.py",
     "tests/contract/test_learning_rate.py",
     "tests/contract/test_plain_ddp.py",

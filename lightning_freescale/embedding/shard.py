@@ -28,7 +28,7 @@ from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
 from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table, make_plan, make_sharders
 from lightning_freescale.embedding.table_optimizer import count_training_lookups_only
-from lightning_freescale.embedding.unsharded_api import complete_lazy_outputs, keep_configuration
+from lightning_freescale.embedding.unsharded_api import refuse_lost_hooks, resemble
 from lightning_freescale.embedding.user_plan import users_plan
 from lightning_freescale.embedding.wire import Wire
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
@@ -61,6 +61,8 @@ def shard(
         optimizer, dedup, wire: the strategy's ``embedding_optimizer``, ``dedup`` and ``wire``.
         ddp_kwargs: arguments of DDP for the dense parameters.
     """
+    weights, unsharded = _table_weights(module), embedding_modules(module)
+    refuse_lost_hooks(unsharded)
     sharders = make_sharders(module, optimizer, device, dedup, wire)
     plan = users_plan(
         module,
@@ -72,7 +74,6 @@ def shard(
         group=group,
         local_size=local_size,
     ) or make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
-    weights, unsharded = _table_weights(module), embedding_modules(module)
     with _own_random_numbers(group.rank(), device), moment_kernels(device):
         sharded = DistributedModelParallel(
             module,
@@ -83,14 +84,12 @@ def shard(
             data_parallel_wrapper=_DataParallelOverAllRanks(ddp_kwargs or {}),
         )
     _fill_shards(module, weights)
+    resemble(module, unsharded)
     count_training_lookups_only(module)
     keep_key_order((name, child) for name, child in module.named_modules() if isinstance(child, ShardedModule))
     if device.type == "cpu":
         refuse_uneven_batches(module)
     _refuse_weights_with_gradients(module)
-    complete_lazy_outputs()
-    for name, collection in unsharded.items():
-        keep_configuration(collection, module.get_submodule(name))
     if dedup == "auto":
         _try_dedup(module)
     return sharded

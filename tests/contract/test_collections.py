@@ -1,4 +1,4 @@
-"""Models that refer to one collection by several names, and that use its output like a dictionary."""
+"""Models that use a collection as if it was not sharded: by several names, like a dictionary, with hooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale import FreeScaleStrategy
+from lightning_freescale import ConfigurationError, FreeScaleStrategy
 from lightning_freescale.embedding.aliases import one_name_each
+from lightning_freescale.embedding.unsharded_api import refuse_lost_hooks
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -58,6 +59,33 @@ class LikeADictionary(Aliased):
         assert "nothing" not in rows
         assert len(rows) == len(list(rows)) == len(toy.FEATURES)
         return {key: rows[key] for key in sorted(rows)}
+
+
+class Hooked(Aliased):
+    """Hooks of the collection: one counts, one changes what it returns, and one is removed during the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [0, 0]
+        self.embeddings.register_forward_pre_hook(self.count)
+        self.embeddings.register_forward_hook(self.doubled)
+        self.handle = self.embeddings.register_forward_hook(self.count_also)
+
+    def count(self, module: nn.Module, arguments: Any) -> None:
+        self.counts[0] += 1
+
+    def count_also(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self.counts[1] += 1
+
+    def doubled(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        return {
+            key: JaggedTensor(2 * rows.values(), lengths=rows.lengths(), offsets=rows.offsets())
+            for key, rows in output.items()
+        }
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.handle.remove()
 
 
 class SharedEncoder(pl.LightningModule):
@@ -121,6 +149,11 @@ class LikeADictionarySgd(WithSgd, LikeADictionary):
     pass
 
 
+class HookedSgd(WithSgd, Hooked):
+    def on_train_end(self) -> None:
+        assert self.counts == [12, 3]
+
+
 @pytest.mark.parametrize(
     "kind", [AliasedSgd, KeptInListSgd, LikeADictionarySgd, SharedEncoder], ids=lambda k: k.__name__
 )
@@ -167,3 +200,31 @@ def test_names_are_hidden_and_come_back() -> None:
     assert module.other["tables"] is module.embeddings
     module.embeddings = module.other["tables"] = table
     assert [name for name, _ in module.named_modules(remove_duplicate=False)] == before
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (
+            lambda table: table.weight.register_hook(lambda gradient: 2 * gradient),
+            "item.weight has a hook for its grad",
+        ),
+        (
+            lambda table: table.register_forward_hook(lambda *_: None),
+            "embeddings has a hook for embeddings.item, which",
+        ),
+    ],
+)
+def test_hooks_that_would_not_be_called_are_refused(hook: Any, message: str) -> None:
+    module = toy.Model()
+    hook(module.embeddings.embeddings["item"])
+    with pytest.raises(ConfigurationError, match=message):
+        refuse_lost_hooks({"embeddings": module.embeddings})
+
+
+def test_hooks_for_the_backward_of_a_collection_are_refused() -> None:
+    module = toy.Model()
+    refuse_lost_hooks({"embeddings": module.embeddings})
+    module.embeddings.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="embeddings has a hook for its backward, which would not"):
+        refuse_lost_hooks({"embeddings": module.embeddings})
