@@ -28,7 +28,12 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from lightning_freescale.batch.jagged_checks import ANY_ID
 from lightning_freescale.embedding.distinct_ids import Dedup, add_cpu_kernel
-from lightning_freescale.embedding.table_optimizer import check_own_optimizers, fused_params, has_own_optimizer
+from lightning_freescale.embedding.table_optimizer import (
+    DEFAULT_TABLE_OPTIMIZER,
+    check_own_optimizers,
+    fused_params,
+    has_own_optimizer,
+)
 from lightning_freescale.embedding.wire import Wire, parse_wire, torchrec_codecs
 from lightning_freescale.embedding.zero_collision.collection import ZeroCollisionCollection
 from lightning_freescale.embedding.zero_collision.sharded import ZeroCollisionSharder, check_bucket_sharding
@@ -136,6 +141,13 @@ def make_sharders(
         params: dict[str, Any] = {}
     else:
         params = fused_params(options, device)
+        if options is None:
+            log_once(
+                f"embedding_optimizer is not set: the tables are trained by {DEFAULT_TABLE_OPTIMIZER['optimizer']} inside "
+                f"backward, with lr={DEFAULT_TABLE_OPTIMIZER['lr']} unless a parameter group of their own says otherwise. The "
+                "model's own optimizers train its other parameters, and their settings, such as weight_decay, are not those of "
+                "the tables"
+            )
     kinds = dict.fromkeys([EmbeddingCollection, EmbeddingBagCollection, *map(type, embedding_modules(module).values())])
     sequences = {"use_index_dedup": bool(dedup), "qcomm_codecs_registry": torchrec_codecs(parse_wire(wire))}
     return [_make_sharder(kind, params, sequences, device) for kind in kinds]
