@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
@@ -57,6 +57,13 @@ class CallsItsTable(toy.Model):
         return super().loss(batch) + table(batch.index % 96).sum()
 
 
+class LooksAllUp(toy.Model):
+    def on_validation_epoch_start(self) -> None:
+        lengths = torch.tensor([toy.ROWS["item"], 0, 0])
+        features = KeyedJaggedTensor(list(toy.FEATURES), torch.arange(toy.ROWS["item"]), lengths=lengths)
+        self.rows_read = self.embeddings(features)["clicks"].values().clone()
+
+
 class Frozen(ScoresAll):
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +86,9 @@ def fit(
     logging.getLogger("lightning_freescale").addHandler(handler)
     model = make()
     strategy = FreeScaleStrategy(prioritize=prioritize, balance="off", sharding=sharding, embedding_optimizer=SGD)
+    trainer = toy.trainer(strategy, world, max_epochs=1, limit_val_batches=1, num_sanity_val_steps=0)
     try:
-        toy.trainer(strategy, world, max_epochs=1).fit(model, toy.loader(shuffle=False))
+        trainer.fit(model, toy.loader(shuffle=False), toy.loader(shuffle=False))
     except ConfigurationError as error:
         return str(error), model.losses, None, warnings
     return "", model.losses, toy.weights(model) | {"read": getattr(model, "rows_read", None)}, warnings
@@ -107,6 +115,12 @@ def test_scores_of_all_items_are_an_error() -> None:
 def test_a_call_of_one_table_says_what_to_call() -> None:
     for error, _, _, _ in run_ranks(fit, args=(2, CallsItsTable, True)):
         assert error.startswith("embeddings.embeddings['item'].weight: a sharded table cannot be called by itself")
+
+
+def test_all_rows_of_a_table_can_be_looked_up() -> None:
+    for _, _, weights, warnings in run_ranks(fit, args=(2, LooksAllUp, True)):
+        assert torch.equal(weights["read"], weights["embeddings.embeddings.item.weight"])
+        assert not warnings
 
 
 def test_zero_times_all_parameters_is_no_error() -> None:
