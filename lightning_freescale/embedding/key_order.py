@@ -32,10 +32,22 @@ class KeyOrder:
         if not isinstance(features, KeyedJaggedTensor) or features.keys() == self._keys:
             return None
         if self._keys is None:
+            _refuse_missing(features, module, self._name)
             self._keys = list(features.keys())
             return None
         ordered = in_order(features, self._keys, self._name)
         return ((ordered, *args[1:]), kwargs) if args else (args, {**kwargs, "features": ordered})
+
+
+def _refuse_missing(features: KeyedJaggedTensor, collection: nn.Module, name: str) -> None:
+    """Raise :class:`InputError` if ``features`` lack one that a table of ``collection`` needs."""
+    configs = getattr(collection, "_embedding_configs", None) or getattr(collection, "_embedding_bag_configs", ())
+    needed, found = [feature for config in configs for feature in config.feature_names], list(features.keys())
+    if missing := [feature for feature in needed if feature not in found]:
+        raise InputError(
+            f"{name}: the input has no feature {missing[0]!r}; its tables need {', '.join(needed)}, this input has "
+            f"{', '.join(found)}. A feature without ids has lengths of 0"
+        )
 
 
 def in_order(features: KeyedJaggedTensor, keys: list[str], name: str) -> KeyedJaggedTensor:

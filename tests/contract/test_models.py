@@ -204,3 +204,30 @@ def test_features_in_another_order_read_the_same_rows() -> None:
     for same, other, missing in run_ranks(validate, args=([keys, keys[::-1], keys[:2]],)):
         assert same == pytest.approx(other, rel=1e-6)
         assert missing != missing
+
+
+def look_up_too_few(rank: int) -> list[str]:
+    """The messages for a first input without a feature, and for a later one."""
+    messages: list[str] = []
+
+    class LooksUp(SgdModel):
+        def look_up(self) -> None:
+            features = KeyedJaggedTensor(["clicks"], torch.arange(4), lengths=torch.tensor([4]))
+            with pytest.raises(InputError) as error:
+                self.embeddings(features)
+            messages.append(str(error.value))
+
+        on_fit_start = on_train_end = look_up
+
+    toy.trainer(FreeScaleStrategy(embedding_optimizer=SGD), 2, max_epochs=1).fit(LooksUp(), toy.loader(8))
+    return messages
+
+
+def test_an_input_without_a_feature_that_a_table_needs_is_refused() -> None:
+    for first, later in run_ranks(look_up_too_few):
+        assert first.startswith(
+            "embeddings: the input has no feature 'carts'; its tables need clicks, carts, shops, this input"
+        )
+        assert later.startswith(
+            "embeddings: the input has no feature 'carts'; its first input had clicks, carts, shops, this"
+        )
