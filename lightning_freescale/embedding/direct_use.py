@@ -54,7 +54,7 @@ def watch_direct_use(module: nn.Module, frozen: Collection[str] = ()) -> None:
                 if f"{name}.{attribute}.{table}.weight".lstrip(".") not in frozen:
                     trained[id(weights)][where] = part.weight
             part.__class__ = _TablePart
-            part._where, part._shape = where, shapes[table]
+            part.where, part.whole_shape = where, shapes[table]
     for key, weights in kernels.items():
         if weights.requires_grad and weights.is_leaf:
             weights.register_post_accumulate_grad_hook(_RefuseGradients(trained[key]))
@@ -87,14 +87,14 @@ class _TablePart(nn.Module):
     Neither TorchRec nor the methods of ``nn.Module`` that list parameters read the attribute.
     """
 
-    _where: str
-    _shape: tuple[int, int]
+    where: str
+    whole_shape: tuple[int, int]
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        if name == "weight" and value.shape != self._shape:
+        if name == "weight" and value.shape != self.whole_shape:
             log_once(
-                f"{self._where}: after sharding, this is not the table of shape {list(self._shape)}, but the part that this "
+                f"{self.where}: after sharding, this is not the table of shape {list(self.whole_shape)}, but the part that this "
                 f"rank holds, of shape {list(value.shape)}. {INSTEAD}",
                 logging.WARNING,
                 every_rank=True,
@@ -104,13 +104,13 @@ class _TablePart(nn.Module):
     @property
     def num_embeddings(self) -> int:
         """The rows of the whole table, as of the unsharded module."""
-        return self._shape[0]
+        return self.whole_shape[0]
 
     @property
     def embedding_dim(self) -> int:
-        return self._shape[1]
+        return self.whole_shape[1]
 
     def forward(self, *_: Any, **__: Any) -> None:
         raise ConfigurationError(
-            f"{self._where}: a sharded table cannot be called by itself. Call its collection with a KeyedJaggedTensor"
+            f"{self.where}: a sharded table cannot be called by itself. Call its collection with a KeyedJaggedTensor"
         )

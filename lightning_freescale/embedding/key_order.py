@@ -41,7 +41,7 @@ class KeyOrder:
 
 def _refuse_missing(features: KeyedJaggedTensor, collection: nn.Module, name: str) -> None:
     """Raise :class:`InputError` if ``features`` lack one that a table of ``collection`` needs."""
-    configs = getattr(collection, "_embedding_configs", None) or getattr(collection, "_embedding_bag_configs", ())
+    configs: Any = getattr(collection, "_embedding_configs", None) or getattr(collection, "_embedding_bag_configs", ())
     needed, found = [feature for config in configs for feature in config.feature_names], list(features.keys())
     if missing := [feature for feature in needed if feature not in found]:
         raise InputError(

@@ -14,6 +14,7 @@ from torchrec import (
     EmbeddingBagConfig,
 )
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -21,6 +22,7 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding, RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -28,7 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.embedding.distinct_ids import add_cpu_kernel
 from lightning_freescale.embedding.plan import is_of_a_table
 from lightning_freescale.embedding.row_update import RowUpdate
-from lightning_freescale.embedding.table_optimizer import kernels_of
+from lightning_freescale.embedding.table_optimizer import kernels_in, kernels_of
 from tests.embedding.contract_model_parallel import check_model_parallel
 from tests.embedding.contract_training import check_training
 from tests.embedding.test_id_exchange import check_ids
@@ -96,6 +98,9 @@ PINNED = {
     "_backward_hooks": nn.Module,
     "_backward_pre_hooks": nn.Module,
     "_buffers": nn.Module,
+    "_modules": nn.Module,
+    "_original_tensor": TableBatchedEmbeddingSlice,
+    "_wait_async": LazyAwaitable,
     "_parameters": nn.Module,
     "_schema": torch._ops.OpOverload,
     "_execution_engine": torch.autograd.Variable,
@@ -133,6 +138,7 @@ def check_names(rank: int, world: int) -> None:
         check_row_updates(module)
         check_optimizer(module, rank)
         check_forward(module)
+        check_weights(module)
     check_bags(rank, world)
     check_gradient_division()
     check_feature_processors()
@@ -140,6 +146,18 @@ def check_names(rank: int, world: int) -> None:
     check_model_parallel(world)
     check_ids(rank, world)
     check_backward_numbers()
+
+
+def check_weights(module: ShardedEmbeddingCollection) -> None:
+    """The weights of a table are a view of those of its kernel, which are a leaf; or an empty leaf."""
+    kernels = {id(kernel.weights_host) for lookup in module._lookups for kernel in kernels_in(lookup)}
+    for part in module.embeddings._modules.values():
+        weight = part._parameters["weight"]
+        if isinstance(weight, TableBatchedEmbeddingSlice):
+            assert id(weight._original_tensor) in kernels
+            assert weight._original_tensor.is_leaf
+        else:
+            assert not weight.numel()
 
 
 def check_backward_numbers() -> None:
