@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
@@ -75,7 +76,9 @@ def shard_once(
         _refuse_other_options(done.options, options)
         return done
     record = ShardedModel(sharded=None, rows={}, rates=[], frozen=[], has_tables=False, options={})
-    if collections := plan.embedding_modules(module):
+    collections = plan.embedding_modules(module)
+    _refuse_wrapped(module, bool(collections))
+    if collections:
         with one_name_each(module, collections):
             _refuse_tied_tables(module)
             rows, frozen = plan.rows_by_feature(module), _frozen_tables(module)
@@ -106,6 +109,21 @@ def _refuse_other_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> Non
             raise ConfigurationError(
                 f"{option}={value!r}: this model was sharded with {option}={old[name]!r} by an earlier Trainer, and a "
                 "model is sharded once. Use the same option, or create the model anew and load its weights"
+            )
+
+
+def _refuse_wrapped(module: nn.Module, has_collections: bool) -> None:
+    """Refuse models that contain what the strategy itself wraps them in."""
+    for name, child in module.named_modules():
+        if isinstance(child, (DistributedModelParallel, ShardedModule)):
+            raise ConfigurationError(
+                f"{name} is a {type(child).__name__}, but the strategy shards the tables itself. Leave DistributedModelParallel "
+                "out of the model"
+            )
+        if has_collections and isinstance(child, DistributedDataParallel):
+            raise ConfigurationError(
+                f"{name} is a DistributedDataParallel, but the strategy wraps the model itself, and both would write to the same "
+                "gradients. Leave it out"
             )
 
 

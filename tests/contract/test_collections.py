@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy
 from lightning_freescale.embedding.aliases import one_name_each
@@ -228,3 +229,30 @@ def test_hooks_for_the_backward_of_a_collection_are_refused() -> None:
     module.embeddings.register_full_backward_hook(lambda *_: None)
     with pytest.raises(ConfigurationError, match="embeddings has a hook for its backward, which would not"):
         refuse_lost_hooks({"embeddings": module.embeddings})
+
+
+class OwnDdp(toy.Model):
+    def configure_model(self) -> None:
+        self.head = nn.parallel.DistributedDataParallel(self.head)  # type: ignore[assignment]
+
+
+class OwnSharding(toy.Model):
+    def configure_model(self) -> None:
+        self.embeddings = DistributedModelParallel(self.embeddings, device=torch.device("cpu"))  # type: ignore[assignment]
+
+
+def fit_wrapped(rank: int) -> list[str]:
+    messages = []
+    for kind in (OwnDdp, OwnSharding):
+        with pytest.raises(ConfigurationError) as error:
+            toy.trainer(FreeScaleStrategy(), 2).fit(kind(), toy.loader(8))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_models_that_wrap_or_shard_themselves_are_refused() -> None:
+    for ddp, sharding in run_ranks(fit_wrapped):
+        assert ddp.startswith("head is a DistributedDataParallel, but the strategy wraps the model itself")
+        assert sharding.startswith(
+            "embeddings is a DistributedModelParallel, but the strategy shards the tables itself"
+        )
