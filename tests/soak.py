@@ -132,7 +132,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     options = parser.parse_args()
     if options.steps < 3 * options.every:
-        parser.error(f"--steps {options.steps}: needs at least three notes, one after each --every {options.every} steps")
+        parser.error(
+            f"--steps {options.steps}: needs at least three notes, one after each --every {options.every} steps"
+        )
     begin = time.monotonic()
     rows = soak(options.steps, options.every, options.reload)
     result = {**head("soak", script="-m tests.soak"), "steps": options.steps, "ranks": RANKS, "rows": rows}

@@ -51,15 +51,21 @@ def _further_references(module: nn.Module, collections: set[int]) -> list[tuple[
     """All references to collections, or to modules that contain one, after the first one; each with the first one."""
     first: dict[int, _Reference] = {}
     further = []
-    for parent in module.modules():  # in the order of ``named_modules``, each module once
+
+    def visit(
+        parent: nn.Module,
+    ) -> None:  # in the order of ``named_modules``, which names a module by its first reference
         for name, child in parent._modules.items():
             if child is None:
                 continue
             reference = _Reference(parent, name)
-            if first.setdefault(id(child), reference) is not reference and any(
-                id(part) in collections for part in child.modules()
-            ):
+            if id(child) not in first:
+                first[id(child)] = reference
+                visit(child)
+            elif any(id(part) in collections for part in child.modules()):
                 further.append((reference, first[id(child)]))
+
+    visit(module)
     return further
 
 

@@ -189,6 +189,35 @@ def test_checkpoints_of_collections_with_several_names(
         assert toy.same(dict(loaded), first[0][1])
 
 
+class FrozenInside(pl.LightningModule):
+    """The first name of the frozen collection is inside another module, its second one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = toy.Model()
+        self.tables = self.encoder.embeddings.requires_grad_(False)
+        self.losses: list[float] = []
+
+    training_step = SharedEncoder.training_step
+    configure_optimizers = SharedEncoder.configure_optimizers
+
+    @property
+    def left(self) -> Any:
+        return self.encoder
+
+    right = left
+
+
+@pytest.mark.parametrize("prioritize", [False, True])
+def test_a_frozen_collection_with_two_names_stays_frozen(prioritize: bool) -> None:
+    pl.seed_everything(1, verbose=False)
+    before = FrozenInside().state_dict()
+    for losses, weights in run_ranks(fit, args=(FrozenInside, prioritize, 2)):
+        assert len(set(losses)) > 1
+        for key, value in before.items():
+            assert torch.equal(weights[key], value) == ("embeddings" in key or "tables" in key)
+
+
 def test_names_are_hidden_and_come_back() -> None:
     module = Aliased()
     table = module.embeddings
