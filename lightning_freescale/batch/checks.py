@@ -12,6 +12,10 @@ from lightning_freescale.batch.jagged_checks import check_ids, check_lengths
 from lightning_freescale.batch.seq_batch import SeqBatch
 from lightning_freescale.runtime.errors import InputError
 
+MAPS_IDS_ADVICE = (
+    ". If the model makes rows of other ids itself, for example by hashing, set its class attribute maps_ids = True"
+)
+
 
 def check_batch(batch: Any, rows: Mapping[str, int]) -> None:
     """Raise :class:`InputError` if the batch cannot be trained on.
@@ -36,7 +40,7 @@ def check_batch(batch: Any, rows: Mapping[str, int]) -> None:
                 raise InputError(f"{', '.join(features.keys())}: an empty batch (0 samples)")
             check_lengths(features)
             _check_weights(features)
-        check_ids(features, rows)
+        check_ids(features, rows, MAPS_IDS_ADVICE)
 
 
 def _check_weights(features: KeyedJaggedTensor) -> None:

@@ -24,12 +24,13 @@ def check_lengths(features: KeyedJaggedTensor) -> None:
         raise InputError(f"{', '.join(keys)}: lengths sum to {total} but there are {num_values} values")
 
 
-def check_ids(features: KeyedJaggedTensor, rows: Mapping[str, int]) -> None:
+def check_ids(features: KeyedJaggedTensor, rows: Mapping[str, int], advice: str = "") -> None:
     """Raise :class:`InputError` unless every id is a row of its table.
 
     Args:
         features: ids in host memory, whose lengths fit.
         rows: number of rows of the table of each key, or :data:`ANY_ID`. The ids of a key that is missing here are not checked.
+        advice: the end of the message about an id that is no row.
     """
     keys, values, end = features.keys(), features.values(), 0
     if not values.numel() or rows.keys().isdisjoint(keys):
@@ -44,5 +45,5 @@ def check_ids(features: KeyedJaggedTensor, rows: Mapping[str, int]) -> None:
             raise InputError(f"{key}: id {low} is negative; zero-collision ids are integers from 0 to 2^63 - 1")
         if low < 0 or high >= limit:
             raise InputError(
-                f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1})"
+                f"{key}: id {low if low < 0 else high} is outside its table of {limit} rows (0 to {limit - 1}){advice}"
             )

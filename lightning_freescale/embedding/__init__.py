@@ -62,6 +62,7 @@ Files:
     backward_count.py   finds models that run several backwards through one look-up
     table_watch.py      finds user code that changes tables between two steps
     direct_use.py       finds user code that uses the weights of a sharded table as a tensor
+    mapped_ids.py       models that make rows of the ids of their batches themselves
     aliases.py          collections that a model refers to by several names
     unsharded_api.py    lets a sharded collection be used like the unsharded one
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)

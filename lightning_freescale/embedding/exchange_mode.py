@@ -16,6 +16,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups, RowKind
+from lightning_freescale.embedding.mapped_ids import maps_ids
 from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
@@ -23,6 +24,7 @@ from lightning_freescale.embedding.support import (
     ACCUMULATION,
     ACCUMULATION_REASON,
     FEATURE_PROCESSORS,
+    MAPPED_IDS,
     SINGLE_RANK,
     reason_against_prioritizing,
 )
@@ -112,6 +114,9 @@ class ExchangeMode:
             if isinstance(module, ShardedZeroCollisionCollection):
                 module.timeline = timeline
         if not self._prioritize:
+            return
+        if maps_ids(model):
+            log_once(f"prioritize: synchronous exchange, because {MAPPED_IDS}")
             return
         supported = _without_unsupported(modules)
         self._all_scheduled, modules = len(supported) == len(modules), supported

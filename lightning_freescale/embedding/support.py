@@ -46,6 +46,7 @@ FOUND_IN_TRAINING = (
 ACCUMULATION = "micro-batches of gradient accumulation"
 ACCUMULATION_REASON = "their rows are updated together, after the last one"
 SINGLE_RANK = "a single rank exchanges nothing with others"
+MAPPED_IDS = "the model declares maps_ids = True, so the rows of a batch are not known in advance"
 FEATURE_PROCESSORS = "feature processors, whose weights change in every step"
 ROUNDED_AT_RANDOM = "FBGEMM rounds updates at random"
 WEIGHTED_MEANS = "FBGEMM does not divide the gradients of weighted means on a CPU"

@@ -20,6 +20,7 @@ from torchrec.distributed.types import ShardedModule
 from lightning_freescale.embedding import plan
 from lightning_freescale.embedding.aliases import one_name_each, redirect_replaced
 from lightning_freescale.embedding.direct_use import watch_direct_use
+from lightning_freescale.embedding.mapped_ids import check_in_calls, maps_ids
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
@@ -33,7 +34,7 @@ class ShardedModel:
 
     Attributes:
         sharded: TorchRec's wrapper of the model; ``None`` if the model has no tables. Such a model is left as it is.
-        rows: number of rows of the table of each feature.
+        rows: number of rows of the table of each feature; empty if the model declares ``maps_ids = True``.
         rates: learning rate of each FBGEMM kernel before any scheduler changed it.
         frozen: names of the tables that had ``requires_grad=False``.
         has_tables: whether the model has any embedding collection.
@@ -86,6 +87,9 @@ def shard_once(
         redirect_replaced(collections, module)
         _refuse_copies(module)
         watch_direct_use(module, frozen)
+        if maps_ids(module):
+            check_in_calls(module, rows)
+            rows = {}
         rates = [parameters["lr"] for parameters in sharded.fused_optimizer.param_groups]
         record = ShardedModel(
             sharded=sharded, rows=rows, rates=rates, frozen=frozen, has_tables=True, options=dict(options)
