@@ -59,7 +59,7 @@ _UNSUPPORTED: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ),
     (
         (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection),
-        "every rank would prune rows on its own, by the ids that it has seen. Use the collection inside it, or "
+        "it prunes rows only if TorchRec's own sharder has sharded it, and nothing here. Use the collection inside it, or "
         "lightning_freescale.zero_collision(EmbeddingCollection(...), ...), which evicts rows",
     ),
     (

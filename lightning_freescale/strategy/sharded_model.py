@@ -122,7 +122,7 @@ def _refuse_wrapped(module: nn.Module, has_collections: bool) -> None:
         if isinstance(child, (DistributedModelParallel, ShardedModule)):
             raise ConfigurationError(
                 f"{name} is a {type(child).__name__}, but the strategy shards the tables itself. Leave DistributedModelParallel "
-                "out of the model"
+                "out of the model. If an earlier Trainer has sharded it in another model, load its weights from a checkpoint"
             )
         if has_collections and isinstance(child, DistributedDataParallel):
             raise ConfigurationError(

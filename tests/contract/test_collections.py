@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,40 @@ def test_all_names_of_a_collection_train_one_table(kind: type[pl.LightningModule
     assert any(not torch.equal(weights[key], fresh) for key, fresh in kind().state_dict().items())
     for key, value in plain.items():
         torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6)
+
+
+def fit_twice(rank: int, kind: type[pl.LightningModule], prioritize: bool) -> Any:
+    """A second Trainer continues with the sharded model, and then validates it. The loader has no length."""
+    pl.seed_everything(1, verbose=False)
+    module = kind()
+    for _ in range(2):
+        strategy = FreeScaleStrategy(prioritize=prioritize, balance="off", sharding="row_wise", embedding_optimizer=SGD)
+        trainer = toy.trainer(strategy, 2, max_steps=4, max_epochs=-1)
+        trainer.fit(module, Endless(rank))
+    return module.losses, toy.weights(module), trainer.validate(module, toy.loader(8, shuffle=False), verbose=False)
+
+
+class Endless:
+    """Yields batches without end."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[toy.Batch]:
+        while True:
+            yield from list(toy.loader(24, shuffle=False))[self.rank :: 2]
+
+
+@pytest.mark.parametrize("kind", [KeptInListSgd, LikeADictionarySgd], ids=lambda k: k.__name__)
+def test_a_second_trainer_continues_with_them(kind: type[pl.LightningModule]) -> None:
+    synchronous, prioritized = (run_ranks(fit_twice, args=(kind, prioritize)) for prioritize in (False, True))
+    for (losses, weights, metrics), (other_losses, other_weights, other_metrics) in zip(
+        synchronous, prioritized, strict=True
+    ):
+        assert len(losses) == 8
+        assert losses == other_losses
+        assert metrics == other_metrics
+        assert toy.same(weights, other_weights)
 
 
 @pytest.mark.parametrize("form", ["file", "sharded"])
