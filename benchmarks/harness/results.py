@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.harness import labels
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-EARLIER = RESULTS / "earlier"  # results that newer ones have replaced
+EARLIER = RESULTS / "earlier"  # results that newer ones have replaced, and repeats that no table shows
 OUTPUT_OPTIONS = ("--output", "--plot")  # they name files and do not change the figures
 
 StoredResult = Mapping[str, Any]

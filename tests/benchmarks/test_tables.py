@@ -39,7 +39,7 @@ def test_the_readme_has_the_range_of_all_shapes() -> None:
             round(100 * statistics.mean(rounds[f"gone of {name}"])) for name in (TORCHREC_BASE, TORCHREC_SPARSE_DIST)
         }
 
-    shapes = "short_1", "short_2", "short_3", "short_newest", "long_newest", "context_newest", "wide_newest"
+    shapes = "short_1", "short_2", "short_3", "short_4", "short_newest", "long_newest", "context_newest", "wide_newest"
     in_memory = set.union(*(gone(shape, ALL) for shape in (*shapes, "medium_newest")))
     over_tcp = set.union(*(gone(shape, ALL_OVER_TCP) for shape in shapes))
     text = " ".join((ROOT / "README.md").read_text().split())
