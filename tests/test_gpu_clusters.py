@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,20 @@ def test_what_runs_is_named_and_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert line.endswith("script-stuck")
     clusters.close()
     assert (tmp_path / "ended").exists()
+
+
+def test_processes_without_work_end_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        interrupt_on_sigterm()
+        early = Call(divmod, (7, 2))
+        clusters = Clusters([early], tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert clusters.result(early) == (3, 1)
+    clusters.close()
+    assert not active_children()
+    assert capfd.readouterr().err == ""
 
 
 def test_sigterm_ends_a_session_like_ctrl_c() -> None:

@@ -29,6 +29,7 @@ from lightning_freescale.bubbles.spans import EMBEDDING_EXCHANGES, ENGINE, EXCHA
 
 PARTS = ("straggler", "exposed_embedding", "exposed_experts", "exposed_dense", "input_wait", "other")
 SLOTS = 16  # waits of one kind in a step that are matched between ranks; further waits count as exposed
+ROW_SLOTS = 32  # the same for synchronous exchanges of rows: each has one span for the sorting, and one for the wait
 EXPERT_SLOTS = 80  # the same for exchanges of experts, of which each layer has five for each micro-chunk
 
 # What a rank counts in a step, besides time.
@@ -43,7 +44,7 @@ _EXPOSED = {  # the kinds of exchange of each part of the bubble
 }
 _UNMATCHED = tuple(f"unmatched_{part}" for part in _EXPOSED)
 _SCALARS = ("start", "wall", "useful", "input_wait", "hidden", *_UNMATCHED, *COUNTS)
-_SLOTS = {kind: EXPERT_SLOTS if kind is Kind.EXPERT_EXCHANGE else SLOTS for kind in EXCHANGES}
+_SLOTS = dict.fromkeys(EXCHANGES, SLOTS) | {Kind.ROW_EXCHANGE: ROW_SLOTS, Kind.EXPERT_EXCHANGE: EXPERT_SLOTS}
 _FIRST = dict(
     zip(EXCHANGES, accumulate(_SLOTS.values(), initial=0), strict=False)
 )  # the place of each kind's first wait

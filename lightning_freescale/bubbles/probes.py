@@ -26,11 +26,19 @@ from lightning_freescale.bubbles.timeline import Timeline
 # ---- embedding exchange ------------------------------------------------------------------------------------------------
 @dataclass
 class _ForwardCall:
-    """A synchronous forward of a sharded module that has not returned."""
+    """A synchronous forward of a sharded module that has not returned.
+
+    Args:
+        began: when it was called.
+        id_bytes: of its input.
+        looked_up: whether a lookup has begun.
+        packing: when it began to sort the rows of the last lookup by rank.
+    """
 
     began: Moment
     id_bytes: int
     looked_up: bool = False
+    packing: Moment = math.nan
 
 
 class _TimedAwaitable(LazyAwaitable[Any]):
@@ -48,9 +56,10 @@ class _TimedAwaitable(LazyAwaitable[Any]):
 class ExchangeProbe:
     """Records the synchronous exchanges of all sharded embedding modules of a model.
 
-    The exchange of ids lasts from the call of a module to its first lookup. The exchange of rows is the wait for the module's
-    output. The exchange of gradients lasts from the gradient of the received rows to the gradient of the looked-up rows. A
-    forward without a lookup belongs to the prioritized exchange, which records itself.
+    The exchange of ids lasts from the call of a module to its first lookup. The exchange of rows has two parts: the rows of each
+    lookup are sorted by rank, and later the model waits for the module's output. The exchange of gradients lasts from the
+    gradient of the received rows to the gradient of the looked-up rows. A forward without a lookup belongs to the prioritized
+    exchange, which records itself.
     """
 
     def __init__(self, model: nn.Module, timeline: Timeline):
@@ -68,6 +77,7 @@ class ExchangeProbe:
         hooks.append(module.register_forward_hook(self._after_forward))
         for index, (lookup, output_dist) in enumerate(zip(module._lookups, module._output_dists, strict=True)):
             hooks.append(lookup.register_forward_pre_hook(self._before_lookup(module, index)))
+            hooks.append(output_dist.register_forward_pre_hook(self._before_send(module)))
             hooks.append(output_dist.register_forward_hook(self._after_send(module)))
 
     def close(self) -> None:
@@ -96,11 +106,21 @@ class ExchangeProbe:
 
         return hook
 
+    def _before_send(self, module: nn.Module) -> Callable[..., None]:
+        def hook(output_dist: nn.Module, args: Any) -> None:
+            call = self._calls.get(module)
+            if call is not None and self._timeline.active:
+                call.packing = self._timeline.mark()
+
+        return hook
+
     def _after_send(self, module: nn.Module) -> Callable[..., None]:
         def hook(output_dist: nn.Module, args: Any, output: Any) -> None:
-            rows = args[0] if args else None
-            if module not in self._calls or not isinstance(rows, Tensor) or not isinstance(output, Awaitable):
+            call, rows = self._calls.get(module), args[0] if args else None
+            if call is None or not isinstance(rows, Tensor) or not isinstance(output, Awaitable):
                 return
+            if self._timeline.active:
+                self._timeline.add(Kind.ROW_EXCHANGE, call.packing, self._timeline.mark(), joined=math.nan)
             self._timeline.count("bytes", _nbytes(rows))
             if rows.requires_grad and self._timeline.active:
                 probe = _GradientProbe(self._timeline, _nbytes(rows))

@@ -61,6 +61,18 @@ class SlowLink(toy.Model):
             awaitable.callbacks.append(lambda rows: (sleep(self.sleeps), rows)[1])
 
 
+class SlowSorting(SlowLink):
+    """Sorting the rows by rank, before they are sent, takes longer on every rank."""
+
+    def on_train_start(self) -> None:
+        for output_dist in self.embeddings._output_dists:
+            output_dist._dist.register_forward_pre_hook(self._sort)
+
+    def _sort(self, module: Any, args: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1 in DELAYED:
+            sleep(self.sleeps)
+
+
 class SlowGradients(SlowLink):
     """The gradients of the rows take longer to arrive at their owners, on every rank."""
 
@@ -177,6 +189,7 @@ CASES = {
     "one rank computes longer": (SlowCompute, (1,), ["straggler", None]),
     "both ranks compute longer": (SlowCompute, (0, 1), [None, None]),  # slow compute is not bubble
     "the link is slow": (SlowLink, (0, 1), ["exposed_embedding"] * 2),
+    "rows are sorted slowly": (SlowSorting, (0, 1), ["exposed_embedding"] * 2),
     "the link is slow on the way back": (SlowGradients, (0, 1), ["exposed_embedding"] * 2),
     "the AllReduce is slow": (SlowAllReduce, (0, 1), ["exposed_dense"] * 2),
     "all loaders stall": (SlowLoader, (0, 1), ["input_wait"] * 2),

@@ -106,7 +106,10 @@ def figures(rank: int, steps: list[Profiled], wall: list[float], bubble: list[fl
         "with_nccl_as_busy": (total["bubble"] - total["exchanging"]) / total["wall"],
         "wall_ms": 1e3 * sum(wall) / len(wall),
         "wall_ms_by_hand": 1e3 * total["wall"] / len(steps),
-        **{f"{name}_share": total[name] / total["wall"] for name in ("gaps", "elsewhere", "copying", "exchanging")},
+        **{
+            f"{name}_share": total[name] / total["wall"]
+            for name in ("gaps", "sorting", "elsewhere", "copying", "exchanging")
+        },
         "monitor_by_step": [b / w for b, w in zip(bubble, wall, strict=True)],
         "by_hand_by_step": [step.bubble / step.wall for step in steps],
     }

@@ -173,7 +173,10 @@ class Clusters:
 
     def close(self) -> None:
         """Start nothing more, and end what still runs."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        is_idle = all(future.done() for future in self._started.values())
+        self._pool.shutdown(wait=is_idle, cancel_futures=True)
+        if is_idle:  # The processes have ended. SIGTERM would make each of them print a traceback.
+            return
         for process in active_children():
             process.terminate()  # It ends its ranks, see :func:`interrupt_on_sigterm`.
         for process in active_children():
