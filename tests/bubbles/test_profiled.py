@@ -1,4 +1,4 @@
-"""The bubble that is computed from a profiler's trace, on a known trace."""
+"""The bubble in a profiler's trace, and where it differs from that of the monitor, on a known trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.bubbles.profiled import MARKER, Profiled, by_hand
+from lightning_freescale.bubbles.spans import ENGINE, Kind, Span, Step
+from tests.bubbles.profiled import MARKER, Intervals, by_hand, compare, useful
 
 COMPUTE, SIDE, NCCL = 7, 13, 20
 
@@ -41,25 +42,45 @@ TRACE = [
 ]
 
 
-def micros(step: Profiled) -> dict[str, float]:
-    return {name: pytest.approx(1e6 * value, abs=1e-3) for name, value in step._asdict().items()}
+def micros(intervals: Intervals) -> Any:
+    return [pytest.approx((1e6 * start, 1e6 * end), abs=1e-3) for start, end in intervals]
 
 
 def test_steps_of_a_trace() -> None:
     first, second = by_hand(reversed(TRACE))  # the order does not matter
-    assert micros(first) == {
-        "wall": 1000, "busy": 390, "sorting": 0, "elsewhere": 60, "exchanging": 300, "copying": 20, "gaps": 10
-    }  # fmt: skip
-    assert micros(second) == {
-        "wall": 1000, "busy": 500, "sorting": 150, "elsewhere": 20, "exchanging": 100, "copying": 0, "gaps": 0
-    }  # fmt: skip
-    assert first.bubble == pytest.approx(600e-6)
-    assert second.bubble == pytest.approx(500e-6)
+    assert micros(first.busy) == [(100, 300), (310, 400), (900, 1000)]
+    assert micros(first.exchanging) == [(400, 700)]
+    assert micros([(0, first.wall), (first.elsewhere, first.copying)]) == [(0, 1000), (60, 20)]
+    assert micros(second.busy) == [(0, 100), (300, 700)]
+    assert micros(second.exchanging) == [(100, 250), (700, 800)]  # sorting, and the end of the AllReduce
+    assert micros([(0, second.wall), (second.elsewhere, second.copying)]) == [(0, 1000), (20, 0)]
+    assert first.bubble == pytest.approx(610e-6)
 
 
 def test_concurrent_kernels_count_once() -> None:
     (step,) = by_hand([marker(0), kernel("a", 10, 40), kernel("b", 20, 10), kernel("c", 40, 20), marker(100)])
-    assert micros(step)["busy"] == 50
+    assert micros(step.busy) == [(10, 60)]
+
+
+def recorded(*spans: tuple[str, float, float]) -> Step:
+    """A step of the monitor from 3 s to 3.001 s with spans in microseconds since its start."""
+    moments = [(Kind(kind), ENGINE, 3 + start / 1e6, 3 + end / 1e6, 3 + start / 1e6) for kind, start, end in spans]
+    return Step(7, 3.0, 3.001, tuple(Span(*moment) for moment in moments))
+
+
+def test_differences_explain_the_two_bubbles() -> None:
+    """Kernels of the model in the wait, waits in the forward, and gaps in the forward."""
+    step = recorded(("dense_forward", 90, 950), ("row_exchange", 390, 600))
+    work = useful(step)
+    assert micros(work) == [(90, 390), (600, 950)]
+    profiled = by_hand(TRACE)[0]
+    found = compare(profiled, work)
+    # busy from 390 to 400 and from 950; NCCL from 600 to 700; idle at 90, 300, and from 700 to 900
+    assert micros([(found.model_in_bubble, found.exchange_in_compute)]) == [(60, 100)]
+    assert micros([(0, found.idle_in_compute)]) == [(0, 220)]
+    monitor = step.wall - sum(end - start for start, end in work)
+    explained = monitor + found.exchange_in_compute + found.idle_in_compute - found.model_in_bubble
+    assert explained == pytest.approx(profiled.bubble)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ from benchmarks.harness.gpu_cluster import reserved_sms
 from benchmarks.harness.lightning_trainer import plain_trainer
 from lightning_freescale.bubbles.analysis import analyse
 from lightning_freescale.bubbles.records import read_run
+from lightning_freescale.bubbles.spans import Step
 from lightning_freescale.models import HSTU
-from tests.bubbles.profiled import Profiled, by_hand, mark_step
+from tests.bubbles.profiled import Difference, Profiled, by_hand, compare, mark_step, total, useful
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 
@@ -90,28 +91,28 @@ def train(options: argparse.Namespace, folder: Path, profiling: Profiling) -> Pa
     return folder / "run"
 
 
-def figures(rank: int, steps: list[Profiled], wall: list[float], bubble: list[float]) -> dict[str, Any]:
+def figures(rank: int, steps: list[Profiled], recorded: list[Step], bubble: list[float]) -> dict[str, Any]:
     """The figures of one rank: shares of the time of the profiled steps, and ms.
 
     Args:
         steps: the steps in the trace.
-        wall, bubble: seconds of the same steps, as the monitor measures them.
+        recorded: the same steps as the monitor records them.
+        bubble: their bubbles in seconds, as the monitor measures them.
     """
-    total = {name: sum(getattr(step, name) for step in steps) for name in (*Profiled._fields, "bubble")}
+    wall = sum(step.wall for step in recorded)
+    by_monitor = [compare(one, useful(step)) for one, step in zip(steps, recorded, strict=True)]
+    all_useful = [compare(one, [(0.0, step.wall)]) for one, step in zip(steps, recorded, strict=True)]
     return {
         "rank": rank,
         "steps": len(steps),
-        "monitor": sum(bubble) / sum(wall),
-        "by_hand": total["bubble"] / total["wall"],
-        "with_nccl_as_busy": (total["bubble"] - total["exchanging"]) / total["wall"],
-        "wall_ms": 1e3 * sum(wall) / len(wall),
-        "wall_ms_by_hand": 1e3 * total["wall"] / len(steps),
-        **{
-            f"{name}_share": total[name] / total["wall"]
-            for name in ("gaps", "sorting", "elsewhere", "copying", "exchanging")
-        },
-        "monitor_by_step": [b / w for b, w in zip(bubble, wall, strict=True)],
-        "by_hand_by_step": [step.bubble / step.wall for step in steps],
+        "monitor": sum(bubble) / wall,
+        "by_hand": sum(step.bubble for step in steps) / sum(step.wall for step in steps),
+        "wall_ms": 1e3 * wall / len(recorded),
+        "wall_ms_by_hand": 1e3 * sum(step.wall for step in steps) / len(steps),
+        **{name: sum(getattr(one, name) for one in by_monitor) / wall for name in Difference._fields},
+        "model": sum(total(step.busy) for step in steps) / wall,
+        "exchange_if_all_is_compute": sum(one.exchange_in_compute for one in all_useful) / wall,
+        **{name: sum(getattr(step, name) for step in steps) / wall for name in ("elsewhere", "copying")},
     }
 
 
@@ -131,15 +132,15 @@ def main() -> None:
     records = train(options, folder, profiling)
     dist.barrier()  # all ranks have closed their records
     run = read_run(records)
-    bubbles = analyse(run).bubbles
-    chosen = [run.indices.index(step) for step in range(options.first, options.last + 1)]
+    indices = range(options.first, options.last + 1)
+    bubble = analyse(run).bubbles.bubble[rank, [run.indices.index(index) for index in indices]]
     steps = by_hand(json.loads(profiling.trace.read_text())["traceEvents"])
-    mine = figures(rank, steps, bubbles.wall[rank, chosen].tolist(), bubbles.bubble[rank, chosen].tolist())
+    mine = figures(rank, steps, [run.step(index)[rank] for index in indices], bubble.tolist())
     everybody: list[Any] = [None] * NODES
     dist.all_gather_object(everybody, mine)
     if rank == 0:
         for one in everybody:
-            print({name: round(value, 4) for name, value in one.items() if not isinstance(value, list)}, flush=True)
+            print({name: round(value, 4) for name, value in one.items()}, flush=True)
         print("RESULT " + json.dumps(everybody), flush=True)
         if options.output:
             machine = f"{torch.cuda.get_device_name()} as {NODES} ranks: {reserved_sms.describe()}"

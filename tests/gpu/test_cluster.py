@@ -144,15 +144,23 @@ def test_shared_experts_equal_one_rank(results: Any, request: pytest.FixtureRequ
 
 @started_early(Run("bubbles.py", alone=True))
 def test_the_monitor_agrees_with_the_profiler(results: Any) -> None:
-    """On every rank, the bubble share of a synchronous run is within 3 points of that in a trace of the same steps."""
+    """On every rank, useful work of the monitor is when the trace of a synchronous run has kernels of the model.
+
+    In 2 % of a step at most, the model computes in what the monitor counts as bubble. In 2 % at most, there is an exchange in
+    what it counts as useful. The rest of the difference is time in which the host launches kernels.
+    """
     assert [one["rank"] for one in results] == [0, 1, 2, 3]
     for one in results:
         assert one["steps"] == 10
         assert one["wall_ms"] == pytest.approx(one["wall_ms_by_hand"], rel=0.01), one
         assert 0.05 < one["by_hand"] < 0.95, one  # there is a bubble, and there is useful work
-        assert one["monitor"] == pytest.approx(one["by_hand"], abs=0.03, rel=0), one
-        # The check can fail: to count NCCL kernels as busy gives another result.
-        assert one["monitor"] != pytest.approx(one["with_nccl_as_busy"], abs=0.03, rel=0), one
+        assert one["model_in_bubble"] < 0.02, one
+        assert one["exchange_in_compute"] < 0.02, one
+        assert one["idle_in_compute"] < 0.1, one
+        explained = one["exchange_in_compute"] + one["idle_in_compute"] - one["model_in_bubble"]
+        assert one["by_hand"] == pytest.approx(one["monitor"] + explained, abs=0.005, rel=0), one
+        # The check can fail: a monitor that counts all time as bubble, or as useful.
+        assert min(one["model"], one["exchange_if_all_is_compute"]) > 0.02, one
 
 
 @started_early(
