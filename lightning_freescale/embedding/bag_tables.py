@@ -77,6 +77,10 @@ class BagTables(LocalTables):
         dim, samples = self.dims[group], len(pooled)
         return pooled.view(samples, -1, dim).transpose(0, 1).reshape(-1, dim) if pooled.numel() else pooled.view(0, dim)
 
+    def pooled(self, group: int, pieces: Tensor, samples: int) -> Tensor:
+        """``[pieces * B, D]`` in lookup order to ``[B, width of all features]``, as a look-up returns them."""
+        return pieces.view(-1, samples, self.dims[group]).transpose(0, 1).reshape(samples, -1)
+
     # ---- read and update --------------------------------------------------------------------------------------------
     def read(self, group: int, features: KeyedJaggedTensor) -> Tensor:
         """The pooled rows of all bags of ``features``: ``[pieces * B, D]`` in lookup order; zeros for a bag without ids."""

@@ -21,8 +21,6 @@ from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.support import (
-    ACCUMULATION,
-    ACCUMULATION_REASON,
     FEATURE_PROCESSORS,
     MAPPED_IDS,
     SINGLE_RANK,
@@ -72,12 +70,9 @@ class ExchangeMode:
         self.choice: ModeChoice | None = None
         self._trial: ModeTrial | None = None
         self._review: ModeReview | None = None
-        self._reopen: Callable[[], None] | None = None  # makes a schedule like the first one
+        self._reopen: Callable[[int], None] | None = None  # makes a schedule like the first one, and measures again
         self._backend: str | None = None
         self._groups: ExchangeGroups | None = None
-        self._paused: list[str] | None = (
-            None  # the modules that are prioritized again when no gradients are accumulated
-        )
         self._all_scheduled = False  # whether the schedule has all modules with tables
 
     def choose_transport(self, device: torch.device, one_host: bool) -> None:
@@ -126,7 +121,7 @@ class ExchangeMode:
             log_once(f"prioritize='auto': synchronous exchange, because {SINGLE_RANK}")
             return
 
-        def make_schedule() -> None:
+        def make_schedule(micro_batches: int = 1) -> None:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
@@ -135,7 +130,7 @@ class ExchangeMode:
                     for module in self.schedule.modules:
                         module.exchange.gradients.before_update = self._before_update
             if self._prioritize == "auto":
-                self._trial = ModeTrial(self.schedule, device, gather)
+                self._trial = ModeTrial(self.schedule, device, gather, micro_batches)
 
         make_schedule()
         if self._prioritize == "auto":
@@ -169,51 +164,45 @@ class ExchangeMode:
             self.schedule.apply_late()
         return self.table_streams
 
+    def await_late(self) -> None:
+        """Make the current stream see the gradients of the step before that are still on their way."""
+        for stream in self.apply_late():
+            stream.join()
+
     def new_group(self, priority: Literal["high", "low"], beside_compute: bool = False) -> Any:
         """A process group of all ranks on the chosen transport. All ranks must call it."""
         assert self._backend is not None
         return transport.new_group(self._backend, priority, self._timeout, beside_compute)
 
-    def before_step(self, ids: int) -> None:
+    def before_step(self, ids: int, micro_batches: int = 1) -> None:
         """While ``"auto"`` measures both modes: set the mode of the next step. Later: measure again if much has changed.
 
         Args:
             ids: number of ids of this rank's batch.
+            micro_batches: of the optimizer step, of which the next step is one.
         """
-        if self._review is None or self._paused is not None:
+        if self._review is None:
             return
+        assert self._reopen is not None
         self._review.add_step(ids)
         if self._trial is None:
-            if (change := self._review.change(self.schedule)) is None:
+            if (change := self._review.change(self.schedule, micro_batches)) is None:
                 return
             log_once(f"prioritize='auto': measures again, because {change}")
-            assert self._reopen is not None
-            self._reopen()
+            self._reopen(micro_batches)
+        elif self._trial.micro_batches != micro_batches:
+            self._reopen(micro_batches)
         assert self._trial is not None
         choice = self._trial.before_step()
         if choice is None:
             return
         self.choice, self._trial = choice, None
         assert self.schedule is not None
-        self._review.choice_made(self.schedule)
+        self._review.choice_made(self.schedule, micro_batches)
         if not choice.prioritized:  # synchronous steps need neither the schedule nor its process groups
             self._close_schedule()
             if self._backend == "gloo":  # A group of gloo has a thread that wakes a hundred times a second.
                 self._leave_groups()
-
-    def accumulate(self, accumulates: bool) -> None:
-        """Exchange synchronously while gradients are accumulated: the rows of all micro-batches are updated together."""
-        if self.schedule is None or accumulates == (self._paused is not None):
-            return
-        if accumulates:
-            log_once(f"prioritize: {ACCUMULATION} are exchanged synchronously, because {ACCUMULATION_REASON}")
-            self.stop_clock()
-            self._paused = self.schedule.active
-            self.schedule.activate(())
-        else:
-            self.schedule.activate(self._paused or ())
-            self._paused = None
-            self.start_clock()
 
     def stop_clock(self) -> None:
         """Leave the time until :meth:`start_clock` out of the measurement of ``"auto"``: it is no part of a step."""
@@ -238,7 +227,7 @@ class ExchangeMode:
             for module in self.schedule.modules:
                 module.exchange.forget_ahead()
                 module.exchange.module.__dict__.pop("forward", None)
-        self._trial = self._review = self._reopen = self.schedule = self._groups = self._paused = None
+        self._trial = self._review = self._reopen = self.schedule = self._groups = None
 
     def _close_schedule(self) -> None:
         self._trial = None

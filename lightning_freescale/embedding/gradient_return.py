@@ -11,6 +11,9 @@
 
 Gradients of exclusive rows could leave as soon as they are known. They wait until the collision rows of batch N+1 have arrived,
 because the next forward waits for those rows, and all transfers of a host share the same copy engines and network links.
+
+While gradients are accumulated, no row is urgent until the last micro-batch. All gradients leave in the next forward, and the
+owner holds them. Those of the last micro-batch leave in the backward, and then each row is updated once (``held_gradients.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
 from lightning_freescale.embedding.collisions import CollisionFinder
+from lightning_freescale.embedding.held_gradients import HeldLookup, what_is_read
 from lightning_freescale.embedding.index import inverse_permutation
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.stages import ComputingBatch, Requests, ReturningBatch, RowSet
@@ -88,13 +92,16 @@ class GradientReturn:
         self._late: ReturningBatch | None = None  # the previous step's batch: its exclusive rows are not updated yet
 
     # ---- step N -----------------------------------------------------------------------------------------------------
-    def expect(self, batch: ComputingBatch) -> ReturningBatch:
-        """Before the backward: decide which gradients leave first. Without a next batch all of them do."""
-        requests = batch.routed.requests
-        returning = ReturningBatch(
-            batch, self._finder.divide(requests, batch.routed.with_next, COLLISION, self.return_set)
-        )
-        if batch.routed.with_next is not None:  # without a next batch nobody waits for the rows
+    def expect(self, batch: ComputingBatch, all_late: bool = False) -> ReturningBatch:
+        """Before the backward: decide which gradients leave first. Without a next batch all of them do.
+
+        Args:
+            all_late: whether no gradient is urgent, because no row is updated after this backward.
+        """
+        marks = None if all_late else batch.routed.with_next
+        alike = EXCLUSIVE if all_late else COLLISION  # the kind of all rows if they are not divided
+        returning = ReturningBatch(batch, self._finder.divide(batch.routed.requests, marks, alike, self.return_set))
+        if marks is not None:  # without a next batch nobody waits for the rows
             self._group(returning.row_sets)
         self._pacer.backward_starts()
         self._expected = returning
@@ -146,6 +153,20 @@ class GradientReturn:
             self.send(batch, COLLISION)
         self.apply(batch, COLLISION)
         self._expected, self._late = None, batch
+
+    def apply_held(self, lookups: list[HeldLookup | None]) -> None:
+        """After the last micro-batch: update each row with the sum of the gradients that this owner holds."""
+        held_by = [lookup for lookup in lookups if lookup is not None]
+        self.before_update(COLLISION)
+        self.on_update()
+        for lookup in held_by:
+            for one in lookup.held:
+                mark_used_on(self._stream, one.tensors())
+        from_compute = any(lookup.on_compute_stream for lookup in held_by)
+        with self._stream.work(compute=from_compute), self._timeline.span(Kind.LOOKUP):
+            for lookup in held_by:
+                lookup.apply()
+        self._tables.optimizer.continue_count()
 
     # ---- step N+1 ---------------------------------------------------------------------------------------------------
     def begin_forward(self) -> None:
@@ -202,8 +223,14 @@ class GradientReturn:
                 )
 
     def apply(self, batch: ReturningBatch, kind: RowKind) -> None:
-        """As owner: update the rows of one kind, with the learning rates and the step count of the batch's own step."""
+        """As owner: update the rows of one kind, with the learning rates and the step count of the batch's own step.
+
+        While gradients are accumulated, they are held instead.
+        """
         if kind not in batch.transfers:
+            return
+        if batch.computing.held_by is not None:
+            self._receive(batch, kind)
             return
         self.before_update(kind)
         self.on_update()
@@ -212,25 +239,43 @@ class GradientReturn:
         other_rates = settings.learning_rates != present_rates
         if other_rates:
             optimizer.set_learning_rates(settings.learning_rates)
+        self._receive(batch, kind)
+        if other_rates:
+            optimizer.set_learning_rates(present_rates)
+
+    def _receive(self, batch: ReturningBatch, kind: RowKind) -> None:
+        """Update or hold the gradients of one kind when they have arrived."""
         transfers = iter(batch.transfers.pop(kind))
         with self._stream.work(), self._timeline.span(Kind.LOOKUP):
             for group, (gradient, sets) in enumerate(zip(batch.computing.gradients, batch.row_sets, strict=True)):
                 if kind in sets and gradient is not None:
                     self.update(group, sets[kind], next(transfers).wait(), batch.computing)
-        if other_rates:
-            optimizer.set_learning_rates(present_rates)
 
     def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
-        """Update rows with ``received``, the ``[n, D]`` gradients in wire order."""
+        """Update or hold rows with ``received``, the ``[n, D]`` gradients in wire order."""
         if not received.numel():
             return
         assert rows.wire_position is not None
+        if batch.held_by is not None:
+            gradient = self._divided(received.index_select(0, rows.wire_position).float(), batch)
+            self._hold(group, batch, gradient)
+            return
         grouped = rows.grouped or self._tables.group_gradients(group, rows.features, rows.wire_position)
         if grouped is not None:
             divisor = self._world_size if batch.settings.divide_by_ranks else 1
             self._tables.update_grouped(group, grouped, received, divisor)
             return
-        gradient = received.index_select(0, rows.wire_position).float()  # a gather of rows is faster than a scatter
-        if batch.settings.divide_by_ranks:
-            gradient.div_(self._world_size)
+        # A gather of rows is faster than a scatter.
+        gradient = self._divided(received.index_select(0, rows.wire_position).float(), batch)
         self._tables.update(group, rows.features, gradient, batch.settings)
+
+    def _divided(self, gradient: Tensor, batch: ComputingBatch) -> Tensor:
+        """``gradient``, divided in place by the number of ranks if TorchRec does so."""
+        return gradient.div_(self._world_size) if batch.settings.divide_by_ranks else gradient
+
+    def _hold(self, group: int, batch: ComputingBatch, gradient: Tensor) -> None:
+        """Hold the gradients of all ids of one micro-batch, as TorchRec's look-up would get them."""
+        assert batch.held_by is not None
+        lookup = batch.held_by[group]
+        assert lookup is not None  # gradients arrive where the rows are
+        lookup.hold(what_is_read(batch.routed.requests[group].features), gradient)

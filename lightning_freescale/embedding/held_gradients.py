@@ -10,6 +10,9 @@ must read the rows as they were before it, and one update of each row must follo
 
 The held gradients are those that TorchRec would have applied: they have travelled to the owner, and they are divided by the
 number of ranks. The order of a sum is: by feature, by micro-batch, and then as in the micro-batch.
+
+The prioritized exchange reads rows without the look-ups. It hands the gradients that arrive at the owner to
+:meth:`HeldLookup.hold` itself, so that both exchanges sum the same gradients in the same order.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.embedding.table_optimizer import kernels_in, set_count
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.streams import current_stream, mark_used_on
 
 
 class LookedUp(NamedTuple):
@@ -46,9 +50,10 @@ class HeldGradient(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        read = self.looked_up
-        weights = 0 if read.weights is None else read.weights.nbytes
-        return self.gradient.nbytes + read.ids.nbytes + read.lengths.nbytes + weights
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.gradient, self.looked_up.ids, self.looked_up.lengths, self.looked_up.weights]
 
 
 class HeldLookup:
@@ -57,20 +62,27 @@ class HeldLookup:
     Args:
         lookup: TorchRec's module that looks up the rows of one sharding group of a collection, on this rank.
         sequence: whether the rows are returned one by one, as an ``EmbeddingCollection`` does, and not pooled.
+
+    Attributes:
+        held: the gradients of the micro-batches so far.
+        applied: whether the rows have been updated since the begin of the window.
+        applied_bytes: how many bytes were held before the last update.
+        on_compute_stream: whether some of ``held`` were computed on the stream of the model, by TorchRec's own exchange.
     """
 
     def __init__(self, lookup: nn.Module, sequence: bool):
         self._lookup, self._sequence = lookup, sequence
         self._look_up: Callable[[KeyedJaggedTensor], Tensor] = lookup.forward
         self._kernels = kernels_in(lookup)
-        self.holds = False
+        self.holds = self.applied = self.on_compute_stream = False
         self.held: list[HeldGradient] = []
+        self.applied_bytes = 0
         lookup.forward = self._forward
 
     def _forward(self, features: KeyedJaggedTensor) -> Tensor:
         if not self.holds or not torch.is_grad_enabled() or not self._kernels:
             return self._look_up(features)
-        looked_up = _looked_up(features)
+        looked_up = what_is_read(features)
         counts = [int(kernel.iter_cpu) for kernel in self._kernels]
         with torch.no_grad():
             rows = self._look_up(features)
@@ -79,15 +91,26 @@ class HeldLookup:
         anchor = torch.empty(0, device=rows.device, requires_grad=True)
         return _HoldGradient.apply(anchor, self, looked_up, rows)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(one.nbytes for one in self.held)
+
+    def drop(self) -> None:
+        """Forget what is held: a window begins."""
+        self.held, self.applied, self.on_compute_stream = [], False, False
+
     def hold(self, looked_up: LookedUp, gradient: Tensor) -> None:
-        """In the backward of a micro-batch. A micro-batch without ids has no row to update."""
+        """When the gradients of a micro-batch are at their owner. A micro-batch without ids has no row to update."""
         ids = looked_up.ids.numel()
         if ids:
             self.held.append(HeldGradient(looked_up, gradient.reshape(ids, -1) if self._sequence else gradient))
 
     def apply(self) -> None:
         """Update each row that the micro-batches have read once, with the sum of its gradients, and count one step."""
-        held, self.held = self.held, []
+        held, self.applied_bytes = self.held, self.nbytes
+        self.drop()
+        self.applied = True
         counts = [int(kernel.iter_cpu) + 1 for kernel in self._kernels]
         if held:
             features, gradient = _join(held, self._sequence)
@@ -98,7 +121,7 @@ class HeldLookup:
             set_count([kernel], count)
 
     def close(self) -> None:
-        self.held = []
+        self.drop()
         self._lookup.__dict__.pop("forward", None)
 
 
@@ -113,11 +136,17 @@ class _HoldGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.lookup.on_compute_stream = True
         ctx.lookup.hold(ctx.looked_up, gradients[0])
         return (None,) * 4
 
 
-def _looked_up(features: KeyedJaggedTensor) -> LookedUp:
+def what_is_read(features: KeyedJaggedTensor) -> LookedUp:
+    """What a look-up of ``features`` reads.
+
+    Raises:
+        ConfigurationError: if its gradients cannot be held.
+    """
     if features.variable_stride_per_key():
         raise ConfigurationError(
             "accumulate_grad_batches: a collection is called with a batch size that varies by feature, whose gradients "
@@ -170,7 +199,7 @@ class HeldTableGradients:
     """
 
     def __init__(self, model: nn.Module):
-        self._lookups: list[HeldLookup] = []
+        self._lookups: dict[nn.Module, HeldLookup] = {}  # by TorchRec's look-up
         for name, module in model.named_modules():
             if isinstance(module, ShardedZeroCollisionCollection):
                 raise ConfigurationError(
@@ -179,34 +208,58 @@ class HeldTableGradients:
                 )
             if isinstance(module, (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)):
                 sequence = isinstance(module, ShardedEmbeddingCollection)
-                self._lookups += [HeldLookup(lookup, sequence) for lookup in module._lookups if kernels_in(lookup)]
+                for lookup in module._lookups:
+                    if kernels_in(lookup):
+                        self._lookups[lookup] = HeldLookup(lookup, sequence)
+
+    def of(self, collection: Any) -> list[HeldLookup | None]:
+        """The look-ups of a sharded collection, by sharding group; None where this rank has no rows."""
+        return [self._lookups.get(lookup) for lookup in collection._lookups]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that this rank holds."""
-        return sum(one.nbytes for lookup in self._lookups for one in lookup.held)
+    def applied_bytes(self) -> int:
+        """Bytes that this rank held before the last update."""
+        return sum(lookup.applied_bytes for lookup in self._lookups.values())
+
+    @property
+    def all_applied(self) -> bool:
+        """Whether all rows have been updated since the begin of the window."""
+        return all(lookup.applied for lookup in self._lookups.values())
 
     def hold(self, holds: bool) -> None:
         """Whether the gradients of the next steps are held."""
-        for lookup in self._lookups:
+        for lookup in self._lookups.values():
             lookup.holds = holds
 
     def drop(self) -> None:
-        """Forget what is held."""
-        for lookup in self._lookups:
-            lookup.held = []
+        """Forget what is held: a window begins."""
+        for lookup in self._lookups.values():
+            lookup.drop()
 
     def scale(self, factor: float) -> None:
         """Multiply what is held."""
-        for lookup in self._lookups:
+        for lookup in self._lookups.values():
+            for one in lookup.held:
+                mark_used_on(current_stream(one.gradient.device), [one.gradient])
             lookup.held = [HeldGradient(one.looked_up, one.gradient * factor) for one in lookup.held]
+            lookup.on_compute_stream = True
 
     def apply(self) -> None:
-        """Update the rows. Nothing is exchanged: the gradients are at the owners already."""
-        for lookup in self._lookups:
-            lookup.apply()
+        """Update the rows that have not been updated. Nothing is exchanged: the gradients are at the owners already."""
+        for lookup in self._lookups.values():
+            if not lookup.applied:
+                for one in lookup.held:
+                    mark_used_on(current_stream(one.gradient.device), one.tensors())
+                lookup.apply()
 
     def close(self) -> None:
         """Drop what is held, and give the look-ups their own forward back."""
-        for lookup in self._lookups:
+        for lookup in self._lookups.values():
             lookup.close()
+
+
+class MicroBatch(NamedTuple):
+    """A batch of which several make an optimizer step."""
+
+    held: HeldTableGradients  # the gradients of the tables wait here
+    last: bool  # whether the tables are updated after it

@@ -1,7 +1,8 @@
 """``prioritize="auto"`` after its choice: when have the conditions of the trial changed so much that it must be repeated?
 
 The prioritized exchange gains what it hides. That depends on the size of a batch and on the share of its rows that collide. The
-ranks compare both with the values at the time of the choice, every :data:`REVIEW_STEPS` steps.
+ranks compare both with the values at the time of the choice, every :data:`REVIEW_STEPS` steps. It also depends on the number of
+micro-batches whose gradients are accumulated, which is compared before every step.
 """
 
 from __future__ import annotations
@@ -50,18 +51,25 @@ class ModeReview:
         self._steps = self._ids = 0
         self._rows_before = self._collisions_before = 0
         self.at_choice: TrialConditions | None = None
+        self._micro_batches = 1
 
     def add_step(self, ids: int) -> None:
         """Count a step whose batch has ``ids`` ids on this rank."""
         self._steps += 1
         self._ids += ids
 
-    def choice_made(self, schedule: ExchangeSchedule) -> None:
+    def choice_made(self, schedule: ExchangeSchedule, micro_batches: int = 1) -> None:
         """Keep the conditions of the trial that has just ended. All ranks must call it."""
-        self.at_choice = self._take(schedule)
+        self.at_choice, self._micro_batches = self._take(schedule), micro_batches
 
-    def change(self, schedule: ExchangeSchedule | None) -> str | None:
-        """What has changed much since the choice; None if nothing has, or if it is not time to compare. All ranks call it."""
+    def change(self, schedule: ExchangeSchedule | None, micro_batches: int = 1) -> str | None:
+        """What has changed much since the choice; None if nothing has, or if it is not time to compare. All ranks call it.
+
+        Args:
+            micro_batches: of each optimizer step from now on.
+        """
+        if self.at_choice is not None and micro_batches != self._micro_batches:
+            return f"accumulate_grad_batches is {micro_batches} instead of {self._micro_batches}"
         if self.at_choice is None or self._steps < REVIEW_STEPS:
             return None
         return self._take(schedule).change_since(self.at_choice)

@@ -7,6 +7,7 @@ model has several modules, each of them is then switched alone, and the switch i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime.log import log_once
 
 TRIAL_WARM_UP_STEPS = 3  # before the first measurement: these steps create kernels, buffers and connections
-# Consecutive steps in one setting. The first one includes the switch of settings, the last one the wait for the device.
+# Consecutive steps in one setting. The first one includes the switch of settings, the last one the wait for the device. With
+# gradient accumulation a block has the steps of as many micro-batches as make complete optimizer steps.
 BLOCK_STEPS = 8
 BLOCKS_PER_MODE = 3  # the settings alternate, so that a trend in the data favours neither
 FIRST_TRIAL_STEPS = TRIAL_WARM_UP_STEPS + 2 * BLOCKS_PER_MODE * BLOCK_STEPS
@@ -57,26 +59,28 @@ class TrialTimes:
 
     Args:
         warm_up: steps before the first measurement.
+        micro_batches: of each optimizer step.
     """
 
-    def __init__(self, warm_up: int) -> None:
+    def __init__(self, warm_up: int, micro_batches: int = 1) -> None:
         self._warm_up = warm_up
+        self._block_steps = math.ceil(BLOCK_STEPS / micro_batches) * micro_batches
         self._block_start = 0.0
-        self.steps = warm_up + 2 * BLOCKS_PER_MODE * BLOCK_STEPS
+        self.steps = warm_up + 2 * BLOCKS_PER_MODE * self._block_steps
         self.seconds: dict[bool, list[float]] = {False: [], True: []}  # per step, one entry for each block
 
     def second(self, step: int) -> bool:
         """Whether ``step`` of the trial uses the second setting."""
-        return step >= self._warm_up and ((step - self._warm_up) // BLOCK_STEPS) % 2 == 1
+        return step >= self._warm_up and ((step - self._warm_up) // self._block_steps) % 2 == 1
 
     def at_boundary(self, step: int) -> bool:
         """Whether a block starts or ends before ``step``. Only there the host waits for the device."""
-        return step >= self._warm_up and (step - self._warm_up) % BLOCK_STEPS == 0
+        return step >= self._warm_up and (step - self._warm_up) % self._block_steps == 0
 
     def note(self, step: int, now: float) -> None:
         """At a boundary, before ``step``: note the time ``now`` in seconds."""
         if step > self._warm_up:
-            self.seconds[self.second(step - 1)].append((now - self._block_start) / BLOCK_STEPS)
+            self.seconds[self.second(step - 1)].append((now - self._block_start) / self._block_steps)
         self._block_start = now
 
     def result(self) -> TrialResult:
@@ -137,6 +141,7 @@ class ModeTrial:
         schedule: the schedule of the steps to measure.
         device: the device that computes them.
         gather: gathers the results of every rank. All ranks call it together.
+        micro_batches: of each optimizer step.
     """
 
     def __init__(
@@ -144,8 +149,10 @@ class ModeTrial:
         schedule: ExchangeSchedule,
         device: torch.device,
         gather: Callable[[TrialResult], list[TrialResult]],
+        micro_batches: int = 1,
     ):
         self._schedule, self._device, self._gather = schedule, device, gather
+        self.micro_batches = micro_batches
         self._clock = TrialClock()
         self._choice: ModeChoice | None = None  # of no module or all modules, until single modules change it
         self._left = list(schedule.names) if len(schedule.names) > 1 else []  # modules that are not tried alone yet
@@ -154,7 +161,7 @@ class ModeTrial:
 
     def _begin(self, first: frozenset[str], second: frozenset[str], warm_up: int) -> None:
         self._first, self._second = first, second
-        self._times, self._step = TrialTimes(warm_up), 0
+        self._times, self._step = TrialTimes(warm_up, self.micro_batches), 0
 
     def before_step(self) -> ModeChoice | None:
         """Set the setting of the next step. Returns the choice when all trials are complete, and None before."""

@@ -25,6 +25,7 @@ from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
 from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.gradient_return import GradientReturn, JoinRows
+from lightning_freescale.embedding.held_gradients import HeldLookup
 from lightning_freescale.embedding.id_exchange import NoWaitDirect, wait_directly
 from lightning_freescale.embedding.index import feature_and_requester, inverse_permutation, own_rank_last
 from lightning_freescale.embedding.index_results import as_kjt
@@ -214,10 +215,15 @@ class PrioritizedEmbedding:
         self.finder.find(first, second)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
-    def plan_rows(self, batch: RoutedBatch) -> FetchingBatch:
-        """Decide when the rows of a batch are read: collisions with the previous batch late, all others early."""
-        planned = self.finder.divide(batch.requests, batch.with_previous, EXCLUSIVE, self._fetch_set)
-        if batch.with_previous is not None and self.timeline.active:
+    def plan_rows(self, batch: RoutedBatch, all_of: RowKind | None = None) -> FetchingBatch:
+        """Decide when the rows of a batch are read: collisions with the previous batch late, all others early.
+
+        Args:
+            all_of: the kind of all rows, whatever collides; None to divide the rows.
+        """
+        marks = batch.with_previous if all_of is None else None
+        planned = self.finder.divide(batch.requests, marks, all_of or EXCLUSIVE, self._fetch_set)
+        if marks is not None and self.timeline.active:
             for requests, sets in zip(batch.requests, planned, strict=True):
                 self.timeline.count("rows", sum(requests.by_requester))
                 self.timeline.count("collisions", sum(sets[COLLISION].by_requester))
@@ -283,12 +289,19 @@ class PrioritizedEmbedding:
         with self.table_stream.work():
             _wait_for_rows(batch, EXCLUSIVE, COLLISION)
 
-    def join(self, batch: FetchingBatch) -> tuple[ComputingBatch, EmbeddingCollectionAwaitable]:
-        """As requester: put the rows of both kinds together to the output of the module. Its gradients go to ``gradients``."""
+    def join(
+        self, batch: FetchingBatch, held_by: list[HeldLookup | None] | None = None
+    ) -> tuple[ComputingBatch, EmbeddingCollectionAwaitable]:
+        """As requester: put the rows of both kinds together to the output of the module. Its gradients go to ``gradients``.
+
+        Args:
+            held_by: where the gradients wait that arrive at this owner; None if they update the rows at once.
+        """
         optimizer, routed = self.tables.optimizer, batch.routed
         if self.remaps is not None and routed.ahead is not None:
             self.remaps.commit(routed.ahead)
-        computing = ComputingBatch(routed, optimizer.begin_step(), [None] * len(routed.requests))
+        settings = optimizer.begin_step(counts=held_by is None)
+        computing = ComputingBatch(routed, settings, [None] * len(routed.requests), held_by=held_by)
         with self.table_stream.work():
             optimizer.restore_count()
             joined = _in_batch_order(batch)

@@ -191,17 +191,21 @@ class BagGradientReturn(GradientReturn):
         """FBGEMM updates the rows of bags."""
 
     def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
-        """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them."""
+        """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them.
+
+        While gradients are accumulated, all bags of a batch are of one kind, and their gradients are held.
+        """
         requests = batch.routed.requests[group]
         pieces = requests.owner_wire_order.numel()
         if group not in batch.received:
             batch.received[group] = received.new_zeros(pieces, received.shape[1], dtype=torch.float32)
         gradients = batch.received[group]
         if received.numel():
-            divided = received.float()
-            if batch.settings.divide_by_ranks:
-                divided = divided.div_(self._world_size)
-            gradients.index_copy_(0, rows.owner_wire_order, divided)
+            gradients.index_copy_(0, rows.owner_wire_order, self._divided(received.float(), batch))
+        if batch.held_by is not None:
+            if received.numel():
+                self._hold(group, batch, self._tables.pooled(group, gradients, requests.features.stride()))
+            return
         self._tables.update_bags(group, requests.features, rows.features, gradients, batch.settings)
 
 

@@ -24,6 +24,9 @@ batch N has updated it.
 Ids and collisions run one batch further ahead than rows. They need no weights, and this way the sizes of the transfers have
 reached the host when it needs them.
 
+With gradient accumulation the tables change after the last micro-batch only. Until then all rows are exclusive, and the owners
+hold all gradients. The gradients of the last micro-batch, and the rows of the batch after it, travel as those of collisions do.
+
 ``reference_step.py`` has the same step as straight-line code over plain tensors.
 """
 
@@ -37,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.held_gradients import MicroBatch
 from lightning_freescale.embedding.prioritized_bags import make_exchange
 from lightning_freescale.embedding.scheduled_module import ScheduledModule
 from lightning_freescale.embedding.stages import ReturningBatch
@@ -85,11 +89,6 @@ class ExchangeSchedule:
         return [module.name for module in self.modules]
 
     @property
-    def active(self) -> list[str]:
-        """Names of the modules that are to be prioritized, whether or not they can be."""
-        return [module.name for module in self.modules if module.active]
-
-    @property
     def capable(self) -> list[str]:
         """Names of the modules that have not been found to stay synchronous for good."""
         return [module.name for module in self.modules if module.synchronous_reason is None]
@@ -118,6 +117,7 @@ class ExchangeSchedule:
         batch: list[KeyedJaggedTensor],
         next_batch: list[KeyedJaggedTensor],
         after_next: list[KeyedJaggedTensor],
+        micro_batch: MicroBatch | None = None,
     ) -> None:
         """Before the forward of a batch.
 
@@ -125,10 +125,12 @@ class ExchangeSchedule:
             batch: the KeyedJaggedTensors of the batch, in the same order in every step.
             next_batch: those of the next batch; empty if the data end before it.
             after_next: those of the batch after the next one; empty if the data end before it.
+            micro_batch: set if gradients are accumulated.
         """
         self._end_step()
         self._batch = batch
         for module in self.modules:
+            module.micro_batch = micro_batch
             index = module.kjt_index
             if index is not None and module.active:
                 kjts = batch[index], _at(next_batch, index), _at(after_next, index)

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE
 from lightning_freescale.embedding.backward_count import watch_backwards
+from lightning_freescale.embedding.held_gradients import MicroBatch
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
     ComputingBatch,
@@ -46,6 +47,7 @@ class ScheduledModule:
         kjt_index: which KeyedJaggedTensor of the batch the module is called with; None if that is not known yet.
         synchronous_reason: why the module stays synchronous for good; None if it does not.
         active: whether steps are prioritized at present.
+        micro_batch: set in steps whose gradients are accumulated.
         has_several_backwards: whether more than one backward has run through one synchronous call.
         watch: finds changes of the tables by user code; None if nobody looks for them.
     """
@@ -59,6 +61,7 @@ class ScheduledModule:
         self.kjt_index: int | None = None
         self.synchronous_reason: str | None = None
         self.active = True
+        self.micro_batch: MicroBatch | None = None
         self.has_several_backwards = False
         self.keys: list[str] = []  # the features of that KeyedJaggedTensor, in their order
         self.calls: list[KeyedJaggedTensor] = []  # arguments of this step's calls that need gradients
@@ -84,7 +87,9 @@ class ScheduledModule:
                 if reason is None:
                     self.exchange.redo_ahead()
                     assert isinstance(self.current, FetchingBatch)
-                    self.current, output = self.exchange.join(self.current)
+                    micro_batch = self.micro_batch
+                    held_by = None if micro_batch is None else micro_batch.held.of(self.exchange.collection)
+                    self.current, output = self.exchange.join(self.current, held_by)
                     self.exchange.gradients.begin_forward()
                     return output
                 self.stay_synchronous(reason)
@@ -173,16 +178,23 @@ class ScheduledModule:
             current.routed.with_next = None
         elif self.next is not None:
             self._prefetch_next(current)
-        self.current = self.exchange.gradients.expect(current)
+        # After a micro-batch that is not the last one no row is updated.
+        all_late = self.micro_batch is not None and not self.micro_batch.last and self.synchronous_reason is None
+        self.current = self.exchange.gradients.expect(current, all_late)
 
     def _prefetch_next(self, current: ComputingBatch) -> None:
         exchange = self.exchange
         assert self.next is not None
         assert not isinstance(self.next, FetchingBatch)
         upcoming = self._route(self.next)
-        if upcoming.with_previous is None:  # the first prioritized step: otherwise the previous step has found them
-            exchange.find_collisions(current.routed, upcoming)
-        self.next = exchange.plan_rows(upcoming)
+        if self.micro_batch is not None:
+            current.routed.with_next = None
+            # All rows that any micro-batch has read are updated after the last one.
+            self.next = exchange.plan_rows(upcoming, COLLISION if self.micro_batch.last else EXCLUSIVE)
+        else:
+            if upcoming.with_previous is None:  # the first prioritized step: otherwise the previous step has found them
+                exchange.find_collisions(current.routed, upcoming)
+            self.next = exchange.plan_rows(upcoming)
         exchange.send_rows(self.next, EXCLUSIVE)
         if isinstance(self.after_next, RequestedBatch):
             exchange.send_ids(self.after_next)
@@ -204,6 +216,8 @@ class ScheduledModule:
             return  # no backward went through this module
         self.exchange.redo_ahead()
         self.exchange.gradients.apply_collisions(current)
+        if self.micro_batch is not None and self.micro_batch.last:
+            self.exchange.gradients.apply_held(self.micro_batch.held.of(self.exchange.collection))
         self.current = None
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
             self.exchange.send_rows(self.next, COLLISION)
@@ -218,7 +232,8 @@ class ScheduledModule:
         assert isinstance(self.current, FetchingBatch)
         assert isinstance(self.next, (RequestedBatch, RoutedBatch))
         self.next = self._route(self.next)
-        self.exchange.find_collisions(self.current.routed, self.next)
+        if self.micro_batch is None:
+            self.exchange.find_collisions(self.current.routed, self.next)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def flush(self) -> None:

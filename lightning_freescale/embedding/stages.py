@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
 from lightning_freescale.embedding.grouped_update import GroupedGradients
+from lightning_freescale.embedding.held_gradients import HeldLookup
 from lightning_freescale.embedding.index_results import Features, FusedMarks, PlacedIds, Segments
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
 from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
@@ -179,6 +180,8 @@ class ComputingBatch:
     gradients: list[Tensor | None]
     # Bags, as owner, by sharding group: the gradients that have arrived. Rows wait until all of theirs are there.
     received: dict[int, Tensor] = field(default_factory=dict)
+    # By sharding group, while gradients are accumulated: where those that arrive at this owner wait.
+    held_by: list[HeldLookup | None] | None = None
 
     @property
     def kjt(self) -> KeyedJaggedTensor:

@@ -284,9 +284,13 @@ class ModuleOptimizer:
         """Take over the step count of the kernels, after steps with TorchRec's own exchange."""
         self._step = max((int(kernel.iter_cpu) for kernel in self._kernels), default=0)
 
-    def begin_step(self) -> UpdateSettings:
-        """Count a training step. Its rows are updated with the settings that hold now."""
-        self._step += 1
+    def begin_step(self, counts: bool = True) -> UpdateSettings:
+        """Count a training step. Its rows are updated with the settings that hold now.
+
+        Args:
+            counts: False for a micro-batch of gradient accumulation, which does not count as a step.
+        """
+        self._step += counts
         return UpdateSettings(self.learning_rates(), self._step, get_gradient_division())
 
     def learning_rates(self) -> list[float]:

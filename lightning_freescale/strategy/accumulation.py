@@ -9,12 +9,12 @@ that is Lightning's division, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_freescale.embedding.held_gradients import HeldTableGradients
+from lightning_freescale.embedding.held_gradients import HeldTableGradients, MicroBatch
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.log import log_once
 
@@ -53,27 +53,38 @@ def window_factors(sizes: Sequence[int], number: int, last: bool) -> WindowFacto
 
 
 class GradientAccumulation:
-    """The accumulation of one strategy. It does nothing while ``accumulate_grad_batches`` is 1."""
+    """The accumulation of one strategy. It does nothing while ``accumulate_grad_batches`` is 1.
 
-    def __init__(self) -> None:
+    Args:
+        await_gradients: makes the current stream see all gradients of tables that have left for their owners.
+    """
+
+    def __init__(self, await_gradients: Callable[[], None]) -> None:
+        self._await_gradients = await_gradients
         self._tables: HeldTableGradients | None = None
         self._sizes: list[int] = []  # of the micro-batches of this window that had a backward
         self._window = compat.EVERY_BATCH
 
-    def begin(self, trainer: Any, model: nn.Module) -> bool:
-        """Before the forward of a micro-batch. Returns whether gradients are accumulated."""
+    def begin(self, trainer: Any, model: nn.Module) -> MicroBatch | None:
+        """Before the forward of a micro-batch. Returns ``None`` if no gradients are accumulated."""
         self._window = compat.accumulation_window(trainer)
         if self._window.number == 1:
             if self._tables is not None:
                 self._tables.hold(False)
-            return False
+            return None
         if self._tables is None:
             self._tables = HeldTableGradients(model)
         if self._window.first:  # A window that the end of an epoch or a stop has cut short is left as it is.
+            self._await_gradients()
             self._tables.drop()
             self._sizes = []
         self._tables.hold(True)
-        return True
+        return MicroBatch(self._tables, self._window.last)
+
+    @property
+    def number(self) -> int:
+        """``accumulate_grad_batches`` of this step."""
+        return self._window.number
 
     def loss_factor(self, weights: Sequence[int], model: nn.Module) -> float:
         """Before the backward: the factor of this loss. It may also correct the gradients of earlier micro-batches.
@@ -88,6 +99,7 @@ class GradientAccumulation:
         factors = window_factors(self._sizes, self._window.number, self._window.last)
         if factors.gradients != 1.0:
             assert self._tables is not None
+            self._await_gradients()
             self._tables.scale(factors.gradients)
             for parameter in model.parameters():
                 if parameter.grad is not None and len(self._sizes) > 1:
@@ -95,15 +107,17 @@ class GradientAccumulation:
         return factors.loss
 
     def end_backward(self) -> None:
-        """After the backward: the last micro-batch of a window updates the tables."""
+        """After the backward: the last micro-batch of a window updates the tables, unless the schedule has done it."""
         if self._window.number == 1 or not self._window.last:
             return
         assert self._tables is not None
+        if not self._tables.all_applied:
+            self._await_gradients()
+            self._tables.apply()
         log_once(
             f"accumulate_grad_batches={self._window.number}: the gradients of the tables are held until the last of "
-            f"{len(self._sizes)} micro-batches. They take {self._tables.nbytes / 2**20:.1f} MiB on this rank"
+            f"{len(self._sizes)} micro-batches. They take {self._tables.applied_bytes / 2**20:.1f} MiB on this rank"
         )
-        self._tables.apply()
         self._sizes = []
 
     def close(self) -> None:

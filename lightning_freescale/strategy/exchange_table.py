@@ -151,7 +151,7 @@ def _tables() -> list[ExchangeDecision]:
 
 def _settings() -> list[ExchangeDecision]:
     return [
-        ExchangeDecision(support.ACCUMULATION, Treatment.SYNCHRONOUS, support.ACCUMULATION_REASON),
+        ExchangeDecision(support.ACCUMULATION, Treatment.PRIORITIZED, support.ACCUMULATION_REASON),
         ExchangeDecision(
             "gradient accumulation with zero-collision ids, feature processors, or a batch size that varies by feature",
             Treatment.REFUSED,

@@ -89,13 +89,13 @@ class StepHooks(CheckpointHooks):
         if self._has_tables:
             assert self._rates is not None
             self._rates.apply()
-            accumulates = self._accumulation.begin(trainer, module)
-            self._exchange_mode.accumulate(accumulates)
+            micro_batch = self._accumulation.begin(trainer, module)
             # Hooks of the user may have replaced the features since the batch was prepared.
             features = list(find_parts(args[0] if args else None, KeyedJaggedTensor))
-            self._exchange_mode.before_step(sum([part.values().numel() for part in features]))
+            ids = sum([part.values().numel() for part in features])
+            self._exchange_mode.before_step(ids, self._accumulation.number)
             if self.schedule is not None:
-                self.schedule.begin_step(features, *self._pipeline.features_ahead())
+                self.schedule.begin_step(features, *self._pipeline.features_ahead(), micro_batch)
         if self._pipeline.current:
             self._balancer.begin_step(self._pipeline.cost_sums, self._pipeline.index)
         self._log_over_the_global_batch(compat.train_results(trainer))

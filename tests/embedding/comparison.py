@@ -29,6 +29,7 @@ def compare_case(
     flush_at: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
     wrong_prefetch: bool = False,
+    window: int = 1,
 ) -> bool:
     """One case of :func:`compare`.
 
@@ -37,11 +38,12 @@ def compare_case(
         make: builds the sharded collection, with ``options``.
         sabotage: changes the schedule before the training.
         flush_at: steps after which the schedule is flushed.
+        window: batches whose gradients are accumulated.
     """
     options, mine = options or {}, batches[rank]
-    weighted = {"weighted": options.get("weighted", False)}
+    shared: dict[str, Any] = {"weighted": options.get("weighted", False), "window": window, "rates": rates}
     plain, module = (make(kind, optimizer, world, **options) for _ in range(2))
-    expected = train(plain, mine, None, rates=rates, **weighted)
+    expected = train(plain, mine, None, **shared)
     schedule = make_schedule(module)
     if sabotage is not None:
         sabotage(schedule)
@@ -50,7 +52,7 @@ def compare_case(
         if step in flush_at:
             schedule.flush()
 
-    got = train(module, mine, schedule, rates=rates, between=flush, wrong_prefetch=wrong_prefetch, **weighted)
+    got = train(module, mine, schedule, between=flush, wrong_prefetch=wrong_prefetch, **shared)
     scheduled = schedule.modules[0]
     assert scheduled.synchronous_reason is None, scheduled.synchronous_reason
     assert len(mine) < 2 or scheduled.kjt_index == 0

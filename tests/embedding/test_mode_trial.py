@@ -44,6 +44,18 @@ def test_blocks_of_both_settings_alternate() -> None:
     assert blocks == [[i % 2 == 1] * BLOCK_STEPS for i in range(2 * BLOCKS_PER_MODE)]
 
 
+@pytest.mark.parametrize(("micro_batches", "block"), [(1, 8), (2, 8), (3, 9), (5, 10), (20, 20)])
+def test_a_block_has_complete_optimizer_steps(micro_batches: int, block: int) -> None:
+    times = TrialTimes(TRIAL_WARM_UP_STEPS, micro_batches)
+    assert times.steps == TRIAL_WARM_UP_STEPS + 2 * BLOCKS_PER_MODE * block
+    boundaries = [step for step in range(times.steps + 1) if times.at_boundary(step)]
+    assert boundaries == list(range(TRIAL_WARM_UP_STEPS, times.steps + 1, block))
+    for step in range(times.steps + 1):
+        if times.at_boundary(step):
+            times.note(step, float(step))
+    assert times.result() == (1.0, 1.0, 0.0)
+
+
 def test_times_count_for_the_right_setting() -> None:
     assert run({False: 0.5, True: 0.25}).result() == pytest.approx((0.5, 0.25, 0.0))
 
@@ -208,6 +220,13 @@ def test_much_other_batches_are_noticed(ids: int, collisions: int, change: str |
         review.add_step(ids)
         schedule.rows, schedule.collisions = schedule.rows + ids, schedule.collisions + collisions
     assert review.change(schedule) == change
+
+
+def test_another_number_of_micro_batches_is_noticed_at_once() -> None:
+    review = ModeReview(lambda mine: [mine, mine])
+    review.choice_made(OneModule(), 4)  # type: ignore[arg-type]
+    assert review.change(None, 4) is None
+    assert review.change(None, 1) == "accumulate_grad_batches is 1 instead of 4"
 
 
 def test_without_a_schedule_only_the_size_counts() -> None:

@@ -24,6 +24,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.held_gradients import HeldTableGradients, MicroBatch
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.table_optimizer import DECAY_MODE_OPTIMIZER, MOMENT_OPTIMIZERS, fused_params
@@ -214,6 +215,7 @@ def train(
     between: Callable[[int], None] = lambda step: None,
     wrong_prefetch: bool = False,
     weighted: bool = False,
+    window: int = 1,
 ) -> list[float]:
     """Train, and return the loss of each step.
 
@@ -226,12 +228,20 @@ def train(
         between: called after each step.
         wrong_prefetch: announce a batch two steps ahead that another batch then replaces.
         weighted: whether the ids of bags have weights.
+        window: batches whose gradients are accumulated. If the last window has fewer, its gradients are scaled.
     """
     torch.manual_seed(5)
+    held = HeldTableGradients(module) if window > 1 else None
     loss_of = (_bag_loss if isinstance(module, ShardedEmbeddingBagCollection) else _row_loss)(device)
     kjts = [to_kjt(batch, device, weighted) for batch in batches]
     losses: list[Tensor] = []
     for step, kjt in enumerate(kjts):
+        micro_batch = None
+        if held is not None:
+            micro_batch = MicroBatch(held, step % window == window - 1 or step == len(kjts) - 1)
+            if step % window == 0:
+                held.drop()
+            held.hold(True)
         for group in module.fused_optimizer.param_groups:
             group["lr"] = rates(step)
         module.fused_optimizer.step()
@@ -239,11 +249,14 @@ def train(
             after_next = kjts[step + 2 : step + 3]
             if wrong_prefetch and after_next:
                 after_next = [to_kjt(batches[0], device, weighted)]
-            schedule.begin_step([kjt], kjts[step + 1 : step + 2], after_next)
+            schedule.begin_step([kjt], kjts[step + 1 : step + 2], after_next, micro_batch)
         output = module(kjt)
         if device == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)
         loss = loss_of(output)
+        if micro_batch is not None and micro_batch.last and (step + 1) % window:
+            _await_late(schedule)
+            micro_batch.held.scale(1.25)
         if schedule is not None:
             schedule.before_backward()
         if device == "cuda":
@@ -251,11 +264,21 @@ def train(
         loss.backward()
         if schedule is not None:
             schedule.after_backward()
+        if micro_batch is not None and micro_batch.last and not micro_batch.held.all_applied:
+            _await_late(schedule)
+            micro_batch.held.apply()
         losses.append(loss.detach())
         between(step)
     if schedule is not None:
         schedule.flush()
     return torch.stack(losses).tolist() if losses else []
+
+
+def _await_late(schedule: ExchangeSchedule | None) -> None:
+    if schedule is not None:
+        schedule.apply_late()
+        for module in schedule.modules:
+            module.exchange.table_stream.join()
 
 
 def make_schedule(module: Sharded, backend: str | None = None) -> ExchangeSchedule:

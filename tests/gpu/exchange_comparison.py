@@ -18,7 +18,8 @@ from tests.embedding.training import Batches, Sharded, make_schedule, random_bat
 from tests.gpu.sleeping_waits import sleep_in_waits
 
 STEPS = 12
-Case = tuple[str, str, dict[str, Any]]  # sharding, optimizer, options of the collection
+Case = tuple[str, str, dict[str, Any]]  # sharding, optimizer, options of the collection and "window" of the training
+ACCUMULATED: dict[str, Any] = {"window": 3}  # micro-batches of an optimizer step
 Sabotage = Callable[[ExchangeSchedule], None]  # puts an error into the exchange
 
 
@@ -50,7 +51,7 @@ def run(
 def _compare(make: Callable[..., Sharded], case: Case, batches: Batches, backend: str | None) -> dict[str, Any]:
     kind, optimizer, options = case
     how = _training_options(options) | {"rates": lambda step: 0.05 / (1 + 0.1 * step)}
-    plain, module = (make(kind, optimizer, dist.get_world_size(), "cuda", **options) for _ in range(2))
+    plain, module = _twice(make, case)
     expected = train(plain, batches, None, "cuda", **how)
     schedule = make_schedule(module, backend)
     got = train(module, batches, schedule, "cuda", **how)
@@ -77,9 +78,8 @@ def _error(
     make: Callable[..., Sharded], case: Case, sabotage: Sabotage, batches: Batches, backend: str | None
 ) -> float:
     """Largest error of the weights with an exchange that ``sabotage`` has changed."""
-    kind, optimizer, options = case
-    plain, module = (make(kind, optimizer, dist.get_world_size(), "cuda", **options) for _ in range(2))
-    how = _training_options(options)
+    plain, module = _twice(make, case)
+    how = _training_options(case[2])
     train(plain, batches, None, "cuda", **how)
     schedule = make_schedule(module, backend)
     sabotage(schedule)
@@ -96,8 +96,16 @@ def do_not_wait_for_compute(schedule: ExchangeSchedule) -> None:
     stream.work = lambda *after, compute=False: work(*after)  # type: ignore[method-assign]
 
 
+def _twice(make: Callable[..., Sharded], case: Case) -> tuple[Sharded, Sharded]:
+    """Two equal collections."""
+    kind, optimizer, options = case
+    own = {name: value for name, value in options.items() if name not in ACCUMULATED}
+    world = dist.get_world_size()
+    return make(kind, optimizer, world, "cuda", **own), make(kind, optimizer, world, "cuda", **own)
+
+
 def _training_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {"weighted": options.get("weighted", False)}
+    return {"weighted": options.get("weighted", False), "window": options.get("window", 1)}
 
 
 def _worst(values: list[float]) -> float:

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding.training import build, build_bags
-from tests.gpu.exchange_comparison import Case, Sabotage, do_not_wait_for_compute, run
+from tests.gpu.exchange_comparison import ACCUMULATED, Case, Sabotage, do_not_wait_for_compute, run
 
-CACHED, UNCACHED = {"kernel": "fused_uvm_caching"}, {"kernel": "fused_uvm"}
+CACHED: dict[str, Any] = {"kernel": "fused_uvm_caching"}
+UNCACHED: dict[str, Any] = {"kernel": "fused_uvm"}
 ROWS: list[Case] = [
     *(("row_wise", optimizer, CACHED) for optimizer in ("rowwise_adagrad", "sgd", "adam")),
     ("mixed", "rowwise_adagrad", CACHED),
     ("table_wise", "rowwise_adagrad", CACHED),
     ("row_wise", "rowwise_adagrad", UNCACHED),
+    ("row_wise", "rowwise_adagrad", CACHED | ACCUMULATED),
 ]
 BAGS: list[Case] = [("both", optimizer, CACHED) for optimizer in ("rowwise_adagrad", "adam")]
 

@@ -28,7 +28,8 @@ def test_ranks_have_sms_of_their_own(tmp_path: Path) -> None:
 @started_early(Run("prioritized.py", ("nccl",)), Run("prioritized.py", ("freescale",)))
 def test_prioritized_equals_synchronous(results: Any) -> None:
     """Losses agree within 1e-6, weights and optimizer state within 1e-5 of their size, also in bfloat16 on the wire."""
-    check_exchanges(results, cases=12)
+    check_exchanges(results, cases=14)
+    assert results["unordered_micro_batches"] > 1e-3  # the comparison can fail
     for case in results["cases"]:
         assert (case["saved"] > 0) == (case["options"] == ["use_index_dedup"]), case
 
@@ -36,7 +37,7 @@ def test_prioritized_equals_synchronous(results: Any) -> None:
 @started_early(Run("bags.py", ("nccl",)), Run("bags.py", ("freescale",)))
 def test_prioritized_bags_equal_synchronous_ones(results: Any) -> None:
     """The same for sums, means and weighted sums. Each of two tables has its own width, and two features share one of them."""
-    check_exchanges(results, cases=17)
+    check_exchanges(results, cases=19)
     assert all(case["saved"] == 0 for case in results["cases"])
 
 
@@ -49,7 +50,7 @@ def test_optimizers_with_moments(results: Any) -> None:
 @started_early(Run("host_tables.py", ("nccl", "rows")))
 def test_tables_in_host_memory(results: Any) -> None:
     """The same for tables in host memory, with a cache on the GPU for 20 % of their rows and without one."""
-    check_exchanges(results, cases=6)
+    check_exchanges(results, cases=7)
     assert results["past_the_cache"] > 1e-3
 
 

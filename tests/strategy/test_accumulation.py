@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchrec import EmbeddingCollection
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
+from lightning_freescale.embedding import mode_trial
 from lightning_freescale.embedding.held_gradients import HeldLookup
 from lightning_freescale.runtime.log import logger
 from lightning_freescale.strategy import accumulation
@@ -128,6 +130,45 @@ def test_equal_under_both_strategies_bit_for_bit() -> None:
         assert [result[2] for result in results[::2]] == [8, 8, 24]
 
 
+class Auto(FreeScaleStrategy):
+    """Notes the choices of a fit."""
+
+    def teardown(self) -> None:
+        self.lightning_module.choices = self.choices
+        super().teardown()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.mode_choice
+        output = super().training_step(*args, **kwargs)
+        if self.mode_choice is not before and self.mode_choice is not None:
+            self.choices.append(self.mode_choice.prioritized)
+        return output
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(balance="off", **options)
+        self.choices: list[bool] = []
+
+
+def fit_in_windows(rank: int, prioritize: Any) -> tuple[list[float], dict[str, Tensor], list[bool]]:
+    """Two epochs of 20 micro-batches in windows of three, then two epochs without accumulation."""
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    own = Auto(prioritize=prioritize, embedding_optimizer={"optimizer": "adam", "lr": 0.1})
+    callbacks = [GradientAccumulationScheduler({0: 3, 2: 1})]
+    toy.trainer(own, 2, max_epochs=4, callbacks=callbacks).fit(model, toy.loader(80))
+    return model.losses, toy.weights(model), model.choices
+
+
+def test_auto_measures_micro_batches_and_again_when_their_number_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode_trial, "MAX_TIME_RATIO", 1e9)  # the prioritized exchange wins
+    monkeypatch.setattr(mode_trial, "BLOCK_STEPS", 2)
+    plain, auto = (run_ranks(fit_in_windows, args=(mode,)) for mode in (False, "auto"))
+    for expected, found in zip(plain, auto, strict=True):
+        assert found[0] == expected[0]
+        assert toy.same(found[1], expected[1])
+        assert found[2] == [True, True]  # once with windows of three, once without
+
+
 def exchanged(rank: int) -> list[list[str]]:
     """The prioritized modules of each step, with accumulation in the second of three epochs."""
     seen: list[list[str]] = []
@@ -146,10 +187,10 @@ def exchanged(rank: int) -> list[list[str]]:
     return seen
 
 
-def test_steps_are_prioritized_again_after_accumulation() -> None:
+def test_micro_batches_are_prioritized() -> None:
     """Four micro-batches an epoch. The first step of a training shows what a module is called with."""
     for seen in run_ranks(exchanged):
-        assert seen == [[]] + [["embeddings"]] * 3 + [[]] * 2 + [["embeddings"]] * 4
+        assert seen == [[]] + [["embeddings"]] * 9
 
 
 # ---- windows that do not end, validation inside of a window ----------------------------------------------------------
@@ -163,11 +204,12 @@ class Stopping(toy.Model):
         self.tables.append(toy.weights(self))
 
 
-def validate_inside(rank: int) -> tuple[list[bool], int]:
+def validate_inside(rank: int, prioritize: bool) -> tuple[list[dict[str, Tensor]], list[float], int]:
+    """The tables after each micro-batch, losses, and optimizer steps."""
     pl.seed_everything(1, verbose=False)
     model = Stopping()
     trainer = toy.trainer(
-        FreeScaleStrategy(balance="off", prioritize=True),
+        FreeScaleStrategy(balance="off", prioritize=prioritize),
         2,
         max_epochs=1,
         limit_train_batches=7,
@@ -177,14 +219,17 @@ def validate_inside(rank: int) -> tuple[list[bool], int]:
         accumulate_grad_batches=3,
     )
     trainer.fit(model, toy.loader(40), toy.loader(8, shuffle=False))
-    same = [toy.same(before, after) for before, after in zip(model.tables, model.tables[1:], strict=False)]
-    return same, trainer.global_step
+    return model.tables, model.losses, trainer.global_step
 
 
 def test_rows_change_only_after_the_last_micro_batch() -> None:
-    for same, steps in run_ranks(validate_inside):
-        assert same == [True, False, True, True, False, False]  # after micro-batches 2 to 7
-        assert steps == 3
+    plain, prioritized = (run_ranks(validate_inside, args=(mode,)) for mode in (False, True))
+    for expected, (tables, losses, steps) in zip(plain, prioritized, strict=True):
+        changes = [not toy.same(before, after) for before, after in itertools.pairwise(tables)]
+        assert changes == [False, True, False, False, True, True]  # after micro-batches 2 to 7
+        assert steps == expected[2] == 3
+        assert losses == expected[1]
+        assert all(map(toy.same, tables, expected[0]))
 
 
 # ---- what is logged, and what is refused -----------------------------------------------------------------------------
@@ -207,7 +252,7 @@ def logged(rank: int, found: list[str]) -> list[str]:
 def test_the_log_names_memory_and_exchange(messages: list[str]) -> None:
     found = run_ranks(logged, args=(messages,))[0]
     assert sum("gradients of the tables are held until the last of 2 micro-batches" in text for text in found) == 1
-    assert sum("micro-batches of gradient accumulation are exchanged synchronously" in text for text in found) == 1
+    assert not any("exchanged synchronously" in text for text in found)
 
 
 class RawIds(toy.Model):

@@ -37,6 +37,7 @@ from benchmarks.harness.variant_names import (
 )
 from benchmarks.harness.workload import FEATURE, EqualCostWorkload, ExchangeBatch
 from lightning_freescale.embedding.all_to_all import COLLISION, ExchangeGroups
+from lightning_freescale.embedding.held_gradients import HeldTableGradients, MicroBatch
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.shard import shard
 from lightning_freescale.embedding.stages import FetchingBatch
@@ -167,6 +168,7 @@ class FreeScaleSteps:
         group: the ranks over which the table is sharded.
         ids: how the table gives rows to raw ids; ``None`` for dense ids.
         placement: options of ``shard``; row-wise by default.
+        window: micro-batches of an optimizer step.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class FreeScaleSteps:
         group: dist.ProcessGroup,
         ids: ZeroCollision | None = None,
         placement: Mapping[str, Any] | None = None,
+        window: int = 1,
     ):
         self._device = machine.device
         self._model, self._optimizer = build(workload, machine, group, ids, placement)
@@ -189,6 +192,8 @@ class FreeScaleSteps:
             self.schedule = ExchangeSchedule(
                 modules, ExchangeGroups(machine.exchange_group("high"), machine.exchange_group("low")), self._copies
             )
+        self._window, self._trained = window, 0  # micro-batches
+        self._held = HeldTableGradients(self._model) if window > 1 else None
         self.prefetched: list[int] = []  # after each step: bytes of rows that are held for the next one
         self.collisions: list[float] = []  # after each step: share of those rows that waited for its gradients
 
@@ -209,20 +214,34 @@ class FreeScaleSteps:
         return PreparedBatch(moved, 0, copied=copied)
 
     def _step(self, batch: ExchangeBatch, ahead: list[ExchangeBatch]) -> Tensor:
-        schedule = self.schedule
+        schedule, micro_batch = self.schedule, self._begin_micro_batch()
         if schedule is not None:
             soon, later = ([part.features for part in ahead[k : k + 1]] for k in (0, 1))
-            schedule.begin_step([batch.features], soon, later)
+            schedule.begin_step([batch.features], soon, later, micro_batch)
         loss, seen = self._model(batch)
-        self._optimizer.zero_grad()
+        if (self._trained - 1) % self._window == 0:
+            self._optimizer.zero_grad()
         if schedule is not None:
             schedule.before_backward()
         loss.backward()
         if schedule is not None:
             schedule.after_backward()
             self._record(schedule)
-        self._optimizer.step()
+        if micro_batch is not None and micro_batch.last and not micro_batch.held.all_applied:
+            micro_batch.held.apply()
+        if micro_batch is None or micro_batch.last:
+            self._optimizer.step()
         return seen
+
+    def _begin_micro_batch(self) -> MicroBatch | None:
+        """None if no gradients are accumulated. All windows are complete."""
+        place, self._trained = self._trained % self._window, self._trained + 1
+        if self._held is None:
+            return None
+        if place == 0:
+            self._held.drop()
+        self._held.hold(True)
+        return MicroBatch(self._held, place == self._window - 1)
 
     def _record(self, schedule: ExchangeSchedule) -> None:
         """Record what is held for the next step. All of its rows have been requested by now."""
