@@ -3,9 +3,9 @@
     python -m benchmarks.accumulation [--quick] [--json] [--output FILE] [--ranks N] [--device cpu|cuda]
 
 The model, the batches and the machine are those of ``benchmarks.exposed``, with 12% collisions between consecutive batches. The
-exposed time of a micro-batch is its time minus the time of the same compute without the exchange. The variants alternate in blocks
-of complete optimizer steps, and the slowest rank defines the time of a micro-batch. Every micro-batch reduces its dense gradients,
-in all variants. The losses of the two exchanges are compared.
+exposed time of a micro-batch is its time minus the time of the same compute without the exchange. The variants alternate in
+blocks of complete optimizer steps. The first half of a block does not count. The slowest rank defines the time of a micro-batch.
+Every micro-batch reduces its dense gradients, in all variants. The losses of the two exchanges are compared.
 
 cpu: an emulated device and network, whose time is virtual and therefore the same on every machine.
 """
@@ -47,21 +47,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
     machine, workload = make_machine(arguments.device, arguments.ranks, "counted", 0.05, "auto")
     rank, longest = dist.get_rank(), max(arguments.windows)
-    total = (2 + arguments.rounds) * longest + 2  # a block is as long as the longest window
+    total = (1 + arguments.rounds) * 2 * longest + 2  # a block has two of the longest windows
     batches = [machine.pin(workload.batch(rank, step, arguments.ranks, COLLISIONS)) for step in range(total)]
     running = {(COMPUTE_ONLY, 1): compute_alone(workload, machine, batches)}
     for window in arguments.windows:
         for name, group in ((SYNC, machine.sharding_group()), (PRIORITIZED, machine.exchange_group("low"))):
-            steps = FreeScaleSteps(name == PRIORITIZED, workload, machine, group, window=window)
-            running[name, window] = steps.steps(batches)
+            trained = FreeScaleSteps(name == PRIORITIZED, workload, machine, group, window=window)
+            running[name, window] = trained.steps(batches)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in running}
     losses: dict[tuple[str, int], list[Tensor]] = {key: [] for key in running}
     for key, steps in running.items():
         losses[key] += run_steps(steps, machine, 2 * longest)[1]
     for _ in range(arguments.rounds):
         for key, steps in running.items():
-            found, block_losses = run_steps(steps, machine, longest)
-            times[key].append(statistics.mean(found))
+            found, block_losses = run_steps(steps, machine, 2 * longest)
+            times[key].append(statistics.mean(found[longest:]))
             losses[key] += block_losses
     apart = [
         float(

@@ -24,8 +24,14 @@ from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
 from lightning_freescale.embedding.cpp_index import CppIndex
 from lightning_freescale.embedding.fused_index import FusedIndex
-from lightning_freescale.embedding.index import split_counts, split_orders, wire_bounds
-from lightning_freescale.embedding.index_results import DividedIds, FusedMarks, PairOfBatches, PartOfFeatures
+from lightning_freescale.embedding.index import count_true_between, split_counts, split_orders, wire_bounds
+from lightning_freescale.embedding.index_results import (
+    DividedIds,
+    FusedMarks,
+    PairOfBatches,
+    PartOfFeatures,
+    SharedIds,
+)
 from lightning_freescale.embedding.local_tables import LocalTables
 from lightning_freescale.embedding.stages import (
     CollisionMarks,
@@ -99,6 +105,7 @@ class CollisionFinder:
         self._device, self._group, self._timeline = tables.device, ids_group, timeline
         self._ids_stream, self._table_stream = ids_stream, table_stream
         self.fused = _fused_indices(tables, ids_group) if self.fuses else []
+        self._num_rows = tables.num_rows
         self.has_new_ids = False  # whether the ids stream has results for which the table stream has not waited
         self.detectors = [] if self.fused else [CollisionDetector(rows, tables.device) for rows in tables.num_rows]
 
@@ -118,6 +125,32 @@ class CollisionFinder:
         first.with_next, second.with_previous = with_next, with_previous
         for marks in (*with_next, *with_previous):
             mark_used_on(self._table_stream, (marks.collides, marks.counted and marks.counted.requested_collides))
+
+    def find_window(self, window: Sequence[RoutedBatch], following: RoutedBatch) -> None:
+        """Find the rows that the micro-batches of a window share with the batch after it. All ranks must call it.
+
+        The marks of the last micro-batch and of ``following`` are sent to the requesters. Those of the others stay at the owner,
+        which holds their gradients.
+        """
+        self.has_new_ids = True
+        self.detectors = self.detectors or [CollisionDetector(rows, self._device) for rows in self._num_rows]
+        last = window[-1]
+        with_next: list[CollisionMarks] = []
+        with_previous: list[CollisionMarks] = []
+        with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            for group, (detect, second) in enumerate(zip(self.detectors, following.requests, strict=True)):
+                requests = [batch.requests[group] for batch in window]
+                of_window, of_second = detect(torch.cat([one.row_keys for one in requests]), second.row_keys)
+                of_each = of_window.split([one.row_keys.numel() for one in requests])
+                for one, shared in zip(requests[:-1], of_each, strict=False):
+                    one.after_window = _shared_ids(one, shared)
+                with_next.append(self._tell_requesters(last.requests[group], of_each[-1]))
+                with_previous.append(self._tell_requesters(second, of_second))
+        last.with_next, following.with_previous = with_next, with_previous
+        for marks in (*with_next, *with_previous):
+            mark_used_on(self._table_stream, (marks.collides, marks.counted and marks.counted.requested_collides))
+        for batch in window[:-1]:
+            mark_used_on(self._table_stream, [one.after_window and one.after_window.shared for one in batch.requests])
 
     def _find_fused(self, indices: list[FusedIndex], first: RoutedBatch, second: RoutedBatch) -> None:
         pairs = []
@@ -266,6 +299,14 @@ class CollisionFinder:
                 _minus(requests.by_owner, by_owner),
             ),
         }
+
+
+def _shared_ids(requests: Requests, shared: Tensor) -> SharedIds:
+    """``shared [n]`` bool in lookup order."""
+    features = requests.features
+    ends = features.offsets()[:: features.stride()].to(torch.int64)
+    counts = count_true_between(shared, ends[:-1], ends[1:])
+    return SharedIds(shared, Readback(torch.stack([counts, ends.diff()])))
 
 
 def _divide_fused(requests: Requests, marks: FusedMarks) -> dict[RowKind, RowSet]:

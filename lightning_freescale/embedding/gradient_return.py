@@ -13,7 +13,7 @@ Gradients of exclusive rows could leave as soon as they are known. They wait unt
 because the next forward waits for those rows, and all transfers of a host share the same copy engines and network links.
 
 While gradients are accumulated, no row is urgent until the last micro-batch. All gradients leave in the next forward, and the
-owner holds them. Those of the last micro-batch leave in the backward, and then each row is updated once (``held_gradients.py``).
+owner holds them. Those of the last micro-batch leave as those of any step, and each row is updated once (``held_gradients.py``).
 """
 
 from __future__ import annotations
@@ -154,9 +154,12 @@ class GradientReturn:
         self.apply(batch, COLLISION)
         self._expected, self._late = None, batch
 
-    def apply_held(self, lookups: list[HeldLookup | None]) -> None:
-        """After the last micro-batch: update each row with the sum of the gradients that this owner holds."""
-        held_by = [lookup for lookup in lookups if lookup is not None]
+    def apply_held(self, batch: ReturningBatch) -> None:
+        """After the last micro-batch: update the collision rows with the sum of the gradients that this owner holds.
+
+        If its gradients are not divided, all rows are updated.
+        """
+        held_by = _lookups_of(batch)
         self.before_update(COLLISION)
         self.on_update()
         for lookup in held_by:
@@ -165,7 +168,10 @@ class GradientReturn:
         from_compute = any(lookup.on_compute_stream for lookup in held_by)
         with self._stream.work(compute=from_compute), self._timeline.span(Kind.LOOKUP):
             for lookup in held_by:
-                lookup.apply()
+                if batch.divided:
+                    lookup.apply_urgent()
+                else:
+                    lookup.apply()
         self._tables.optimizer.continue_count()
 
     # ---- step N+1 ---------------------------------------------------------------------------------------------------
@@ -225,11 +231,13 @@ class GradientReturn:
     def apply(self, batch: ReturningBatch, kind: RowKind) -> None:
         """As owner: update the rows of one kind, with the learning rates and the step count of the batch's own step.
 
-        While gradients are accumulated, they are held instead.
+        While gradients are accumulated, they are held. With the exclusive rows of the last micro-batch, all others that wait are
+        updated.
         """
         if kind not in batch.transfers:
             return
-        if batch.computing.held_by is not None:
+        holds = batch.computing.held_by is not None
+        if holds and not (kind == EXCLUSIVE and batch.divided):
             self._receive(batch, kind)
             return
         self.before_update(kind)
@@ -240,6 +248,11 @@ class GradientReturn:
         if other_rates:
             optimizer.set_learning_rates(settings.learning_rates)
         self._receive(batch, kind)
+        if holds:
+            with self._stream.work(), self._timeline.span(Kind.LOOKUP):
+                for lookup in _lookups_of(batch):
+                    lookup.apply_late(settings.step)
+                optimizer.restore_count()
         if other_rates:
             optimizer.set_learning_rates(present_rates)
 
@@ -248,34 +261,52 @@ class GradientReturn:
         transfers = iter(batch.transfers.pop(kind))
         with self._stream.work(), self._timeline.span(Kind.LOOKUP):
             for group, (gradient, sets) in enumerate(zip(batch.computing.gradients, batch.row_sets, strict=True)):
-                if kind in sets and gradient is not None:
-                    self.update(group, sets[kind], next(transfers).wait(), batch.computing)
+                if kind not in sets or gradient is None:
+                    continue
+                received = next(transfers).wait()
+                if batch.computing.held_by is None:
+                    self.update(group, sets[kind], received, batch.computing)
+                elif received.numel():
+                    self.hold(group, kind, received, batch)
 
     def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
-        """Update or hold rows with ``received``, the ``[n, D]`` gradients in wire order."""
+        """Update rows with ``received``, the ``[n, D]`` gradients in wire order."""
         if not received.numel():
             return
         assert rows.wire_position is not None
-        if batch.held_by is not None:
-            gradient = self._divided(received.index_select(0, rows.wire_position).float(), batch)
-            self._hold(group, batch, gradient)
-            return
         grouped = rows.grouped or self._tables.group_gradients(group, rows.features, rows.wire_position)
         if grouped is not None:
             divisor = self._world_size if batch.settings.divide_by_ranks else 1
             self._tables.update_grouped(group, grouped, received, divisor)
             return
-        # A gather of rows is faster than a scatter.
-        gradient = self._divided(received.index_select(0, rows.wire_position).float(), batch)
-        self._tables.update(group, rows.features, gradient, batch.settings)
+        self._tables.update(group, rows.features, self._in_lookup_order(rows, received, batch), batch.settings)
 
-    def _divided(self, gradient: Tensor, batch: ComputingBatch) -> Tensor:
+    def _in_lookup_order(self, rows: RowSet, received: Tensor, batch: ComputingBatch) -> Tensor:
+        assert rows.wire_position is not None
+        # A gather of rows is faster than a scatter.
+        return self.divided(received.index_select(0, rows.wire_position).float(), batch)
+
+    def divided(self, gradient: Tensor, batch: ComputingBatch) -> Tensor:
         """``gradient``, divided in place by the number of ranks if TorchRec does so."""
         return gradient.div_(self._world_size) if batch.settings.divide_by_ranks else gradient
 
-    def _hold(self, group: int, batch: ComputingBatch, gradient: Tensor) -> None:
-        """Hold the gradients of all ids of one micro-batch, as TorchRec's look-up would get them."""
-        assert batch.held_by is not None
-        lookup = batch.held_by[group]
-        assert lookup is not None  # gradients arrive where the rows are
-        lookup.hold(what_is_read(batch.routed.requests[group].features), gradient)
+    def hold(self, group: int, kind: RowKind, received: Tensor, batch: ReturningBatch) -> None:
+        """Hold ``received``, the ``[n, D]`` gradients of one kind in wire order, as TorchRec's look-up would get them."""
+        rows, requests = batch.row_sets[group][kind], batch.computing.routed.requests[group]
+        gradient = self._in_lookup_order(rows, received, batch.computing)
+        if batch.divided:
+            lookup_of(batch, group).hold_part(rows.features, gradient, urgent=kind == COLLISION)
+        else:
+            lookup_of(batch, group).hold(what_is_read(requests.features), gradient, requests)
+
+
+def lookup_of(batch: ReturningBatch, group: int) -> HeldLookup:
+    """Where the gradients of a sharding group wait. They arrive where the rows are, so there is a look-up."""
+    assert batch.computing.held_by is not None
+    lookup = batch.computing.held_by[group]
+    assert lookup is not None
+    return lookup
+
+
+def _lookups_of(batch: ReturningBatch) -> list[HeldLookup]:
+    return [lookup for lookup in batch.computing.held_by or () if lookup is not None]

@@ -12,13 +12,14 @@ The held gradients are those that TorchRec would have applied: they have travell
 number of ranks. The order of a sum is: by feature, by micro-batch, and then as in the micro-batch.
 
 The prioritized exchange reads rows without the look-ups. It hands the gradients that arrive at the owner to
-:meth:`HeldLookup.hold` itself, so that both exchanges sum the same gradients in the same order.
+:meth:`HeldLookup.hold` itself, so that both exchanges sum the same gradients in the same order. After the last micro-batch it
+updates first the rows that the next batch uses (:meth:`HeldLookup.apply_urgent`), and all others during the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,15 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_freescale.embedding.index import true_first
+from lightning_freescale.embedding.index_results import Features, as_kjt
 from lightning_freescale.embedding.table_optimizer import kernels_in, set_count
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.errors import ConfigurationError
-from lightning_freescale.runtime.streams import current_stream, mark_used_on
+from lightning_freescale.runtime.streams import current_stream, int64_on_device, mark_used_on
+
+if TYPE_CHECKING:
+    from lightning_freescale.embedding.stages import Requests
 
 
 class LookedUp(NamedTuple):
@@ -47,6 +53,8 @@ class HeldGradient(NamedTuple):
 
     looked_up: LookedUp
     gradient: Tensor
+    requests: Requests | None = None  # of a prioritized micro-batch: they say which rows are urgent after the window
+    urgent: bool | None = None  # of one part of the last micro-batch; None for all gradients of a micro-batch
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +73,7 @@ class HeldLookup:
 
     Attributes:
         held: the gradients of the micro-batches so far.
+        late: those of the window before, while some of their rows have not been updated.
         applied: whether the rows have been updated since the begin of the window.
         applied_bytes: how many bytes were held before the last update.
         on_compute_stream: whether some of ``held`` were computed on the stream of the model, by TorchRec's own exchange.
@@ -76,6 +85,7 @@ class HeldLookup:
         self._kernels = kernels_in(lookup)
         self.holds = self.applied = self.on_compute_stream = False
         self.held: list[HeldGradient] = []
+        self.late: list[HeldGradient] = []
         self.applied_bytes = 0
         lookup.forward = self._forward
 
@@ -100,17 +110,42 @@ class HeldLookup:
         """Forget what is held: a window begins."""
         self.held, self.applied, self.on_compute_stream = [], False, False
 
-    def hold(self, looked_up: LookedUp, gradient: Tensor) -> None:
+    def hold(self, looked_up: LookedUp, gradient: Tensor, requests: Requests | None = None) -> None:
         """When the gradients of a micro-batch are at their owner. A micro-batch without ids has no row to update."""
         ids = looked_up.ids.numel()
         if ids:
-            self.held.append(HeldGradient(looked_up, gradient.reshape(ids, -1) if self._sequence else gradient))
+            gradient = gradient.reshape(ids, -1) if self._sequence else gradient
+            self.held.append(HeldGradient(looked_up, gradient, requests))
+
+    def hold_part(self, features: Features, gradient: Tensor, urgent: bool) -> None:
+        """When one part of the gradients of the last micro-batch, ``[n, D]``, is at its owner."""
+        counts, ids = features.length_per_key(), features.values()
+        part = HeldGradient(_one_sample(as_kjt(features).keys(), counts, ids), gradient, urgent=urgent)
+        (self.held if urgent else self.late).append(part)
 
     def apply(self) -> None:
         """Update each row that the micro-batches have read once, with the sum of its gradients, and count one step."""
+        self._update(self._take())
+
+    def apply_urgent(self) -> None:
+        """The same for the rows that the batch after the window uses, too. The others wait for :meth:`apply_late`."""
+        self.late = self._take()
+        self._update(_parts(self.late, urgent=True))
+
+    def apply_late(self, step: int) -> None:
+        """The same for the other rows, as a part of the step ``step``."""
+        late, self.late = self.late, []
+        set_count(self._kernels, step - 1)
+        self._update(_parts(late, urgent=False))
+
+    def _take(self) -> list[HeldGradient]:
         held, self.applied_bytes = self.held, self.nbytes
         self.drop()
         self.applied = True
+        return held
+
+    def _update(self, held: Sequence[HeldGradient]) -> None:
+        """Update each row once, with the sum of its gradients, and count one step."""
         counts = [int(kernel.iter_cpu) + 1 for kernel in self._kernels]
         if held:
             features, gradient = _join(held, self._sequence)
@@ -122,6 +157,7 @@ class HeldLookup:
 
     def close(self) -> None:
         self.drop()
+        self.late = []
         self._lookup.__dict__.pop("forward", None)
 
 
@@ -160,6 +196,26 @@ def what_is_read(features: KeyedJaggedTensor) -> LookedUp:
         )
     lengths = features.lengths().view(len(features.keys()), features.stride())
     return LookedUp(list(features.keys()), features.length_per_key(), features.values(), lengths, weights)
+
+
+def _one_sample(keys: list[str], by_feature: list[int], ids: Tensor) -> LookedUp:
+    """``ids`` of sequences, by feature, as those of a single sample: the samples do not matter to an update."""
+    return LookedUp(keys, by_feature, ids, int64_on_device(by_feature, ids.device).view(-1, 1), None)
+
+
+def _parts(held: Sequence[HeldGradient], urgent: bool) -> list[HeldGradient]:
+    """The gradients of the rows that the batch after the window uses, or of all others."""
+    return [_part(one, urgent) if one.urgent is None else one for one in held if one.urgent in (None, urgent)]
+
+
+def _part(one: HeldGradient, urgent: bool) -> HeldGradient:
+    assert one.requests is not None
+    assert one.requests.after_window is not None
+    found, read = one.requests.after_window, one.looked_up
+    shared, all_ids = found.by_feature.wait()
+    counts = (shared if urgent else all_ids - shared).tolist()
+    order = true_first(found.shared if urgent else ~found.shared)[: sum(counts)]
+    return HeldGradient(_one_sample(read.keys, counts, read.ids[order]), one.gradient[order])
 
 
 def _join(held: Sequence[HeldGradient], sequence: bool) -> tuple[KeyedJaggedTensor, Tensor]:
@@ -241,7 +297,7 @@ class HeldTableGradients:
         for lookup in self._lookups.values():
             for one in lookup.held:
                 mark_used_on(current_stream(one.gradient.device), [one.gradient])
-            lookup.held = [HeldGradient(one.looked_up, one.gradient * factor) for one in lookup.held]
+            lookup.held = [one._replace(gradient=one.gradient * factor) for one in lookup.held]
             lookup.on_compute_stream = True
 
     def apply(self) -> None:
@@ -262,4 +318,11 @@ class MicroBatch(NamedTuple):
     """A batch of which several make an optimizer step."""
 
     held: HeldTableGradients  # the gradients of the tables wait here
+    place: int  # in its window, from 0
+    number: int  # of micro-batches in a complete window
     last: bool  # whether the tables are updated after it
+
+    @property
+    def next_is_last(self) -> bool:
+        """Whether the tables are updated after the next batch, unless the data end before it."""
+        return not self.last and self.place + 2 == self.number

@@ -58,6 +58,13 @@ class FusedMarks(NamedTuple):
     second: bool  # whether this is the later batch
 
 
+class SharedIds(NamedTuple):
+    """Which of the ids that an owner has looked up for a micro-batch have a row that the batch after the window uses, too."""
+
+    shared: Tensor  # [n] bool, lookup order
+    by_feature: Readback  # [2, T] int64: number of these ids, and of all ids
+
+
 @dataclass  # not frozen: that would double the time to make one
 class DividedIds:
     """The rows of a batch: of each pair of arrays, the first is about the collision rows, the second about the exclusive rows.

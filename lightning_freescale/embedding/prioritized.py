@@ -8,7 +8,7 @@ exclusive rows travel at different times, over different process groups. No row 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,7 @@ class PrioritizedEmbedding:
     tables_type: Any = LocalTables
     finder_type: Any = CollisionFinder
     returns_type: Any = GradientReturn
+    divides_windows = True  # whether the gradients of a window of micro-batches may be applied in two parts
 
     def __init__(
         self,
@@ -209,6 +210,10 @@ class PrioritizedEmbedding:
             request_position=unbucketize,
             batch_position=None if unbucketize is None else inverse_permutation(unbucketize),
         )
+
+    def find_window_collisions(self, window: Sequence[RoutedBatch], following: RoutedBatch) -> None:
+        """Find the rows that the micro-batches of a window share with the batch after it."""
+        self.finder.find_window(window, following)
 
     def find_collisions(self, first: RoutedBatch, second: RoutedBatch) -> None:
         """Find the rows that two consecutive batches share. This reads no weight either."""

@@ -33,7 +33,8 @@ from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
 from lightning_freescale.embedding.bag_tables import BagTables, choose_bags, choose_ids, marked_by_bag
 from lightning_freescale.embedding.collisions import CollisionFinder
-from lightning_freescale.embedding.gradient_return import GradientReturn
+from lightning_freescale.embedding.gradient_return import GradientReturn, lookup_of
+from lightning_freescale.embedding.held_gradients import what_is_read
 from lightning_freescale.embedding.index import (
     count_true_between,
     feature_and_requester,
@@ -49,6 +50,7 @@ from lightning_freescale.embedding.stages import (
     ComputingBatch,
     CountedMarks,
     Requests,
+    ReturningBatch,
     RoutedBatch,
     RowSet,
 )
@@ -191,27 +193,28 @@ class BagGradientReturn(GradientReturn):
         """FBGEMM updates the rows of bags."""
 
     def update(self, group: int, rows: RowSet, received: Tensor, batch: ComputingBatch) -> None:
-        """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them.
-
-        While gradients are accumulated, all bags of a batch are of one kind, and their gradients are held.
-        """
+        """Add ``received`` to the gradients of the batch, and update the rows of ``rows.features`` with all of them."""
         requests = batch.routed.requests[group]
         pieces = requests.owner_wire_order.numel()
         if group not in batch.received:
             batch.received[group] = received.new_zeros(pieces, received.shape[1], dtype=torch.float32)
         gradients = batch.received[group]
         if received.numel():
-            gradients.index_copy_(0, rows.owner_wire_order, self._divided(received.float(), batch))
-        if batch.held_by is not None:
-            if received.numel():
-                self._hold(group, batch, self._tables.pooled(group, gradients, requests.features.stride()))
-            return
+            gradients.index_copy_(0, rows.owner_wire_order, self.divided(received.float(), batch))
         self._tables.update_bags(group, requests.features, rows.features, gradients, batch.settings)
+
+    def hold(self, group: int, kind: RowKind, received: Tensor, batch: ReturningBatch) -> None:
+        """Hold the gradients of all bags: those of a micro-batch are never divided."""
+        rows, features = batch.row_sets[group][kind], batch.computing.routed.requests[group].features
+        pieces = received.new_empty(received.shape, dtype=torch.float32)
+        pieces.index_copy_(0, rows.owner_wire_order, self.divided(received.float(), batch.computing))
+        lookup_of(batch, group).hold(what_is_read(features), self._tables.pooled(group, pieces, features.stride()))
 
 
 class PrioritizedBags(PrioritizedEmbedding):
     """The prioritized exchange of one ``ShardedEmbeddingBagCollection`` with row-wise, table-wise or column-wise tables."""
 
+    divides_windows = False
     tables_type = BagTables
     finder_type = BagCollisionFinder
     returns_type = BagGradientReturn

@@ -25,7 +25,7 @@ Ids and collisions run one batch further ahead than rows. They need no weights, 
 reached the host when it needs them.
 
 With gradient accumulation the tables change after the last micro-batch only. Until then all rows are exclusive, and the owners
-hold all gradients. The gradients of the last micro-batch, and the rows of the batch after it, travel as those of collisions do.
+hold all gradients. The last micro-batch N then stands for all of its window: a row of N+1 collides if any of them has read it.
 
 ``reference_step.py`` has the same step as straight-line code over plain tensors.
 """

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE
 from lightning_freescale.embedding.backward_count import watch_backwards
-from lightning_freescale.embedding.held_gradients import MicroBatch
+from lightning_freescale.embedding.held_gradients import HeldLookup, MicroBatch
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
     ComputingBatch,
@@ -69,6 +69,8 @@ class ScheduledModule:
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
         self._has_new_next = False  # whether the collisions of ``current`` with ``next`` are to be found
+        self._window: list[RoutedBatch] = []  # the prioritized micro-batches of this optimizer step
+        self._divides_window = False  # whether their collisions with the batch after them are known
         self._discarded = False  # whether the rows of the next step were dropped
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
@@ -87,9 +89,7 @@ class ScheduledModule:
                 if reason is None:
                     self.exchange.redo_ahead()
                     assert isinstance(self.current, FetchingBatch)
-                    micro_batch = self.micro_batch
-                    held_by = None if micro_batch is None else micro_batch.held.of(self.exchange.collection)
-                    self.current, output = self.exchange.join(self.current, held_by)
+                    self.current, output = self.exchange.join(self.current, self._held_by(self.current.routed))
                     self.exchange.gradients.begin_forward()
                     return output
                 self.stay_synchronous(reason)
@@ -103,6 +103,15 @@ class ScheduledModule:
             if self.synchronous_reason is None:
                 watch_backwards(output, self._note_several_backwards)
         return output
+
+    def _held_by(self, routed: RoutedBatch) -> list[HeldLookup | None] | None:
+        """Where the gradients of this step wait; None if they are not accumulated."""
+        if self.micro_batch is None:
+            return None
+        if self.micro_batch.place == 0:
+            self._window = []
+        self._window.append(routed)
+        return self.micro_batch.held.of(self.exchange.collection)
 
     def _refuse_changed_tables(self, watch: TableWatch) -> None:
         """If user code has changed the tables since the last step: raise if that was too late, else stay synchronous."""
@@ -187,14 +196,15 @@ class ScheduledModule:
         assert self.next is not None
         assert not isinstance(self.next, FetchingBatch)
         upcoming = self._route(self.next)
-        if self.micro_batch is not None:
-            current.routed.with_next = None
-            # All rows that any micro-batch has read are updated after the last one.
-            self.next = exchange.plan_rows(upcoming, COLLISION if self.micro_batch.last else EXCLUSIVE)
-        else:
+        if self.micro_batch is None:
             if upcoming.with_previous is None:  # the first prioritized step: otherwise the previous step has found them
                 exchange.find_collisions(current.routed, upcoming)
             self.next = exchange.plan_rows(upcoming)
+        elif self.micro_batch.last and self._divides_window and upcoming.with_previous is not None:
+            self.next = exchange.plan_rows(upcoming)
+        else:  # no row changes before the last micro-batch, and then any row may
+            current.routed.with_next = None
+            self.next = exchange.plan_rows(upcoming, COLLISION if self.micro_batch.last else EXCLUSIVE)
         exchange.send_rows(self.next, EXCLUSIVE)
         if isinstance(self.after_next, RequestedBatch):
             exchange.send_ids(self.after_next)
@@ -217,7 +227,8 @@ class ScheduledModule:
         self.exchange.redo_ahead()
         self.exchange.gradients.apply_collisions(current)
         if self.micro_batch is not None and self.micro_batch.last:
-            self.exchange.gradients.apply_held(self.micro_batch.held.of(self.exchange.collection))
+            self.exchange.gradients.apply_held(current)
+            self._window = []
         self.current = None
         if isinstance(self.next, FetchingBatch) and self.synchronous_reason is None:
             self.exchange.send_rows(self.next, COLLISION)
@@ -234,6 +245,12 @@ class ScheduledModule:
         self.next = self._route(self.next)
         if self.micro_batch is None:
             self.exchange.find_collisions(self.current.routed, self.next)
+            return
+        # The ids of micro-batches that were exchanged synchronously are not known here.
+        has_all = len(self._window) == self.micro_batch.place + 1
+        self._divides_window = self.exchange.divides_windows and self.micro_batch.next_is_last and has_all
+        if self._divides_window:
+            self.exchange.find_window_collisions([*self._window, self.current.routed], self.next)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def flush(self) -> None:

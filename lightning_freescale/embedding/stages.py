@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
 from lightning_freescale.embedding.grouped_update import GroupedGradients
 from lightning_freescale.embedding.held_gradients import HeldLookup
-from lightning_freescale.embedding.index_results import Features, FusedMarks, PlacedIds, Segments
+from lightning_freescale.embedding.index_results import Features, FusedMarks, PlacedIds, Segments, SharedIds
 from lightning_freescale.embedding.table_optimizer import UpdateSettings
 from lightning_freescale.embedding.zero_collision.ahead import BatchAhead
 from lightning_freescale.runtime.streams import Readback
@@ -46,6 +46,7 @@ class Requests:
     request_position: Tensor | None  # [m] requester: position in request order of each id of the batch
     batch_position: Tensor | None  # [m] requester: position in the batch of each id in request order
     segments: Segments | None = None  # where the ids of each feature and requester start, if the index work is fused
+    after_window: SharedIds | None = None  # owner, while gradients are accumulated: see ``CollisionFinder.find_window``
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
@@ -199,6 +200,11 @@ class ReturningBatch:
     @property
     def kjt(self) -> KeyedJaggedTensor:
         return self.computing.kjt
+
+    @property
+    def divided(self) -> bool:
+        """Whether the gradients return in two parts."""
+        return all(len(sets) > 1 for sets in self.row_sets)
 
     @property
     def has_gradients(self) -> bool:

@@ -288,10 +288,12 @@ class ModuleOptimizer:
         """Count a training step. Its rows are updated with the settings that hold now.
 
         Args:
-            counts: False for a micro-batch of gradient accumulation, which does not count as a step.
+            counts: False for a micro-batch of gradient accumulation. The update after the last one counts as a step.
         """
-        self._step += counts
-        return UpdateSettings(self.learning_rates(), self._step, get_gradient_division())
+        step = self._step + 1
+        if counts:
+            self._step = step
+        return UpdateSettings(self.learning_rates(), step, get_gradient_division())
 
     def learning_rates(self) -> list[float]:
         return [group["lr"] for group in self._module.fused_optimizer.param_groups]

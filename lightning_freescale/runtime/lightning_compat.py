@@ -67,12 +67,12 @@ def count_running_epoch(trainer: Any) -> None:
 class WindowPosition(NamedTuple):
     """The place of the current batch among the micro-batches of one optimizer step."""
 
+    place: int  # from 0
     number: int  # accumulate_grad_batches
-    first: bool
     last: bool  # the optimizer steps after this batch
 
 
-EVERY_BATCH = WindowPosition(1, True, True)  # the position without accumulation
+EVERY_BATCH = WindowPosition(0, 1, True)  # the position without accumulation
 
 
 def accumulation_window(trainer: Any) -> WindowPosition:
@@ -81,7 +81,7 @@ def accumulation_window(trainer: Any) -> WindowPosition:
     if number == 1:
         return EVERY_BATCH
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return WindowPosition(number, (ready - 1) % number == 0, not trainer.fit_loop._should_accumulate())
+    return WindowPosition((ready - 1) % number, number, not trainer.fit_loop._should_accumulate())
 
 
 def timeout_of(strategy: Any) -> timedelta | None:

@@ -74,12 +74,13 @@ class GradientAccumulation:
             return None
         if self._tables is None:
             self._tables = HeldTableGradients(model)
-        if self._window.first:  # A window that the end of an epoch or a stop has cut short is left as it is.
-            self._await_gradients()
+        if self._window.place == 0:  # A window that the end of an epoch or a stop has cut short is left as it is.
+            if not self._tables.all_applied:
+                self._await_gradients()
             self._tables.drop()
             self._sizes = []
         self._tables.hold(True)
-        return MicroBatch(self._tables, self._window.last)
+        return MicroBatch(self._tables, *self._window)
 
     @property
     def number(self) -> int:
@@ -116,7 +117,7 @@ class GradientAccumulation:
             self._tables.apply()
         log_once(
             f"accumulate_grad_batches={self._window.number}: the gradients of the tables are held until the last of "
-            f"{len(self._sizes)} micro-batches. They take {self._tables.applied_bytes / 2**20:.1f} MiB on this rank"
+            f"{len(self._sizes)} micro-batches. They take about {self._tables.applied_bytes / 2**20:.1f} MiB on this rank"
         )
         self._sizes = []
 

@@ -103,24 +103,31 @@ def transfers(rank: int) -> list[tuple[str, int]]:
         late = {"early": "late", "urgent": "urgent"}[word]
         exchange.gradients.send = note(f"{late} gradients", exchange.gradients.send, only)  # type: ignore[method-assign]
     exchange.gradients.apply_held = note("update", exchange.gradients.apply_held)  # type: ignore[method-assign]
-    train(module, random_batches(rank, 7, 1, lambda rank, step: 4), schedule, between=advance, window=3)
+    train(module, random_batches(rank, 10, 1, lambda rank, step: 4), schedule, between=advance, window=3)
     return found
 
 
 def test_only_the_last_micro_batch_of_a_window_is_urgent() -> None:
-    """Steps 0 to 6 in windows of three. Step 0 is synchronous, and step 1 fetches its own rows."""
-    window = [("late gradients", 2), ("urgent gradients", 2), ("update", 2), ("urgent rows", 2)]
+    """Steps 0 to 8 in windows of three, and step 9 alone. Step 0 is synchronous, and step 1 fetches its own rows."""
     expected = [
         ("early rows", 1),  # of step 1, which nobody has announced
         ("early rows", 1),  # of step 2
-        *window,  # rows of step 3
-        ("early rows", 3),
-        ("late gradients", 4),  # of step 3
-        ("early rows", 4),
-        *[(name, 5) for name, _ in window],
-        ("urgent gradients", 6),
-        ("update", 6),
+        ("late gradients", 2),  # of step 1
+        # The ids of step 0 are not known, so all is urgent once.
+        *[(name, 2) for name in ("urgent gradients", "update", "urgent rows")],
     ]
+    for first in (3, 6):
+        before = [("late gradients", first)] if first > 3 else []  # of the window before
+        expected += [
+            *before,
+            ("early rows", first),
+            ("late gradients", first + 1),
+            ("early rows", first + 1),
+            ("late gradients", first + 2),
+            ("early rows", first + 2),  # of the next window, which this window does not read
+            *[(name, first + 2) for name in ("urgent gradients", "update", "urgent rows")],
+        ]
+    expected += [("late gradients", 9), ("urgent gradients", 9), ("update", 9)]
     for found in run_ranks(transfers):
         assert found == expected
 
@@ -143,10 +150,36 @@ def update_after_every_micro_batch(schedule: ExchangeSchedule) -> None:
     def at_once(batch: ReturningBatch) -> None:
         apply_collisions(batch)
         gradients.apply_late()
-        assert batch.computing.held_by is not None
-        gradients.apply_held(batch.computing.held_by)
+        gradients.apply_held(batch)
 
     gradients.apply_collisions = at_once  # type: ignore[method-assign]
+
+
+def forget_the_micro_batches_before_the_last(schedule: ExchangeSchedule) -> None:
+    """When it is decided which rows of the batch after the window are read early."""
+    finder = schedule.modules[0].exchange.finder
+    find_window = finder.find_window
+
+    def find_last(window: Any, following: Any) -> None:
+        find_window(window, following)
+        find_window(window[-1:], following)
+
+    finder.find_window = find_last  # type: ignore[method-assign]
+
+
+def forget_the_late_rows(schedule: ExchangeSchedule) -> None:
+    """Rows that the batch after the window does not use are not updated."""
+    gradients = schedule.modules[0].exchange.gradients
+    apply = gradients.apply
+
+    def without_late(batch: ReturningBatch, kind: RowKind) -> None:
+        if kind == EXCLUSIVE and batch.divided and batch.computing.held_by:
+            for lookup in batch.computing.held_by:
+                if lookup is not None:
+                    lookup.late = []
+        apply(batch, kind)
+
+    gradients.apply = without_late  # type: ignore[method-assign]
 
 
 def forget_the_late_gradients(schedule: ExchangeSchedule) -> None:
@@ -165,6 +198,8 @@ def count_every_micro_batch(schedule: ExchangeSchedule) -> None:
     [
         never_wait_for_the_last_micro_batch,
         update_after_every_micro_batch,
+        forget_the_micro_batches_before_the_last,
+        forget_the_late_rows,
         forget_the_late_gradients,
         count_every_micro_batch,
     ],

@@ -238,7 +238,8 @@ def train(
     for step, kjt in enumerate(kjts):
         micro_batch = None
         if held is not None:
-            micro_batch = MicroBatch(held, step % window == window - 1 or step == len(kjts) - 1)
+            is_last = step % window == window - 1 or step == len(kjts) - 1
+            micro_batch = MicroBatch(held, step % window, window, is_last)
             if step % window == 0:
                 held.drop()
             held.hold(True)

@@ -241,7 +241,7 @@ class FreeScaleSteps:
         if place == 0:
             self._held.drop()
         self._held.hold(True)
-        return MicroBatch(self._held, place == self._window - 1)
+        return MicroBatch(self._held, place, self._window, place == self._window - 1)
 
     def _record(self, schedule: ExchangeSchedule) -> None:
         """Record what is held for the next step. All of its rows have been requested by now."""
