@@ -49,8 +49,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rank, longest = dist.get_rank(), max(arguments.windows)
     total = (1 + arguments.rounds) * 2 * longest + 2  # a block has two of the longest windows
     batches = [machine.pin(workload.batch(rank, step, arguments.ranks, COLLISIONS)) for step in range(total)]
-    running = {(COMPUTE_ONLY, 1): compute_alone(workload, machine, batches)}
+    running = {}
     for window in arguments.windows:
+        running[COMPUTE_ONLY, window] = compute_alone(workload, machine, batches, window)
         for name, group in ((SYNC, machine.sharding_group()), (PRIORITIZED, machine.exchange_group("low"))):
             trained = FreeScaleSteps(name == PRIORITIZED, workload, machine, group, window=window)
             running[name, window] = trained.steps(batches)
@@ -90,8 +91,8 @@ def summarize(times: dict[tuple[str, int], list[float]], windows: Sequence[int])
         times: by variant and number of micro-batches, the mean time of a micro-batch in each round.
     """
     rows = []
-    alone = times[COMPUTE_ONLY, 1]
     for window in windows:
+        alone = times[COMPUTE_ONLY, window]
         exposed = {
             name: statistics.median(own - compute for own, compute in zip(times[name, window], alone, strict=True))
             for name in (SYNC, PRIORITIZED)
@@ -126,10 +127,10 @@ def run_rank(arguments: argparse.Namespace) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = report.make_parser(__doc__, quick="one and four micro-batches, two rounds")
     launcher.add_options(parser)
-    parser.add_argument("--rounds", type=int, help="blocks of each variant; default 6")
+    parser.add_argument("--rounds", type=int, help="blocks of each variant; default 6, or 2 in virtual time")
     arguments = parser.parse_args(argv)
     launcher.resolve_options(arguments)
-    arguments.rounds = arguments.rounds or (2 if arguments.quick else 6)
+    arguments.rounds = arguments.rounds or (6 if arguments.device == "cuda" and not arguments.quick else 2)
     arguments.windows = (1, 4) if arguments.quick else WINDOWS
     return arguments
 

@@ -101,7 +101,7 @@ class GradientReturn:
         marks = None if all_late else batch.routed.with_next
         alike = EXCLUSIVE if all_late else COLLISION  # the kind of all rows if they are not divided
         returning = ReturningBatch(batch, self._finder.divide(batch.routed.requests, marks, alike, self.return_set))
-        if marks is not None:  # without a next batch nobody waits for the rows
+        if marks is not None and batch.held_by is None:  # without a next batch nobody waits for the rows
             self._group(returning.row_sets)
         self._pacer.backward_starts()
         self._expected = returning

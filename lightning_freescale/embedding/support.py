@@ -44,9 +44,7 @@ FOUND_IN_TRAINING = (
 )
 
 ACCUMULATION = "micro-batches of gradient accumulation"
-ACCUMULATION_REASON = (
-    "no row changes until the last one; its gradients and the next rows are exchanged then, all at once"
-)
+ACCUMULATION_REASON = "no row changes before the last one; bags are exchanged at once after it"
 SINGLE_RANK = "a single rank exchanges nothing with others"
 MAPPED_IDS = "the model declares maps_ids = True, so the rows of a batch are not known in advance"
 FEATURE_PROCESSORS = "feature processors, whose weights change in every step"

@@ -95,8 +95,14 @@ def dense_alone(workload: EqualCostWorkload, machine: Machine, batches: Sequence
     return _alone(workload, machine, batches, lambda batch: rows)
 
 
-def compute_alone(workload: EqualCostWorkload, machine: Machine, batches: Sequence[ExchangeBatch]) -> Steps:
-    """All compute of a rank without the exchange: the same number of ids, looked up in a table as large as the rank's shard."""
+def compute_alone(
+    workload: EqualCostWorkload, machine: Machine, batches: Sequence[ExchangeBatch], window: int = 1
+) -> Steps:
+    """All compute of a rank without the exchange: the same number of ids, looked up in a table as large as the rank's shard.
+
+    Args:
+        window: micro-batches of an optimizer step. Rows are updated after each of them.
+    """
     rows, cuda = workload.rows // dist.get_world_size(), machine.device.type == "cuda"
     table = SplitTableBatchedEmbeddingBagsCodegen(
         [
@@ -118,7 +124,7 @@ def compute_alone(workload: EqualCostWorkload, machine: Machine, batches: Sequen
         features = batch.to(machine.device, non_blocking=True).features
         return table(features.values() % rows, features.offsets().to(torch.int64))
 
-    return _alone(workload, machine, batches, look_up)
+    return _alone(workload, machine, batches, look_up, window)
 
 
 def _alone(
@@ -126,6 +132,7 @@ def _alone(
     machine: Machine,
     batches: Sequence[ExchangeBatch],
     rows_of: Callable[[ExchangeBatch], Tensor],
+    window: int = 1,
 ) -> Steps:
     torch.manual_seed(1)
     model = DistributedDataParallel(  # with the settings of DistributedModelParallel
@@ -134,13 +141,15 @@ def _alone(
     optimizer = machine.optimizer(model.parameters())
 
     def steps() -> Steps:
-        for batch in batches:
+        for number, batch in enumerate(batches):
             rows = rows_of(batch)
-            optimizer.zero_grad()
+            if number % window == 0:
+                optimizer.zero_grad()
             rows.grad = None
             loss = model(rows)
             loss.backward()
-            optimizer.step()
+            if (number + 1) % window == 0:
+                optimizer.step()
             yield loss.detach()
 
     return steps()

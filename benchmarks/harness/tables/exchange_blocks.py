@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.results import StoredResult, shape_of, short_machine
 from benchmarks.harness.training.rounds import mean_and_spread
-from benchmarks.harness.variant_names import DENSE_ONLY, TORCHREC_BASE, TORCHREC_SPARSE_DIST
+from benchmarks.harness.variant_names import DENSE_ONLY, PRIORITIZED, SYNC, TORCHREC_BASE, TORCHREC_SPARSE_DIST
 
 Row = dict[str, Any]
 
@@ -114,6 +114,22 @@ def host_work(results: Mapping[str, StoredResult]) -> Iterator[Row]:
         for row in found["rows"]:
             counts = {name: f"{row[name]:.0f}" for name in ("Python calls", "operators", "collectives")}
             yield {"exchange": row["side"], "part": row["part"], "CPU ms": f"{row['CPU ms']:.2f}"} | counts
+
+
+def accumulation(results: Mapping[str, StoredResult]) -> Iterator[Row]:
+    """Exposed exchange of micro-batches, by their number."""
+    for found in results.values():
+        if found["benchmark"] != "accumulation":
+            continue
+        machine = "emulated device" if found["parameters"]["device"] == "cpu" else short_machine(found)
+        for row in found["exposed"]:
+            yield {
+                "machine": machine,
+                "micro-batches": row["micro-batches"],
+                "compute ms": f"{row['compute ms']:.1f}",
+                **{f"{name} ms": f"{row[f'{name} exposed ms']:.1f}" for name in (SYNC, PRIORITIZED)},
+                "removed": f"{row['removed %']:.1f}%",
+            }
 
 
 def forecast(results: Mapping[str, StoredResult]) -> Iterator[Row]:

@@ -17,6 +17,7 @@ from benchmarks.harness.tables.claims import (
     sm_free_rows,
 )
 from benchmarks.harness.tables.exchange_blocks import (
+    accumulation,
     forecast,
     host_work,
     index_work,
@@ -64,6 +65,7 @@ def blocks(results: Results) -> dict[str, str]:
         "index work": _with_commands(results, "exchange_index", index_work(results)),
         "host work": _with_commands(results, "exchange_host_work", host_work(results)),
         "exposed exchange": _with_commands(results, "exposed", exposed(results)),
+        "accumulation": _with_commands(results, "accumulation", accumulation(results)),
         "large tables": large_tables_block.block(results),
         "stragglers": _with_commands(results, "straggler", straggler(results)),
         "compute beside communication": _with_commands(results, "sm_free", sm_free(results)),
