@@ -123,7 +123,8 @@ def test_random_data(data: st.DataObject) -> None:
         batches = [[data.draw(samples) for _ in range(steps)] for _ in range(world)]
         kind, optimizer = data.draw(st.sampled_from(SHARDINGS)), data.draw(st.sampled_from(OPTIMIZERS))
         options = {"data_type": data.draw(st.sampled_from([DataType.FP32, DataType.FP32, DataType.FP16]))}
-        drawn.append({"kind": kind, "optimizer": optimizer, "batches": batches, "options": options})
+        window = data.draw(st.sampled_from([1, 1, 2, 3]))  # micro-batches of an optimizer step
+        drawn.append({"kind": kind, "optimizer": optimizer, "batches": batches, "options": options, "window": window})
     for result in run_ranks(compare, world, args=(world, drawn)):
         assert result == [True] * len(drawn)
 

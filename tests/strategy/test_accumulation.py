@@ -113,21 +113,24 @@ def test_balanced_micro_batches_of_uneven_ranks_are_one_large_batch() -> None:
 # ---- both strategies -------------------------------------------------------------------------------------------------
 def test_equal_under_both_strategies_bit_for_bit() -> None:
     """As a number, and as a schedule that begins and ends with prioritized steps."""
-    settings: list[tuple[bool, dict[str, Any]]] = [
-        (False, {"accumulate_grad_batches": 3}),
-        (True, {"accumulate_grad_batches": 3}),
-        (False, {"schedule": {1: 3, 2: 1}, "max_epochs": 3}),
+    settings: list[tuple[bool, dict[str, Any], dict[str, Any]]] = [
+        (False, {}, {"accumulate_grad_batches": 3}),
+        (True, {}, {"accumulate_grad_batches": 3}),
+        (False, {}, {"schedule": {1: 3, 2: 1}, "max_epochs": 3}),
+        (False, {"dedup": True}, {"accumulate_grad_batches": 3}),
+        (False, {"wire": "bfloat16"}, {"accumulate_grad_batches": 3}),
     ]
     cases = [
-        (bags, {"balance": "off", "prioritize": prioritize}, {"size": 40, "batch_size": 2, **options})
-        for bags, options in settings
+        (bags, {"balance": "off", "prioritize": prioritize, **own}, {"size": 40, "batch_size": 2, **options})
+        for bags, own, options in settings
         for prioritize in (False, True)
     ]
     for results in run_ranks(fits, 2, args=(2, cases)):
         for plain, prioritized in zip(results[::2], results[1::2], strict=True):
             assert plain[0] == prioritized[0]
             assert toy.same(plain[1], prioritized[1])
-        assert [result[2] for result in results[::2]] == [8, 8, 24]
+        assert [result[2] for result in results[::2]] == [8, 8, 24, 8, 8]
+        assert not toy.same(results[0][1], results[8][1])  # another wire gives other tables
 
 
 class Auto(FreeScaleStrategy):

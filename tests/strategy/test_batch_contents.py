@@ -120,9 +120,9 @@ def fit_replaced(rank: int, prioritize: bool) -> tuple[Any, list[tuple[bool, boo
     pipeline, begin_step = strategy._pipeline, ExchangeSchedule.begin_step
     training_step, given = module.training_step, list[tuple[list[Any], list[Any]]]()
 
-    def noting_begin(self: ExchangeSchedule, batch: Any, following: Any, after_next: Any) -> None:
+    def noting_begin(self: ExchangeSchedule, batch: Any, following: Any, *others: Any) -> None:
         given.append((batch, following))
-        begin_step(self, batch, following, after_next)
+        begin_step(self, batch, following, *others)
 
     def noting_step(batch: toy.Batch, batch_idx: int) -> Tensor:
         if prioritize:
