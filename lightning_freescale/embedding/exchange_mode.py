@@ -39,6 +39,7 @@ Scheduled: TypeAlias = dict[
 # Process groups of TorchRec's own exchanges, by backend and timeout. Sharded models keep using theirs after the Trainer that
 # sharded them is gone, so these groups stay open for the life of the process, and all models share them.
 _table_groups: dict[tuple[str, timedelta], Any] = {}
+_failed_groups: set[tuple[str, timedelta]] = set()  # those in which a failed run may have left transfers
 
 
 class ExchangeMode:
@@ -89,11 +90,26 @@ class ExchangeMode:
         prefetches = self._prioritize and self._backend != "gloo"
         if not prefetches and self._backend != transport.BACKEND_NAME:
             return dist.group.WORLD
-        assert self._backend is not None
-        key = (self._backend, self._timeout)
+        key = self._table_key
         if not is_open(_table_groups.get(key)):
             _table_groups[key] = self.new_group("low")
         return _table_groups[key]
+
+    @property
+    def _table_key(self) -> tuple[str, timedelta]:
+        assert self._backend is not None
+        return self._backend, self._timeout
+
+    @staticmethod
+    def forget_failed_groups(gather: Gather) -> None:
+        """Let the next model that is sharded have new process groups, if a run has failed since the last call. A collective.
+
+        A transfer that a failed run has left in a group would meet the first transfer of the next run.
+        """
+        for failed in gather(_failed_groups, what="the process groups of failed runs"):
+            for key in failed:
+                _table_groups.pop(key, None)
+        _failed_groups.clear()
 
     def open(
         self,
@@ -223,11 +239,17 @@ class ExchangeMode:
         if not failed:
             self._close_schedule()
             self._leave_groups()
-        elif self.schedule is not None:
-            for module in self.schedule.modules:
-                module.exchange.forget_ahead()
-                module.exchange.module.__dict__.pop("forward", None)
+        else:
+            self._abandon()
         self._trial = self._review = self._reopen = self.schedule = self._groups = None
+
+    def _abandon(self) -> None:
+        """Give the modules their own forward back after a failure, and exchange nothing."""
+        if self._backend is not None:
+            _failed_groups.add(self._table_key)
+        for module in [] if self.schedule is None else self.schedule.modules:
+            module.exchange.forget_ahead()
+            module.exchange.module.__dict__.pop("forward", None)
 
     def _close_schedule(self) -> None:
         self._trial = None

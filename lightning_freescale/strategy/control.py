@@ -317,9 +317,10 @@ class Control:
         after a few seconds is stuck or dead.
         """
         text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        prefix = f"freescale/{(self._shares_watch or self)._run}/ended"  # Reports of an earlier run stay in the store.
         try:
             store = within(REPORT_SECONDS, own_store)
-            within(REPORT_SECONDS, lambda: store.set(f"freescale/ended/{self.rank}", text))
+            within(REPORT_SECONDS, lambda: store.set(f"{prefix}/{self.rank}", text))
         except Exception:
             known = self._watch.explanation if self._watch is not None else None
             before = "" if known is None else f", after the report that {known}"
@@ -331,7 +332,7 @@ class Control:
             return self._watch is not None and self._watch.has_died(rank)
 
         def report_of(rank: int) -> str:
-            key, left = f"freescale/ended/{rank}", 0.0 if has_died(rank) else deadline - time.monotonic()
+            key, left = f"{prefix}/{rank}", 0.0 if has_died(rank) else deadline - time.monotonic()
             store.wait([key], timedelta(seconds=max(left, LEAST_REPORT_SECONDS)))
             return store.get(key).decode()
 

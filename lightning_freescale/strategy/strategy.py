@@ -258,6 +258,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         assert self.model is not None
         self.control.open()
         self.accelerator.setup(trainer)
+        self._exchange_mode.forget_failed_groups(self.control.gather)
         self._exchange_mode.choose_transport(self.root_device, one_host=self.num_nodes == 1)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)

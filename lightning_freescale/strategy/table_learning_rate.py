@@ -198,6 +198,8 @@ def take_tables_out(optimizers: Iterable[Any], fused: Iterable[Any]) -> list[lis
         positions.append([])
         for group in optimizer.param_groups:
             found = [i for i, part in enumerate(group["params"]) if id(part) in tables or is_table(part)]
+            for i in found:
+                optimizer.state.pop(group["params"][i], None)  # Adagrad makes its state when the user makes it.
             group["params"] = [part for i, part in enumerate(group["params"]) if i not in found]
             positions[-1].append(found)
     return positions

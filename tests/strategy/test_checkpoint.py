@@ -48,10 +48,10 @@ def fit(
     options: dict[str, Any] | None = None,
     strategy_options: dict[str, Any] | None = None,
     every: int = 5,
-    esb: bool = False,
+    kind: type[toy.Model] = toy.Model,
 ) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
-    model = ReadsSteppingBatches() if esb else toy.Model()
+    model = kind()
     defaults = {
         "sharding": "row_wise",
         "embedding_optimizer": {"optimizer": "adam", "lr": 0.1},  # two states of each row, and a count of steps
@@ -79,23 +79,38 @@ class ReadsSteppingBatches(toy.Model):
         return super().configure_optimizers()
 
 
+class Adagrad(toy.Model):
+    """Its optimizer has a state of every parameter from the beginning, that of the tables among them."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
 # ---- resume ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("at", "esb"),
-    [("epoch=0-step=5", False), ("epoch=0-step=10", True), ("epoch=1-step=15", False)],
+    ("at", "kind"),
+    [("epoch=0-step=5", toy.Model), ("epoch=0-step=10", ReadsSteppingBatches), ("epoch=1-step=15", toy.Model)],
 )
 def test_resume_gives_the_batches_and_losses_of_the_uninterrupted_run(
-    full_run: tuple[Path, list[dict]], at: str, esb: bool
+    full_run: tuple[Path, list[dict]], at: str, kind: type[toy.Model]
 ) -> None:
     folder, full = full_run
     assert (folder / f"{at}.ckpt").is_file() == folder.name.startswith("file")
-    resumed = run_ranks(fit, args=(2, None, str(folder / f"{at}.ckpt"), None, None, 5, esb))
+    resumed = run_ranks(fit, args=(2, None, str(folder / f"{at}.ckpt"), None, None, 5, kind))
     done = int(at.split("=")[-1])
     for whole, rest in zip(full, resumed, strict=True):
         assert rest["seen"] == whole["seen"][done:]
         assert rest["losses"] == whole["losses"][done:]
         assert toy.same(rest["weights"], whole["weights"])
         assert toy.same(rest["optimizer"], whole["optimizer"])
+
+
+def test_an_optimizer_that_makes_its_state_in_advance_is_saved_and_resumed(tmp_path: Path) -> None:
+    full = run_ranks(fit, args=(2, str(tmp_path), None, None, None, 5, Adagrad))
+    resumed = run_ranks(fit, args=(2, None, str(tmp_path / "epoch=0-step=5.ckpt"), None, None, 5, Adagrad))
+    for whole, rest in zip(full, resumed, strict=True):
+        assert rest["losses"] == whole["losses"][5:]
+        assert toy.same(rest["weights"], whole["weights"])
 
 
 def test_checkpoints_of_both_paths_are_the_same(tmp_path: Path) -> None:
