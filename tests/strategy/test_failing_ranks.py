@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_freescale import FreeScaleError, FreeScaleStrategy
+from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embedding.table_watch import CHECKED_STEPS
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
