@@ -16,6 +16,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from lightning_freescale import transport
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups, RowKind
+from lightning_freescale.embedding.call_agreement import Ask, CallAgreement
 from lightning_freescale.embedding.mapped_ids import maps_ids
 from lightning_freescale.embedding.mode_review import ModeReview
 from lightning_freescale.embedding.mode_trial import ModeChoice, ModeTrial
@@ -116,6 +117,7 @@ class ExchangeMode:
         model: nn.Module,
         device: torch.device,
         gather: Gather,
+        ask: Ask,
         copies: SideStream | None,
         timeline: Timeline,
     ) -> None:
@@ -141,7 +143,8 @@ class ExchangeMode:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
-                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, gather)
+                agreement = CallAgreement(gather, ask)
+                self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, gather, agreement)
                 if self._before_update is not None:
                     for module in self.schedule.modules:
                         module.exchange.gradients.before_update = self._before_update

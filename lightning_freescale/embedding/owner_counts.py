@@ -25,8 +25,8 @@ from torchrec.distributed.sharding.sequence_sharding import SequenceShardingCont
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale import _C
+from lightning_freescale.embedding.batch_contents import contents_version
 from lightning_freescale.embedding.id_exchange import AnnouncedSizes, IdsByOwner, RowWiseIds
-from lightning_freescale.embedding.stages import contents_version
 from lightning_freescale.runtime.errors import InputError
 
 COMPARED_RANKS = 8  # up to here a comparison for each rank takes less time than a division

@@ -23,6 +23,7 @@ from lightning_freescale.bubbles.spans import Kind
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import all_to_all
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, ExchangeGroups, RowKind
+from lightning_freescale.embedding.batch_contents import SUMMED_BATCHES, Contents
 from lightning_freescale.embedding.collisions import CollisionFinder
 from lightning_freescale.embedding.gradient_return import GradientReturn, JoinRows
 from lightning_freescale.embedding.held_gradients import HeldLookup
@@ -39,7 +40,6 @@ from lightning_freescale.embedding.stages import (
     Requests,
     RoutedBatch,
     RowSet,
-    contents_version,
     with_places,
 )
 from lightning_freescale.embedding.wire import wire_types_of
@@ -84,7 +84,7 @@ class PrioritizedEmbedding:
             self.collection = module
         self.timeline = timeline or Timeline()
         self.wire = wire_types_of(self.collection)
-        self._counts = KnownCounts(module)
+        self._counts, self._requested = KnownCounts(module), 0
         self.stats = RowExchangeStats()
         self.tables: Any = self.tables_type(self.collection)
         self.device = self.tables.device
@@ -153,8 +153,10 @@ class PrioritizedEmbedding:
         if self.ids_stream.stream is not None:
             parts = kjt.values(), kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
             mark_used_on(self.ids_stream, parts)
+        self._requested += 1
+        contents = Contents(kjt, by_value=self._requested <= SUMMED_BATCHES)
         with self.ids_stream.work(self.copies):
-            return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt, ahead), contents_version(kjt))
+            return RequestedBatch(kjt, context, self._counts.input_dist(context, kjt, ahead), contents)
 
     def send_ids(self, batch: RequestedBatch) -> Awaitable:
         """Wait for the numbers of ids, and start to send the ids themselves, unless they are on their way."""
@@ -180,7 +182,7 @@ class PrioritizedEmbedding:
                 mark_used_on(self.table_stream, group_requests.tensors())
             if ahead is not None:
                 mark_used_on(self.table_stream, ahead.tensors())
-        return RoutedBatch(batch.kjt, batch.context, requests, batch.ids_version, ahead=ahead)
+        return RoutedBatch(batch.kjt, batch.context, requests, batch.contents, ahead=ahead)
 
     def await_ids(self, batch: RequestedBatch) -> None:
         """Wait for the ids of a batch that is dropped."""

@@ -40,17 +40,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding.all_to_all import ExchangeGroups
+from lightning_freescale.embedding.call_agreement import CallAgreement
 from lightning_freescale.embedding.held_gradients import MicroBatch
 from lightning_freescale.embedding.prioritized_bags import make_exchange
 from lightning_freescale.embedding.scheduled_module import ScheduledModule
 from lightning_freescale.embedding.stages import ReturningBatch
-from lightning_freescale.embedding.support import (
-    MORE_THAN_ONCE,
-    NOT_IN_BATCH,
-    OTHER_KEYS,
-    SEVERAL_BACKWARDS,
-    VARIABLE_BATCH_SIZE,
-)
 from lightning_freescale.embedding.table_watch import Gather
 from lightning_freescale.embedding.zero_collision.sharded import ShardedZeroCollisionCollection
 from lightning_freescale.runtime.streams import SideStream
@@ -69,14 +63,16 @@ class ExchangeSchedule:
         copies: SideStream | None = None,
         timeline: Timeline | None = None,
         gather: Gather | None = None,
+        agreement: CallAgreement | None = None,
     ):
+        self._agreement = agreement
         self.modules = [
-            ScheduledModule(name, make_exchange(module, groups, copies, timeline), gather)
+            ScheduledModule(name, make_exchange(module, groups, copies, timeline), gather, agreement)
             for name, module in modules.items()
         ]
         for scheduled in self.modules:
             scheduled.exchange.module.forward = scheduled.forward  # TorchRec's own pipelines do the same
-        self._batch: list[KeyedJaggedTensor] = []
+        self._batch: list[KeyedJaggedTensor] | None = None  # None before the first step
 
     @property
     def prioritized(self) -> list[str]:
@@ -133,12 +129,7 @@ class ExchangeSchedule:
             module.micro_batch = micro_batch
             index = module.kjt_index
             if index is not None and module.active:
-                kjts = batch[index], _at(next_batch, index), _at(after_next, index)
-                if any(kjt is not None and kjt.keys() != module.keys for kjt in kjts):
-                    module.stay_synchronous(OTHER_KEYS)
-                    module.drop()
-                else:
-                    module.begin_step(*kjts)
+                module.begin_step(*(_at(part, index) for part in (batch, next_batch, after_next)))
 
     def before_backward(self) -> None:
         for module in self.modules:
@@ -155,30 +146,25 @@ class ExchangeSchedule:
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.look_ahead()
-            if module.has_several_backwards and module.synchronous_reason is None:
-                module.stay_synchronous(SEVERAL_BACKWARDS)
-            if module.kjt_index is None and module.synchronous_reason is None and module.calls:
-                self._learn_features(module)
-            if module.synchronous_reason is not None:
-                module.drop()
-            module.calls = []
-
-    def _learn_features(self, module: ScheduledModule) -> None:
-        found = [index for index, kjt in enumerate(self._batch) if kjt is module.calls[0]]
-        if len(module.calls) > 1:
-            module.stay_synchronous(MORE_THAN_ONCE)
-        elif not found:
-            module.stay_synchronous(NOT_IN_BATCH)
-        elif self._batch[found[0]].variable_stride_per_key():
-            module.stay_synchronous(VARIABLE_BATCH_SIZE)
-        else:
-            module.kjt_index, module.keys = found[0], list(module.calls[0].keys())
+        if self._batch is None:
+            return
+        found = {module.name: module.end_calls(self._batch) for module in self.modules}
+        reasons = {name: reason for name, reason in found.items() if reason is not None}
+        if self._agreement is not None:
+            reasons = self._agreement.after_step(reasons)
+        for module in self.modules:
+            module.learn(self._batch, reasons.get(module.name))
 
     def end_step(self) -> None:
         """A step has queued all of its updates. From now on, user code that changes tables is found."""
         for module in self.modules:
             if module.watch is not None:
                 module.watch.step_ended()
+
+    def set_evaluation(self, evaluates: bool) -> None:
+        """Say whether a validation runs. Its look-ups are no part of a step, even if gradients are enabled in it."""
+        for module in self.modules:
+            module.evaluates = evaluates
 
     def apply_late(self) -> None:
         """Apply the gradients of the previous step that have not been applied. ``before_backward`` would do it."""

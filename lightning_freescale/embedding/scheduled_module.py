@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE
 from lightning_freescale.embedding.backward_count import watch_backwards
+from lightning_freescale.embedding.call_agreement import CallAgreement
 from lightning_freescale.embedding.held_gradients import HeldLookup, MicroBatch
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
@@ -21,14 +22,18 @@ from lightning_freescale.embedding.stages import (
     RequestedBatch,
     ReturningBatch,
     RoutedBatch,
-    contents_version,
 )
 from lightning_freescale.embedding.support import (
     CHANGED_IDS,
     CHANGED_TABLES,
     MORE_THAN_ONCE,
     NOT_IN_BATCH,
+    OTHER_BATCH,
+    OTHER_KEYS,
+    SEVERAL_BACKWARDS,
     UNANNOUNCED_BACKWARD,
+    VARIABLE_BATCH_SIZE,
+    WITHOUT_INSERTION,
 )
 from lightning_freescale.embedding.table_watch import Gather, TableWatch
 from lightning_freescale.runtime.errors import FreeScaleError
@@ -49,11 +54,18 @@ class ScheduledModule:
         active: whether steps are prioritized at present.
         micro_batch: set in steps whose gradients are accumulated.
         has_several_backwards: whether more than one backward has run through one synchronous call.
+        evaluates: whether a validation runs. Its look-ups are no part of a step.
         watch: finds changes of the tables by user code; None if nobody looks for them.
     """
 
-    def __init__(self, name: str, exchange: PrioritizedEmbedding, gather: Gather | None = None):
-        self.name, self.exchange = name, exchange
+    def __init__(
+        self,
+        name: str,
+        exchange: PrioritizedEmbedding,
+        gather: Gather | None = None,
+        agreement: CallAgreement | None = None,
+    ):
+        self.name, self.exchange, self._agreement = name, exchange, agreement
         self.watch: TableWatch | None = None
         if gather is not None and exchange.remaps is None:
             self.watch = TableWatch(exchange.collection, exchange.table_stream, gather)
@@ -63,8 +75,10 @@ class ScheduledModule:
         self.active = True
         self.micro_batch: MicroBatch | None = None
         self.has_several_backwards = False
+        self.evaluates = False
         self.keys: list[str] = []  # the features of that KeyedJaggedTensor, in their order
-        self.calls: list[KeyedJaggedTensor] = []  # arguments of this step's calls that need gradients
+        self.calls: list[KeyedJaggedTensor | None] = []  # arguments of this step's calls that need gradients
+        self._reason_in_call: str | None = None  # why a call of this step rules out prioritized ones
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
@@ -80,8 +94,10 @@ class ScheduledModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's ``forward``: prioritized for the batch of this step, synchronous for any other call."""
         features = args[0] if args else kwargs.get("features")
-        if torch.is_grad_enabled() and self.exchange.module.training:
+        if torch.is_grad_enabled() and not self.evaluates:  # TorchRec updates tables in evaluation mode, too
             self.calls.append(features)
+            if self.exchange.remaps is not None and not self.exchange.module.training:
+                self._reason_in_call = WITHOUT_INSERTION
             if self.watch is not None and self.synchronous_reason is None:
                 self._refuse_changed_tables(self.watch)
             if self.kjt_index is not None and self.active and not self._discarded:
@@ -92,6 +108,7 @@ class ScheduledModule:
                     self.current, output = self.exchange.join(self.current, self._held_by(self.current.routed))
                     self.exchange.gradients.begin_forward()
                     return output
+                self._settle(reason, f"call {len(self.calls)}")
                 self.stay_synchronous(reason)
             self.exchange.forget_ahead()
         self.exchange.gradients.apply_late()
@@ -144,25 +161,52 @@ class ScheduledModule:
             return NOT_IN_BATCH
         if not isinstance(self.current, FetchingBatch):
             return MORE_THAN_ONCE
-        unchanged = contents_version(features) == self.current.routed.ids_version
-        return None if unchanged else CHANGED_IDS
+        return CHANGED_IDS if self.current.routed.contents.changed(features) else self._reason_in_call
+
+    def _settle(self, reason: str, place: str) -> None:
+        """Raise unless all ranks settle the same place in this step: otherwise they would wait for different transfers."""
+        if self._agreement is not None:
+            self._agreement.settle(self.name, reason, place)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
-    def begin_step(
-        self, kjt: KeyedJaggedTensor, next_kjt: KeyedJaggedTensor | None, after_next_kjt: KeyedJaggedTensor | None
-    ) -> None:
-        exchange = self.exchange
-        self._discarded = False
-        exchange.redo_ahead()
-        if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
-            self._refuse_change_before_updates()
-            if self.watch is not None:  # without pending gradients a change is right, because all rows are read now
-                self.watch.forget()
-            exchange.gradients.apply_late()
+    def begin_step(self, *kjts: KeyedJaggedTensor | None) -> None:
+        """Before the forward of a batch.
+
+        Args:
+            kjts: what the module is called with in this step, in the next one, and in the one after it. None if the batch is
+                not known, or has nothing there.
+        """
+        if any(kjt is not None and kjt.keys() != self.keys for kjt in kjts):
+            self._settle(OTHER_KEYS, "keys")
+            self.stay_synchronous(OTHER_KEYS)
             self.drop()
-            exchange.resume()
+            return
+        self._discarded = False
+        self.exchange.redo_ahead()
+        kjt, next_kjt, after_next_kjt = kjts
+        if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
+            self._begin_anew(kjt)
+        if kjt is not None:
+            self._request_ahead(next_kjt, after_next_kjt)
+
+    def _begin_anew(self, kjt: KeyedJaggedTensor | None) -> None:
+        """Begin a step whose rows were not sent in advance."""
+        exchange = self.exchange
+        if self.current is not None:
+            self._settle(OTHER_BATCH, "batch")
+        self._refuse_change_before_updates()
+        if self.watch is not None:  # without pending gradients a change is right, because all rows are read now
+            self.watch.forget()
+        exchange.gradients.apply_late()
+        self.drop()
+        exchange.resume()
+        if kjt is not None:
             self.current = exchange.plan_rows(exchange.route(exchange.request(kjt)))
             exchange.send_rows(self.current, EXCLUSIVE)
+
+    def _request_ahead(self, next_kjt: KeyedJaggedTensor | None, after_next_kjt: KeyedJaggedTensor | None) -> None:
+        """Send the numbers of ids of the next two batches, unless they are on their way."""
+        exchange = self.exchange
         if self.next is not None and self.next.kjt is not next_kjt:  # another batch than the one announced before
             exchange.forget_ahead(self.next)
             self.next = self.after_next = None
@@ -217,6 +261,7 @@ class ScheduledModule:
         if self.current is not batch:
             return  # The backward belongs to an earlier step, which is an error.
         batch.routed.with_next = None
+        self._settle(UNANNOUNCED_BACKWARD, "backward")
         self.stay_synchronous(UNANNOUNCED_BACKWARD)
         self.current = self.exchange.gradients.expect(batch)
 
@@ -251,6 +296,40 @@ class ScheduledModule:
         self._divides_window = self.exchange.divides_windows and self.micro_batch.next_is_last and has_all
         if self._divides_window:
             self.exchange.find_window_collisions([*self._window, self.current.routed], self.next)
+
+    def end_calls(self, batch: Sequence[KeyedJaggedTensor]) -> str | None:
+        """Why the calls of the step that has ended rule out a prioritized exchange; None if they do not, or are known to."""
+        if self.synchronous_reason is not None or not self.calls:
+            return None
+        if self.has_several_backwards:
+            return SEVERAL_BACKWARDS
+        if len(self.calls) > 1:
+            return MORE_THAN_ONCE
+        index = self._index_in(batch)
+        if index is None:
+            return NOT_IN_BATCH
+        return VARIABLE_BATCH_SIZE if batch[index].variable_stride_per_key() else self._reason_in_call
+
+    def learn(self, batch: Sequence[KeyedJaggedTensor], reason: str | None) -> None:
+        """Note what the calls of the step that has ended show.
+
+        Args:
+            batch: the KeyedJaggedTensors of that step.
+            reason: what :meth:`end_calls` has returned on any rank.
+        """
+        if reason is not None and self.synchronous_reason is None:
+            self.stay_synchronous(reason)
+        if self.synchronous_reason is not None:
+            self.drop()
+        elif self.kjt_index is None and self.calls:
+            self.kjt_index = self._index_in(batch)
+            assert self.kjt_index is not None
+            self.keys = list(batch[self.kjt_index].keys())
+        self.calls, self._reason_in_call = [], None
+
+    def _index_in(self, batch: Sequence[KeyedJaggedTensor]) -> int | None:
+        """Which KeyedJaggedTensor of ``batch`` the module was called with."""
+        return next((index for index, kjt in enumerate(batch) if kjt is self.calls[0]), None)
 
     # ---- the end of prioritized steps -------------------------------------------------------------------------------
     def flush(self) -> None:

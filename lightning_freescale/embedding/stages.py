@@ -23,6 +23,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import PendingAllToAll, RowKind
+from lightning_freescale.embedding.batch_contents import Contents
 from lightning_freescale.embedding.grouped_update import GroupedGradients
 from lightning_freescale.embedding.held_gradients import HeldLookup
 from lightning_freescale.embedding.index_results import Features, FusedMarks, PlacedIds, Segments, SharedIds
@@ -123,12 +124,6 @@ class RowSet:
     grouped: GroupedGradients | None = None  # owner: which gradients belong to each row, if they were sorted before
 
 
-def contents_version(kjt: KeyedJaggedTensor) -> int:
-    """A number that grows when user code changes the ids or their weights in place."""
-    weights = kjt.weights_or_none()
-    return kjt.values()._version + (0 if weights is None else weights._version)
-
-
 # ---- the stages ----------------------------------------------------------------------------------------------------
 @dataclass
 class RequestedBatch:
@@ -137,7 +132,7 @@ class RequestedBatch:
     kjt: KeyedJaggedTensor  # the object that the module will be called with
     context: Any  # TorchRec's context of the batch
     ids: Awaitable  # TorchRec's input_dist
-    ids_version: int  # contents_version of ``kjt`` when it was requested
+    contents: Contents  # those of ``kjt`` when it was requested
     arriving: Awaitable | None = None  # the ids themselves, when they are on their way
 
 
@@ -151,7 +146,7 @@ class RoutedBatch:
     kjt: KeyedJaggedTensor
     context: Any
     requests: list[Requests]
-    ids_version: int
+    contents: Contents
     with_previous: Sequence[CollisionMarks | FusedMarks] | None = None  # decides when rows are fetched
     with_next: Sequence[CollisionMarks | FusedMarks] | None = None  # decides when gradients return
     ahead: BatchAhead | None = None  # the inserted ids, if the tables have zero-collision ids

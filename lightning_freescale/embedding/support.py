@@ -32,6 +32,8 @@ OTHER_KEYS = "called with its features in another order than in the first step"
 UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(loss) instead"
 SEVERAL_BACKWARDS = "trained by more than one backward a step"
 CHANGED_TABLES = "changed by user code between steps; call trainer.strategy.flush() on all ranks before each change"
+WITHOUT_INSERTION = "called with gradients in evaluation mode, in which a table with zero-collision ids inserts none"
+OTHER_BATCH = "trained with another batch than the one whose ids were sent"  # which alone does not make it synchronous
 FOUND_IN_TRAINING = (
     MORE_THAN_ONCE,
     NOT_IN_BATCH,
@@ -41,6 +43,7 @@ FOUND_IN_TRAINING = (
     UNANNOUNCED_BACKWARD,
     SEVERAL_BACKWARDS,
     CHANGED_TABLES,
+    WITHOUT_INSERTION,
 )
 
 ACCUMULATION = "micro-batches of gradient accumulation"

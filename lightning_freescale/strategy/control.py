@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_freescale.runtime import errors
-from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.object_gather import gather_objects
 from lightning_freescale.runtime.process_groups import (
@@ -34,17 +31,16 @@ from lightning_freescale.runtime.process_groups import (
     is_connection_error,
     leave,
     new_gloo_group,
-    own_store,
+    ranks_without_key,
 )
 from lightning_freescale.runtime.streams import Readback
+from lightning_freescale.strategy.end_reports import REPORT_SECONDS, EndReports, first_line
 from lightning_freescale.strategy.failure_watch import STORE_IS_LOST, FailureWatch, publish_within_limit
 from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
-REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
-LAST_SECONDS = 1.0  # How long rank 0 stays after its failure. The other ranks look at the store more often than that.
-LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
+MAX_ANSWER_SECONDS = 60.0  # How long a rank waits at most until the others ask the same question.
 Ints = NDArray[np.int64]
 _run_numbers = itertools.count(1)  # What a run leaves in the store is never found by a later one.
 
@@ -87,6 +83,7 @@ class Control:
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._run = 0  # The number of the run in this process. All ranks count the same.
+        self._reports = self._new_reports()
         self._watch: FailureWatch | None = None
         self._closed_watch: FailureWatch | None = None  # It explains errors that come after the end of a run.
         self._lacks_a_report = False  # Whether this rank has waited in vain for the report of another one.
@@ -121,9 +118,13 @@ class Control:
         self._lacks_a_report = False
         if self._watch is None and self.world_size > 1:
             self._run = next(_run_numbers)
+            self._reports = self._new_reports()
             key, seconds = f"freescale/{self._run}/explanation", self.timeout.total_seconds()
             self._watch = FailureWatch(key, self.rank, seconds, self._device)
         _ = self.group, self.header_group  # Each property opens its group.
+
+    def _new_reports(self) -> EndReports:
+        return EndReports(self._run, self.rank, self.world_size, self.timeout.total_seconds())
 
     def in_transit(self, transfer: Any) -> None:
         """Note a transfer of headers that was just started."""
@@ -253,9 +254,27 @@ class Control:
             return [value]
         self.check_ranks(what)
         try:
-            return gather_objects(value, group or self.group)
+            found = gather_objects((what, value), group or self.group)
         except RuntimeError as error:
             raise self.missing_ranks(what, error) from error
+        for rank, (other, _) in enumerate(found):
+            if other != what:
+                raise FreeScaleError(
+                    f"rank {self.rank}: {what} is not reached on all ranks in one step. Rank {rank} waits for {other}"
+                )
+        return [given for _, given in found]
+
+    def ask(self, question: str) -> list[int]:
+        """The ranks that do not ask the same question within a limit, which is shorter than that of a collective.
+
+        It is no collective: a rank may find that it must not take part in what the others do next.
+        """
+        if self.world_size == 1:
+            return []
+        seconds = min(MAX_ANSWER_SECONDS, self.timeout.total_seconds() / 2)
+        missing = ranks_without_key(f"freescale/{self._run}/{question}", self.rank, self.world_size, seconds)
+        self.check_ranks(question)  # A rank that has failed asks nothing.
+        return missing
 
     # ---- failures of other ranks -----------------------------------------------------------------------------------
     @property
@@ -300,9 +319,11 @@ class Control:
         if watch is not None:
             watch.leaving = True
             if not is_stop and not is_connection_error(exception):  # Such an error is a consequence of another failure.
-                text = f"{type(exception).__name__}: {exception}".split("\n")[0][:300]
-                publish_within_limit(watch, f"rank {self.rank} ended with {text}")
+                publish_within_limit(watch, f"rank {self.rank} ended with {first_line(exception)}")
         if isinstance(exception, (FreeScaleError, KeyboardInterrupt)):  # Our own errors name the rank.
+            if not self._reports.posted and isinstance(exception, FreeScaleError):
+                with suppress(Exception):  # The store has ended. Nobody can read the report then.
+                    self._reports.post(exception)
             return None
         return self.exchange_reports(exception, publish=not is_stop)
 
@@ -311,60 +332,24 @@ class Control:
         return FreeScaleError(f"rank {self.rank}: waited for {what}; {self.exchange_reports(error)} ({error})")
 
     def exchange_reports(self, error: BaseException, publish: bool = True) -> str:
-        """Report why this rank ends, and return the reports of the other ranks. The first failure explains the others.
-
-        The reports go through the rendezvous store, which answers when collectives do not. A rank without a report
-        after a few seconds is stuck or dead.
-        """
-        text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-        prefix = f"freescale/{(self._shares_watch or self)._run}/ended"  # Reports of an earlier run stay in the store.
+        """Report why this rank ends, and return the reports of the other ranks. The first failure explains the others."""
+        watch = self._watch
+        reports = (self._shares_watch or self)._reports
         try:
-            store = within(REPORT_SECONDS, own_store)
-            within(REPORT_SECONDS, lambda: store.set(f"{prefix}/{self.rank}", text))
+            store = reports.post(error)
         except Exception:
-            known = self._watch.explanation if self._watch is not None else None
+            known = watch.explanation if watch is not None else None
             before = "" if known is None else f", after the report that {known}"
             return f"{STORE_IS_LOST}{before}"
-
-        deadline = time.monotonic() + REPORT_SECONDS
-
-        def has_died(rank: int) -> bool:
-            return self._watch is not None and self._watch.has_died(rank)
-
-        def report_of(rank: int) -> str:
-            key, left = f"{prefix}/{rank}", 0.0 if has_died(rank) else deadline - time.monotonic()
-            store.wait([key], timedelta(seconds=max(left, LEAST_REPORT_SECONDS)))
-            return store.get(key).decode()
-
-        reports = []
-        for rank in range(self.world_size):
-            if rank == self.rank:
-                continue
-            try:
-                reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
-            except Exception:  # There is no report: this rank is the missing one.
-                self._lacks_a_report = True
-                missing = f"is missing: stuck or dead for {self.timeout.total_seconds():.0f} s"
-                reports.append(f"rank {rank} {'has died' if has_died(rank) else missing}")
-        explanation = "; ".join(reports)
-        if self._watch is not None and publish:
-            publish_within_limit(self._watch, explanation)
+        explanation, lacks_one = reports.of_others(store, lambda rank: watch is not None and watch.has_died(rank))
+        self._lacks_a_report |= lacks_one
+        if watch is not None and publish:
+            publish_within_limit(watch, explanation)
         return explanation
 
     def leave_last(self) -> None:
-        """Rank 0, which may host the rendezvous store, waits a moment for the other ranks. They can still read reports.
-
-        All ranks call it when they end with an exception. Each of the others notes that it needs the store no longer. Rank 0
-        gives up after a second, because a dead rank notes nothing.
-        """
-        prefix = f"freescale/{self._run}/left"
-        own, others = f"{prefix}/{self.rank}", [f"{prefix}/{rank}" for rank in range(1, self.world_size)]
-        with suppress(Exception):  # The store has ended. Nobody can use it then.
-            store = dist.distributed_c10d._get_default_store()
-            if self.rank:
-                within(REPORT_SECONDS, lambda: store.set(own, ""))
-            else:
-                within(2 * LAST_SECONDS, lambda: store.wait(others, timedelta(seconds=LAST_SECONDS)))
+        """Let the other ranks read what is in the rendezvous store. All ranks call it when they end with an exception."""
+        self._reports.leave_last()
 
 
 def _divergence(step: int, value: float) -> FreeScaleError:

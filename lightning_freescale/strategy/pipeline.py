@@ -27,6 +27,7 @@ from lightning_freescale.batch.checks import check_batch
 from lightning_freescale.batch.contents import find_parts
 from lightning_freescale.bubbles.timeline import Timeline
 from lightning_freescale.embedding import announced_ids, owner_counts
+from lightning_freescale.embedding.call_agreement import AGREED_STEPS
 from lightning_freescale.runtime import lightning_compat as compat
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
@@ -79,6 +80,7 @@ class BatchPipeline:
         self._random_states = random_states
         self._rows: Mapping[str, int] = {}
         self.balances = True  # Whether samples may move between ranks. The strategy sets it.
+        self.has_new_ids = False  # Whether all ranks know that this batch is not the one that was announced.
         self.train_loaders: list[PrefetchLoader] = []
         self.current: list[PreparedBatch] = []  # The batches in training, one for each train loader.
         self._received: Any = None  # The same batches, in the nesting in which Lightning combines them.
@@ -92,6 +94,7 @@ class BatchPipeline:
         self._trainer, self._control, self._copies, self._device = trainer, control, copies, device
         self._known_hooks: dict[str, bool] = {}  # The answers of _has_hook, which every batch asks for.
         self._known_steps: dict[str, bool] = {}  # The answers of _step_fetches_batches.
+        self._replaces_ids, self._transferred = False, 0  # Whether on_after_batch_transfer replaces ids; its calls.
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -238,6 +241,7 @@ class BatchPipeline:
             training: whether the batch is for the training, and not for an evaluation.
         """
         self._control.check_ranks("a batch")
+        self.has_new_ids = False
         prepared = prepared_batches(batch)
         if not prepared:
             if training:
@@ -252,17 +256,28 @@ class BatchPipeline:
             self._received = None
             return transfer(contents)
         if self._has_hook("on_after_batch_transfer"):
-            return self._call_after_transfer(contents, dataloader_idx)
+            return self._call_after_transfer(contents, dataloader_idx, training)
         return contents
 
-    def _call_after_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def _call_after_transfer(self, batch: Any, dataloader_idx: int, training: bool) -> Any:
         owner = compat.transfer_hook_owner(self._trainer, "on_after_batch_transfer")
         changed = owner.on_after_batch_transfer(batch, dataloader_idx)
-        if _features(changed) != _features(batch):
-            # The next batches will be replaced as well, so their rows cannot be requested in advance.
-            self._received = None
-            log_once("prioritize: on_after_batch_transfer replaces the ids of the batch, so no rows are prefetched")
+        if training and self.rows:
+            if not self._replaces_ids:
+                self._replaces_ids = self._agree_on_replaced(_features(changed) != _features(batch))
+            if self._replaces_ids:
+                # The next batches will be replaced as well, so their rows cannot be requested in advance.
+                self._received = None
+                log_once("prioritize: on_after_batch_transfer replaces the ids of the batch, so no rows are prefetched")
         return changed
+
+    def _agree_on_replaced(self, replaced: bool) -> bool:
+        """Whether the hook has replaced the ids of this batch on any rank; after the first batches, on this one."""
+        self._transferred += 1
+        if self._transferred > AGREED_STEPS:
+            return replaced
+        self.has_new_ids = any(self._control.gather(replaced, what="the ids after on_after_batch_transfer"))
+        return self.has_new_ids
 
     def _use(self, batches: list[PreparedBatch]) -> None:
         self.current, self._next = batches, None

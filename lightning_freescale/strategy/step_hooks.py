@@ -16,7 +16,6 @@ from lightning_freescale.embedding import table_optimizer
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.runtime import lightning_compat as compat
-from lightning_freescale.runtime.errors import FreeScaleError
 from lightning_freescale.runtime.gradient_places import backward_of_training_step
 from lightning_freescale.strategy import loss_weighting
 from lightning_freescale.strategy.accumulation import GradientAccumulation
@@ -28,7 +27,7 @@ from lightning_freescale.strategy.refusals import called_once
 from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
 
-FLUSH = "trainer.strategy.flush() on all ranks"
+FLUSH = "trainer.strategy.flush()"
 
 
 class StepHooks(CheckpointHooks):
@@ -95,6 +94,9 @@ class StepHooks(CheckpointHooks):
             ids = sum([part.values().numel() for part in features])
             self._exchange_mode.before_step(ids, self._accumulation.number)
             if self.schedule is not None:
+                if self._pipeline.has_new_ids:
+                    self.schedule.flush()
+                    self.schedule.discard()
                 self.schedule.begin_step(features, *self._pipeline.features_ahead(), micro_batch)
         if self._pipeline.current:
             self._balancer.begin_step(self._pipeline.cost_sums, self._pipeline.index)
@@ -178,13 +180,7 @@ class StepHooks(CheckpointHooks):
             self.complete_tables()
             return
         assert self.control is not None
-        calls = self.control.gather(
-            FLUSH, what=FLUSH
-        )  # A rank that is alone would exchange other rows than the others.
-        if any(call != FLUSH for call in calls):
-            raise FreeScaleError(
-                f"rank {self.global_rank}: trainer.strategy.flush() must be called on all ranks, in one step"
-            )
+        self.control.gather(None, what=FLUSH)  # A rank that is alone would exchange other rows than the others.
         self.complete_tables()
         self.schedule.discard()
 
@@ -223,11 +219,15 @@ class StepHooks(CheckpointHooks):
         super().on_validation_start()
         self.complete_tables()
         self._exchange_mode.stop_clock()
+        if self.schedule is not None:
+            self.schedule.set_evaluation(True)
         self._validation_steps = table_optimizer.steps(self._module)
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
         table_optimizer.set_steps(self._module, self._validation_steps)  # FBGEMM has counted the look-ups as steps.
+        if self.schedule is not None:
+            self.schedule.set_evaluation(False)
         self._exchange_mode.start_clock()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

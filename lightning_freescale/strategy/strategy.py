@@ -275,7 +275,8 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self.setup_optimizers(trainer)
             self._signals = SignalRequests(trainer, self.control, self.launcher, self._sigterm_exception)
             show_late_values(trainer)
-            self._exchange_mode.open(self._module, self.root_device, self.control.gather, self._copies, self.timeline)
+            gather, ask = self.control.gather, self.control.ask
+            self._exchange_mode.open(self._module, self.root_device, gather, ask, self._copies, self.timeline)
             self.complete_tables_for_callbacks(trainer)
             self._expert_group.open(self._module)
         self.setup_precision_plugin()

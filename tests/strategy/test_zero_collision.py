@@ -277,3 +277,29 @@ class SaveAtTheEnd(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         trainer.save_checkpoint(self.path)
+
+
+class InEvaluation(Model):
+    """Has its collection in evaluation mode from step 4 on. Ids are no longer inserted then, and rows are still trained."""
+
+    def forward(self, features: Any) -> Tensor:
+        self.embeddings.train(self.trainer.global_step < 4)
+        return super().forward(features)
+
+
+def fit_in_evaluation(rank: int, prioritize: bool) -> Any:
+    pl.seed_everything(1, verbose=False)
+    model = InEvaluation()
+    strategy = fs.FreeScaleStrategy(
+        balance="off", embedding_optimizer={"optimizer": "adagrad", "lr": 0.1}, prioritize=prioritize
+    )
+    toy.trainer(strategy, 2, max_epochs=1).fit(model, loader(72))
+    return {"losses": model.losses, "validated": model.prioritized, "state": whole(model, strategy)}
+
+
+def test_a_collection_in_evaluation_mode_is_exchanged_synchronously() -> None:
+    """Ids of later batches would be inserted in advance, which the synchronous exchange does not do."""
+    for plain, found in zip(*(run_ranks(fit_in_evaluation, args=(mode,)) for mode in (False, True)), strict=True):
+        assert (plain.pop("validated"), found.pop("validated")) == (0, 4)
+        assert found["losses"] == plain["losses"]
+        assert toy.same(found["state"], plain["state"])

@@ -1,0 +1,264 @@
+"""Calls that differ by rank, by step or from what was announced: they train as TorchRec does, or are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale import FreeScaleError, FreeScaleStrategy
+from lightning_freescale.embedding import prioritized
+from lightning_freescale.embedding.call_agreement import AGREED_STEPS
+from lightning_freescale.embedding.support import CHANGED_IDS, NOT_IN_BATCH
+from tests import toy
+from tests.ranks import run_ranks
+
+STEPS = 22
+LATE = AGREED_STEPS + 2  # a step after those in which the ranks tell each other what they have found
+SHARDING = {"item": "row_wise", "shop": "table_wise"}
+
+
+def mirrored(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same features with other ids of the same tables."""
+    parts = [part.max() - part if len(part) else part for part in features.values().split(features.length_per_key())]
+    return KeyedJaggedTensor(features.keys(), torch.cat(parts), lengths=features.lengths())
+
+
+class Changing(toy.Model):
+    """Changes its batch in some steps, on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...] = (0, 1), first: int = 0) -> None:
+        super().__init__()
+        self.ranks, self.first = ranks, first
+
+    @property
+    def changes(self) -> bool:
+        return self.global_rank in self.ranks and self.trainer.global_step >= self.first
+
+
+class Replaces(Changing):
+    """Calls its collection with other ids than those of the batch."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return super().forward(mirrored(features) if self.changes else features)
+
+
+class ReplacesInHook(Changing):
+    """Replaces the ids of its batch after the transfer."""
+
+    def on_after_batch_transfer(self, batch: toy.Batch, dataloader_idx: int) -> toy.Batch:
+        return dataclasses.replace(batch, features=mirrored(batch.features)) if self.changes else batch
+
+
+class ReplacesBeforeStep(Changing):
+    """Replaces the ids of its batch when its step begins."""
+
+    def on_train_batch_start(self, batch: toy.Batch, batch_idx: int) -> None:
+        if self.changes:
+            batch.features = mirrored(batch.features)
+
+
+class ChangesData(Changing):
+    """Changes ids in place. No version counter counts this."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        if self.changes:
+            features.values().data.copy_(mirrored(features).values())
+        return super().forward(features)
+
+
+class ReplacesTensor(Changing):
+    """Replaces the tensor of the ids, with the version of the one before."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        if self.changes:
+            features._values = mirrored(features).values()
+        return super().forward(features)
+
+
+class CallsTwice(Changing):
+    """Calls its collection once more, on all ranks, in later steps."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        scores = super().forward(features)
+        return scores + super().forward(features) if self.changes else scores
+
+
+class InEvaluation(toy.Model):
+    """Has its collection in evaluation mode. TorchRec updates the tables all the same."""
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> Tensor:
+        self.embeddings.eval()
+        return super().training_step(batch, batch_idx)
+
+
+class ValidatesWithGradients(toy.Model):
+    """Looks up rows with gradients in its validation."""
+
+    def validation_step(self, batch: toy.Batch, batch_idx: int) -> None:
+        with torch.enable_grad():
+            for _ in range(2):
+                assert self(batch.features).requires_grad
+
+
+class SkipsFeatures(toy.Model):
+    """Some batches have no features. Their loss does not depend on the tables."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch.features is not None:
+            return super().training_step(batch, batch_idx)
+        loss = self.head(torch.ones(2, toy.DIM * len(toy.FEATURES))).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def collate_without(samples: Any) -> toy.Batch:
+    """A batch without features in every third step."""
+    batch = toy.collate(samples)
+    return dataclasses.replace(batch, features=None) if batch.index[0] // 4 % 3 == 1 else batch  # type: ignore[arg-type]
+
+
+class Noting(FreeScaleStrategy):
+    """Leaves on the model why modules are synchronous, and in how many backwards rows were prioritized."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        if self.schedule is not None:
+            module.reasons = {part.synchronous_reason for part in self.schedule.modules}
+            module.prioritized += self.schedule.modules[0].current is not None
+        return super().backward(*args, **kwargs)
+
+
+def fit(rank: int, model: Any, prioritize: Any, options: dict[str, Any], loader: Any = None) -> dict[str, Any]:
+    logging.getLogger("lightning_freescale").setLevel(logging.ERROR)
+    pl.seed_everything(1, verbose=False)
+    module = model(**options)
+    module.reasons, module.prioritized = set(), 0
+    optimizer = {"optimizer": "adagrad", "lr": 0.1}
+    strategy = Noting(prioritize=prioritize, balance="off", sharding=SHARDING, embedding_optimizer=optimizer, timeout=8)
+    trainer = toy.trainer(
+        strategy,
+        2,
+        max_epochs=-1,
+        max_steps=STEPS,
+        limit_val_batches=1,
+        val_check_interval=5,
+        num_sanity_val_steps=0,
+        inference_mode=False,
+    )
+    try:
+        trainer.fit(module, loader or toy.loader(44), toy.loader(8, shuffle=False))
+    except (FreeScaleError, RuntimeError) as error:
+        return {"error": "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])}
+    return {
+        "losses": module.losses,
+        "weights": toy.weights(module),
+        "reasons": module.reasons - {None},
+        "prioritized": module.prioritized,
+    }
+
+
+def fit_without_features(rank: int, prioritize: Any) -> dict[str, Any]:
+    samples = toy.Samples(48)
+    sampler = DistributedSampler(samples, num_replicas=2, rank=rank, shuffle=False)
+    loader = DataLoader(samples, batch_size=2, sampler=sampler, collate_fn=collate_without)
+    return fit(rank, SkipsFeatures, prioritize, {}, loader)
+
+
+def check(model: Any, prioritize: Any = True, **options: Any) -> dict[str, Any]:
+    """Compare a training with the synchronous one, bit by bit, and return what rank 0 says of it."""
+    synchronous = run_ranks(fit, args=(model, False, options))
+    found = run_ranks(fit, args=(model, prioritize, options))
+    for plain, other in zip(synchronous, found, strict=True):
+        assert "error" not in other, other
+        assert other["losses"] == plain["losses"]
+        assert len(plain["losses"]) == STEPS
+        assert toy.same(other["weights"], plain["weights"])
+    assert found[0]["reasons"] == found[1]["reasons"]
+    assert found[0]["prioritized"] == found[1]["prioritized"]
+    return found[0]
+
+
+ONE, BOTH = (1,), (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "first", "reasons", "prioritized"),
+    [
+        (Replaces, ONE, 0, {NOT_IN_BATCH}, 0),
+        (Replaces, BOTH, LATE, {NOT_IN_BATCH}, LATE),
+        (ReplacesInHook, ONE, 3, set(), STEPS - 1),
+        (ReplacesBeforeStep, BOTH, 3, set(), STEPS - 1),
+        (ChangesData, BOTH, 3, {CHANGED_IDS}, 3),
+        (ReplacesTensor, BOTH, LATE, {CHANGED_IDS}, LATE),
+    ],
+)
+def test_calls_that_change(model: Any, ranks: tuple[int, ...], first: int, reasons: set[str], prioritized: int) -> None:
+    found = check(model, ranks=ranks, first=first)
+    assert found["reasons"] == reasons
+    assert found["prioritized"] == prioritized
+
+
+@pytest.mark.parametrize("model", [Replaces, ReplacesBeforeStep, ChangesData])
+def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
+    first, second = run_ranks(fit, args=(model, True, {"ranks": ONE, "first": 3}))
+    assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
+    assert "on this rank but not on rank 0" in second["error"]
+    assert "rank 1 ended with FreeScaleError: rank 1: embeddings is " in first["error"]
+
+
+def test_changes_that_nobody_looks_for_change_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: without the comparison of values, ids that were changed are trained as they were."""
+    monkeypatch.setattr(prioritized, "SUMMED_BATCHES", 0)
+    options = {"ranks": BOTH, "first": 3}
+    plain, found = (run_ranks(fit, args=(ChangesData, mode, options))[0] for mode in (False, True))
+    assert found["reasons"] == set()
+    assert found["losses"] != plain["losses"]
+
+
+def test_a_collection_in_evaluation_mode_is_prioritized() -> None:
+    found = check(InEvaluation)
+    assert found["reasons"] == set()
+    assert found["prioritized"] == STEPS - 1
+
+
+def test_look_ups_with_gradients_in_a_validation_do_not_count() -> None:
+    found = check(ValidatesWithGradients)
+    assert found["reasons"] == set()
+    assert found["prioritized"] == STEPS - 1
+
+
+def test_batches_without_features() -> None:
+    synchronous, found = (run_ranks(fit_without_features, args=(mode,)) for mode in (False, True))
+    for plain, other in zip(synchronous, found, strict=True):
+        assert "error" not in other, other
+        assert other["losses"] == plain["losses"]
+        assert toy.same(other["weights"], plain["weights"])
+        assert other["reasons"] == set()
+        assert other["prioritized"] > STEPS // 3
+
+
+class FlushesAlone(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            trainer.strategy.flush()  # type: ignore[attr-defined]
+
+
+def flush_alone(rank: int) -> str:
+    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=8)
+    with pytest.raises((FreeScaleError, RuntimeError)) as error:
+        toy.trainer(strategy, 2, callbacks=[FlushesAlone()]).fit(toy.Model(), toy.loader(44))
+    return str(error.value)
+
+
+def test_a_flush_on_one_rank_alone_names_both_places() -> None:
+    first, second = run_ranks(flush_alone)
+    assert "rank 1: trainer.strategy.flush() is not reached on all ranks in one step. Rank 0 waits for " in second
+    assert "Rank 1 waits for trainer.strategy.flush()" in first
