@@ -107,6 +107,9 @@ std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::
 // The same, but chunks are written by NIXL, whose `library` is loaded. Throws with the reason if NIXL cannot start.
 std::unique_ptr<Wire> nixl_wire(const std::string& library, int rank, const std::string& bind_to,
                                 const std::string& secret);
+// For a forked child, which has none of our threads: closes the sockets that it has inherited. While they were open there, a
+// peer would not see that this process has ended. Takes no lock, because a thread of the parent may have held it.
+void close_sockets_after_fork();
 // Whether only processes of this machine can reach the address.
 bool is_loopback(const std::string& address);
 
