@@ -41,10 +41,10 @@ void remove_stale_segments() {
     if (std::strncmp(entry->d_name, prefix, std::strlen(prefix)) != 0) continue;
     const std::string path = std::string(folder) + entry->d_name;
     struct stat status;
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);  // a FIFO would block
     if (file < 0) continue;
-    if (fstat(file, &status) == 0 && status.st_uid == geteuid() && std::time(nullptr) - status.st_ctime > 60 &&
-        flock(file, LOCK_EX | LOCK_NB) == 0)
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) && status.st_uid == geteuid() &&
+        std::time(nullptr) - status.st_ctime > 60 && flock(file, LOCK_EX | LOCK_NB) == 0)
       ::unlink(path.c_str());
     close(file);
   }
