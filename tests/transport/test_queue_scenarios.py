@@ -51,6 +51,7 @@ FAILURES = [
     "ring",
     "ring_of_two_transfers",
     "segments",
+    "interrupted_reserve",
     "numa",
     "leaver@device",
     "poisoned_output@device",

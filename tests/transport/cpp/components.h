@@ -1,13 +1,16 @@
 // Scenarios of single components: the TCP receiver, the ring, the segment.
 #pragma once
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <map>
 
 #include "../../../csrc/transport/tcp_greeting.h"
@@ -329,6 +332,32 @@ void segments() {
   own.data()[100] = std::byte{1};  // the memory is still mapped
 }
 
+// The kernel of `interrupted_reserve`: calls for more than `most_at_once` bytes never end in time, and each other call is
+// interrupted this many times.
+std::size_t most_at_once = SIZE_MAX;
+int interruptions = 0;
+
+// Memory is reserved although signals interrupt it again and again. A process that is interrupted every time gets an error.
+void interrupted_reserve() {
+  constexpr std::size_t bytes = 5'000'000;
+  const auto blocks = [](const Segment& segment) {
+    struct stat status {};
+    require(stat(("/dev/shm/" + segment.name()).c_str(), &status) == 0, "the file must exist");
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  };
+  Segment own = Segment::create();
+  own.map(to_pages(bytes));
+  most_at_once = 1 << 20;
+  interruptions = 3;
+  own.reserve(0, bytes);
+  require(blocks(own) >= bytes, "all bytes must be reserved");
+  interruptions = std::numeric_limits<int>::max();
+  const std::string error = error_of([&] { own.reserve(0, bytes); });
+  most_at_once = SIZE_MAX;
+  interruptions = 0;
+  require(has(error, "Interrupted system call"), "the error is: " + error);
+}
+
 // The NUMA policy of the mapping of a segment, for example "prefer:0"; empty if the kernel does not tell.
 std::string policy_of(const Segment& segment) {
   std::ifstream maps("/proc/self/numa_maps");
@@ -350,3 +379,11 @@ void numa() {
 }
 
 }  // namespace
+
+// Stands for the function of the C library in this program.
+extern "C" int posix_fallocate(int file, off_t offset, off_t bytes) {
+  static std::atomic<int> interrupted{0};
+  if (static_cast<std::size_t>(bytes) > most_at_once || interrupted++ < interruptions) return EINTR;
+  interrupted = 0;
+  return fallocate(file, 0, offset, bytes) == 0 ? 0 : errno;
+}

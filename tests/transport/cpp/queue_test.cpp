@@ -52,6 +52,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"ring", ring},
     {"ring_of_two_transfers", ring_of_two_transfers},
     {"segments", segments},
+    {"interrupted_reserve", interrupted_reserve},
     {"numa", numa},
 };
 
