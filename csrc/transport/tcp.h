@@ -81,7 +81,8 @@ class TcpConnections : public Wire {
   virtual Sockets sockets(const std::vector<int>& peers) const = 0;
   virtual const Sockets& sockets() const = 0;  // of all peers
 };
-std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret);
+std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret,
+                                                double silence);
 
 // Sends a text to each peer and returns the text that each peer sends. All peers must do the same.
 std::map<int, std::string> swap_texts(const Sockets& sockets, const std::map<int, std::string>& texts,

@@ -42,6 +42,7 @@ FAILURES = [
     "idle_rank_fails_hosts",
     "zero_bytes_hosts",
     "zero_bytes_hosts_ahead",
+    "silent_peer",
     "no_descriptors",
     "strangers",
     "bad_chunk",

@@ -34,7 +34,7 @@ std::vector<std::unique_ptr<Wire>> connected_wires(int ranks) {
   std::vector<std::unique_ptr<Wire>> wires;
   std::map<int, WirePeer> addresses;
   for (int rank = 0; rank < ranks; ++rank)
-    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
+    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret", 30))->address(), "secret"};
   on_ranks(ranks, [&](int rank) {
     std::map<int, WirePeer> others = addresses;
     others.erase(rank);
@@ -141,7 +141,7 @@ struct QueueWithBarePeer {
   std::shared_ptr<Device> device = host_device();
   Bytes data = Bytes(LargeChunks::bytes), nothing;
   LargeChunks callbacks;
-  std::unique_ptr<Wire> wire = tcp_wire(1, "127.0.0.1", "secret");
+  std::unique_ptr<Wire> wire = tcp_wire(1, "127.0.0.1", "secret", 30);
   std::unique_ptr<Queue> queue;
   std::unique_ptr<WireSender> sender;
   std::unique_ptr<WireReceiver> receiver;
@@ -215,7 +215,7 @@ void chunks_over_tcp() {
 
 // A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.
 void no_descriptors() {
-  const auto wire = tcp_wire(0, "127.0.0.1", "secret");
+  const auto wire = tcp_wire(0, "127.0.0.1", "secret", 30);
   const std::string address = wire->address();
   sockaddr_in to{};
   to.sin_family = AF_INET;
@@ -235,7 +235,7 @@ void no_descriptors() {
 
 // Random bytes from a stranger never end the listener, and the rank that comes after them is accepted.
 void strangers() {
-  const auto wire = tcp_wire(0, "127.0.0.1", "secret");
+  const auto wire = tcp_wire(0, "127.0.0.1", "secret", 30);
   const std::string address = wire->address();
   std::atomic<bool> stop{false};
   std::thread noise([&] {
@@ -254,14 +254,14 @@ void strangers() {
     }
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  std::thread peer([&] { tcp_wire(1, "127.0.0.1", "secret")->connect({{0, {address, "secret"}}}, after_seconds(20), [] {}); });
+  std::thread peer([&] { tcp_wire(1, "127.0.0.1", "secret", 30)->connect({{0, {address, "secret"}}}, after_seconds(20), [] {}); });
   const std::string error = error_of([&] { wire->connect({{1, {"", "secret"}}}, after_seconds(20), [] {}); });
   stop = true;
   peer.join();
   noise.join();
   require(error.empty(), error);
-  const auto impostor = tcp_wire(0, "127.0.0.1", "another secret");
-  const auto caller = tcp_wire(1, "127.0.0.1", "secret");
+  const auto impostor = tcp_wire(0, "127.0.0.1", "another secret", 30);
+  const auto caller = tcp_wire(1, "127.0.0.1", "secret", 30);
   std::thread listens([&] { error_of([&] { impostor->connect({{1, {"", ""}}}, after_seconds(1), [] {}); }); });
   const std::string refused =
       error_of([&] { caller->connect({{0, {impostor->address(), "secret"}}}, after_seconds(20), [] {}); });

@@ -41,6 +41,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"idle_rank_fails_hosts", [] { idle_rank_fails(3); }},
     {"zero_bytes_hosts", [] { expects_bytes_of_nobody(0); }},
     {"zero_bytes_hosts_ahead", [] { expects_bytes_of_nobody(100); }},
+    {"silent_peer", silent_peer},
     {"late_reader", late_reader},
     {"full_stream", full_stream},
     {"no_descriptors", no_descriptors},
