@@ -180,11 +180,13 @@ bool Queue::nothing_more_is_read(int peer) {
 void Queue::release_waits() {
   if (std::unique_lock issue(mutex_, std::try_to_lock); issue && !load(&layout_.header().final))
     publish_final_counters();
+  // Until the final counters are there, a thread may still issue copies out of a ring whose bytes have come.
+  const bool final = load(&layout_.header().final);
   const bool overdue = Clock::now().time_since_epoch().count() - failed_at_ >
                        std::chrono::duration_cast<Clock::duration>(longest_release).count();
   for (int peer = 0; peer < world(); ++peer) {
     Channel& channel = channels_[peer];
-    if (!channel.arrived_release && (overdue || nothing_more_arrives(peer))) {
+    if (!channel.arrived_release && (overdue || (final && nothing_more_arrives(peer)))) {
       if (!channel.in_device) std::memset(channel.in_ring, 0xFF, channel.in.region());
       channel.arrived_release = load(channel.arrived) + released;
     }

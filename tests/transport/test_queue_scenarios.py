@@ -38,6 +38,7 @@ FAILURES = [
     "poisoned_output",
     "poisoned_output_hosts",
     "late_receiver",
+    "failure_during_issue",
     "idle_rank_fails",
     "idle_rank_fails_hosts",
     "zero_bytes_hosts",

@@ -37,6 +37,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"poisoned_output", [] { poisoned_output(1); }},
     {"poisoned_output_hosts", [] { poisoned_output(2); }},
     {"late_receiver", late_receiver},
+    {"failure_during_issue", failure_during_issue},
     {"idle_rank_fails", [] { idle_rank_fails(1); }},
     {"idle_rank_fails_hosts", [] { idle_rank_fails(3); }},
     {"zero_bytes_hosts", [] { expects_bytes_of_nobody(0); }},
