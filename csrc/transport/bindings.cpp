@@ -86,6 +86,7 @@ void bind_transport(py::module_& module) {
     return py::make_tuple(facts.problem, facts.driver_version, facts.devices);
   });
   module.def("shared_memory_free", &Segment::free_bytes);
+  module.def("close_sockets_after_fork", &close_sockets_after_fork);
   module.def("hmac_sha256", [](const std::string& key, const std::string& message) {
     const Digest digest = hmac_sha256(key, message);
     return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());

@@ -346,8 +346,8 @@ class NixlReceiver : public WireReceiver {
 
 class NixlWire : public Wire {
  public:
-  NixlWire(const std::string& library, int rank, const std::string& bind_to, const std::string& secret)
-      : agent_(library, rank), connections_(tcp_connections(rank, bind_to, secret)) {}
+  NixlWire(const std::string& library, int rank, const std::string& bind_to, const std::string& secret, double silence)
+      : agent_(library, rank), connections_(tcp_connections(rank, bind_to, secret, silence)) {}
 
   std::string address() const override { return connections_->address(); }
   bool registers_rings() const override { return true; }
@@ -391,8 +391,8 @@ class NixlWire : public Wire {
 }  // namespace
 
 std::unique_ptr<Wire> nixl_wire(const std::string& library, int rank, const std::string& bind_to,
-                                const std::string& secret) {
-  return std::make_unique<NixlWire>(library, rank, bind_to, secret);
+                                const std::string& secret, double silence) {
+  return std::make_unique<NixlWire>(library, rank, bind_to, secret, silence);
 }
 
 }  // namespace freescale::transport

@@ -47,8 +47,9 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
         " could take the place of a rank; set the environment variable FREESCALE_SECRET to the same random text on "
         "every host (openssl rand -hex 32), or choose transport='nccl'");
   const std::string secret = settings_.secret.empty() ? Segment::key_of(own_segment_.name()) : settings_.secret;
-  wire_ = settings_.nixl_library.empty() ? tcp_wire(rank_, settings_.bind_to, secret)
-                                         : nixl_wire(settings_.nixl_library, rank_, settings_.bind_to, secret);
+  const double silence = longest_silence(settings_.timeout);
+  wire_ = settings_.nixl_library.empty() ? tcp_wire(rank_, settings_.bind_to, secret, silence)
+                                         : nixl_wire(settings_.nixl_library, rank_, settings_.bind_to, secret, silence);
 }
 
 std::string Queue::address() const {

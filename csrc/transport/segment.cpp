@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -41,10 +42,10 @@ void remove_stale_segments() {
     if (std::strncmp(entry->d_name, prefix, std::strlen(prefix)) != 0) continue;
     const std::string path = std::string(folder) + entry->d_name;
     struct stat status;
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);  // a FIFO would block
     if (file < 0) continue;
-    if (fstat(file, &status) == 0 && status.st_uid == geteuid() && std::time(nullptr) - status.st_ctime > 60 &&
-        flock(file, LOCK_EX | LOCK_NB) == 0)
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) && status.st_uid == geteuid() &&
+        std::time(nullptr) - status.st_ctime > 60 && flock(file, LOCK_EX | LOCK_NB) == 0)
       ::unlink(path.c_str());
     close(file);
   }
@@ -138,8 +139,17 @@ void Segment::prefer_node(int node) {
   syscall(SYS_mbind, memory_->data, memory_->bytes, preferred, nodes, bits * words + 1, 0);
 }
 
+// Older kernels end the call with EINTR at every signal, and give back what it has taken so far. A process may have a timer
+// that sends signals all the time. So each call takes a piece that needs less than a tenth of a millisecond.
 void Segment::reserve(std::size_t offset, std::size_t bytes) {
-  const int error = posix_fallocate(memory_->file, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  constexpr std::size_t piece = 256 << 10;
+  constexpr int most_attempts = 1000;  // for one piece
+  int error = 0;
+  for (std::size_t done = 0; done < bytes && error == 0; done += piece) {
+    const auto start = static_cast<off_t>(offset + done), size = static_cast<off_t>(std::min(piece, bytes - done));
+    for (int attempt = 0; attempt < most_attempts; ++attempt)
+      if ((error = posix_fallocate(memory_->file, start, size)) != EINTR) break;
+  }
   if (error != 0)
     shared_memory_error("cannot reserve " + std::to_string(bytes) + " bytes in /dev/shm, where " +
                             std::to_string(free_bytes()) + " are free and this process holds " +

@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -20,22 +21,33 @@ inline constexpr Word tcp_magic = 0xF5CA1E02;  // a peer with the other byte ord
   throw std::runtime_error("network: " + what + ": " + std::strerror(error));
 }
 
+// An entry of the list of open sockets, which close_sockets_after_fork() reads. It stays in the list for ever, and is used again.
+struct OpenSocket {
+  std::atomic<int> file;  // -1: none
+  OpenSocket* next;
+};
+OpenSocket* note_open_socket(int file);
+
 class Socket {
  public:
-  explicit Socket(int file = -1) : file_(file) {}
-  Socket(Socket&& other) noexcept : file_(std::exchange(other.file_, -1)) {}
+  explicit Socket(int file = -1) : file_(file), entry_(file >= 0 ? note_open_socket(file) : nullptr) {}
+  Socket(Socket&& other) noexcept : file_(std::exchange(other.file_, -1)), entry_(std::exchange(other.entry_, nullptr)) {}
   Socket& operator=(Socket&& other) noexcept {
     std::swap(file_, other.file_);
+    std::swap(entry_, other.entry_);
     return *this;
   }
   ~Socket() {
-    if (file_ >= 0) close(file_);
+    if (file_ < 0) return;
+    entry_->file = -1;  // first: another thread may get the same number as soon as it is closed
+    close(file_);
   }
   int file() const { return file_; }
   explicit operator bool() const { return file_ >= 0; }
 
  private:
   int file_;
+  OpenSocket* entry_;
 };
 
 // The socket addresses of a name or a number, in the order in which they are to be tried.
@@ -69,7 +81,8 @@ class TcpConnections : public Wire {
   virtual Sockets sockets(const std::vector<int>& peers) const = 0;
   virtual const Sockets& sockets() const = 0;  // of all peers
 };
-std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret);
+std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret,
+                                                double silence);
 
 // Sends a text to each peer and returns the text that each peer sends. All peers must do the same.
 std::map<int, std::string> swap_texts(const Sockets& sockets, const std::map<int, std::string>& texts,

@@ -17,6 +17,7 @@ namespace freescale::transport {
 namespace {
 
 constexpr auto check_interval = std::chrono::milliseconds(100);
+constexpr double longest_limit = 24 * 3600;  // seconds
 constexpr std::size_t most_strangers = 64;  // connections that prove nothing; the oldest is dropped for a new one
 
 void set(const Socket& socket, int level, int option, int value) {
@@ -25,7 +26,8 @@ void set(const Socket& socket, int level, int option, int value) {
 
 class TcpWire : public TcpConnections {
  public:
-  TcpWire(int rank, const std::string& bind_to, std::string secret) : rank_(rank), secret_(std::move(secret)) {
+  TcpWire(int rank, const std::string& bind_to, std::string secret, double silence)
+      : rank_(rank), secret_(std::move(secret)), silence_(silence) {
     ResolvedAddress address(bind_to, "0", AI_PASSIVE);
     listener_ = Socket(::socket(address.first->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!listener_) network_error("socket", errno);
@@ -148,16 +150,17 @@ class TcpWire : public TcpConnections {
     // The kernel accepts more bytes only while fewer than this wait to be sent. The rest stays in our buffers, where urgent
     // chunks can overtake it and where it stays in the processor's cache until it is sent.
     set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, 512 << 10);
-    set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30000);  // milliseconds; detects a host that lost power
+    // Detects a host that lost power. The system also takes this limit for the probes of an idle connection.
+    set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::min(silence_, longest_limit) * 1000));  // milliseconds
     set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
     set(socket, IPPROTO_TCP, TCP_KEEPIDLE, 10);
     set(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5);
-    set(socket, IPPROTO_TCP, TCP_KEEPCNT, 4);
     sockets_[peer] = std::make_shared<const Socket>(std::move(socket));
   }
 
   const int rank_;
   const std::string secret_;
+  const double silence_;  // seconds
   std::string address_;
   Socket listener_;
   std::list<ConnectingGreeting> connecting_;
@@ -223,12 +226,13 @@ std::map<int, std::string> swap_texts(const Sockets& sockets, const std::map<int
   return received;
 }
 
-std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret) {
-  return std::make_unique<TcpWire>(rank, bind_to, secret);
+std::unique_ptr<TcpConnections> tcp_connections(int rank, const std::string& bind_to, const std::string& secret,
+                                                double silence) {
+  return std::make_unique<TcpWire>(rank, bind_to, secret, silence);
 }
 
-std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret) {
-  return tcp_connections(rank, bind_to, secret);
+std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret, double silence) {
+  return tcp_connections(rank, bind_to, secret, silence);
 }
 
 bool is_loopback(const std::string& address) {

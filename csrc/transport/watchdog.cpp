@@ -12,9 +12,6 @@
 namespace freescale::transport {
 namespace {
 
-// A peer whose process cannot be found by number counts as dead after this time without a heartbeat of its watchdog.
-constexpr std::uint64_t silence_ns = 30'000'000'000;
-
 // After a failure, a peer that neither ends nor says what it has issued gets this long. Then the waits end without it.
 constexpr std::chrono::seconds longest_release{10};
 
@@ -122,10 +119,13 @@ std::optional<std::string> Queue::why_gone(int peer) {
   if (header.namespace_ == this_namespace()) {
     const Process found = find_process(header.process);
     if (found.number == 0 || found.ended || found.started != header.started) return name + process + " died";
-  } else if (now_ns() - __atomic_load_n(&header.heartbeat, __ATOMIC_ACQUIRE) > silence_ns) {
-    return name + process + " has sent no heartbeat for 30 s";
+    return std::nullopt;
   }
-  return std::nullopt;
+  // A process of another namespace cannot be found by its number, so its watchdog must give a sign of life.
+  const std::uint64_t heard = __atomic_load_n(&header.heartbeat, __ATOMIC_ACQUIRE);  // before the clock is read
+  const double silence = 1e-9 * static_cast<double>(now_ns() - heard);
+  if (silence <= longest_silence(settings_.timeout)) return std::nullopt;
+  return name + process + " has sent no heartbeat for " + std::to_string(static_cast<long>(silence)) + " s";
 }
 
 void Queue::fail(const std::string& why) {
@@ -180,11 +180,13 @@ bool Queue::nothing_more_is_read(int peer) {
 void Queue::release_waits() {
   if (std::unique_lock issue(mutex_, std::try_to_lock); issue && !load(&layout_.header().final))
     publish_final_counters();
+  // Until the final counters are there, a thread may still issue copies out of a ring whose bytes have come.
+  const bool final = load(&layout_.header().final);
   const bool overdue = Clock::now().time_since_epoch().count() - failed_at_ >
                        std::chrono::duration_cast<Clock::duration>(longest_release).count();
   for (int peer = 0; peer < world(); ++peer) {
     Channel& channel = channels_[peer];
-    if (!channel.arrived_release && (overdue || nothing_more_arrives(peer))) {
+    if (!channel.arrived_release && (overdue || (final && nothing_more_arrives(peer)))) {
       if (!channel.in_device) std::memset(channel.in_ring, 0xFF, channel.in.region());
       channel.arrived_release = load(channel.arrived) + released;
     }

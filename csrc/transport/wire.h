@@ -6,6 +6,7 @@
 // one thread uses it.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -102,11 +103,19 @@ class Wire {
   virtual std::unique_ptr<WireReceiver> receiver(const std::vector<int>& peers) = 0;
 };
 
-// A rank that listens at `bind_to` and accepts only peers that prove to know `secret`.
-std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret);
+// How many seconds a peer may be silent until it counts as gone, for a group with this timeout. A transfer may take as long, so
+// a network that fails for a shorter time does no harm. If the timeout is short, the transfers themselves end in time.
+inline double longest_silence(double timeout) { return std::max(30.0, timeout); }
+
+// A rank that listens at `bind_to` and accepts only peers that prove to know `secret`. A connection on which nothing arrives
+// for `silence` seconds, although the system asks the peer for a sign of life, is lost.
+std::unique_ptr<Wire> tcp_wire(int rank, const std::string& bind_to, const std::string& secret, double silence);
 // The same, but chunks are written by NIXL, whose `library` is loaded. Throws with the reason if NIXL cannot start.
 std::unique_ptr<Wire> nixl_wire(const std::string& library, int rank, const std::string& bind_to,
-                                const std::string& secret);
+                                const std::string& secret, double silence);
+// For a forked child, which has none of our threads: closes the sockets that it has inherited. While they were open there, a
+// peer would not see that this process has ended. Takes no lock, because a thread of the parent may have held it.
+void close_sockets_after_fork();
 // Whether only processes of this machine can reach the address.
 bool is_loopback(const std::string& address);
 

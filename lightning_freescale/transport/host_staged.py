@@ -148,6 +148,7 @@ class HostStagedMover:
         early_flag: bool = False,
     ):
         self.device, self._timeout = device, timeout.total_seconds()
+        self._process = os.getpid()
         rendezvous = Rendezvous(store, rank, world, timeout)
         try:
             self._queue = self._set_up(rendezvous, rank, options, early_flag)
@@ -244,8 +245,11 @@ class HostStagedMover:
     def close(self, seconds: float) -> None:
         """Wait at most ``seconds`` for outstanding transfers, then free memory and streams.
 
-        Raises a TransportError if a transfer could not be finished, unless the group had failed before.
+        Raises a TransportError if a transfer could not be finished, unless the group had failed before. Does nothing in a
+        forked child: the queue belongs to its parent.
         """
+        if os.getpid() != self._process:
+            return
         known = self._queue.failure()
         _open_movers.discard(self)
         self._queue.close(seconds)
@@ -272,3 +276,15 @@ def _close_all() -> None:
     for mover in list(_open_movers):
         with contextlib.suppress(Exception):  # the process ends, so nobody could handle an error
             mover.close(2)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: forget the queues, which belong to the parent, and close their sockets.
+
+    The child has none of their threads. A peer that waits for the parent would not see its end while the child lives.
+    """
+    _open_movers.clear()
+    _C.close_sockets_after_fork()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -158,6 +158,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         rendezvous.share("places", "here")
 
 
+def _limits_of_connections(rank: int, seconds: float) -> set[int]:
+    os.environ["FREESCALE_HOST_ID"] = f"host{rank}"
+    group = _group(rank, 2, seconds)
+    _exchange(rank, 2, group)
+    limits = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=os.dup(int(entry.name)))
+            with connection:
+                limits.add(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    dist.barrier()
+    return limits
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(90, 90_000), (12, 30_000)])
+def test_a_connection_may_be_silent_for_the_timeout_and_for_30_seconds_at_least(seconds: float, limit: int) -> None:
+    for limits in run_ranks(_limits_of_connections, args=(seconds,)):
+        assert limits == {0, limit}  # those of gloo have none
+
+
 # ---- addresses ---------------------------------------------------------------------------------------------------------
 
 

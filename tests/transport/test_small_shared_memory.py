@@ -1,4 +1,4 @@
-"""The rings of several groups in a small /dev/shm, such as the 64 MiB of Docker. It needs the right to mount."""
+"""Groups in a /dev/shm of their own: a small one, such as Docker's 64 MiB, or with a foreign file. Needs the right to mount."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale.transport  # noqa: F401  (registers the backend)
+from lightning_freescale import _C
 from tests.ranks import RankFailed, run_ranks
 
 CLONE_NEWNS = 0x00020000
@@ -69,3 +70,29 @@ def test_too_little_shared_memory_is_an_error_of_the_set_up() -> None:
     for text in errors.values():
         assert "the transport cannot be set up" in text
         assert "docker run --shm-size=2g" in text
+
+
+def _set_up_beside_a_fifo(_: int) -> bool | str:
+    if not _use_small_memory(4 << 10):
+        return "not permitted"
+    os.mkfifo("/dev/shm/freescale-fifo", 0o644)  # nobody writes to it
+    _C.TransportQueue(
+        device=_C.host_device(),
+        rank=0,
+        hosts=["one"],
+        high_priority=False,
+        chunk_bytes=4096,
+        buffer_bytes=1 << 20,
+        timeout=20,
+        bind_to="127.0.0.1",
+        secret="",
+        network_threads=1,
+    )
+    return os.path.exists("/dev/shm/freescale-fifo")
+
+
+def test_a_fifo_with_the_name_of_a_segment_does_not_block_the_set_up() -> None:
+    (result,) = run_ranks(_set_up_beside_a_fifo, 1, timeout=10)
+    if result == "not permitted":
+        pytest.skip("needs the right to mount (root)")
+    assert result is True

@@ -1,13 +1,16 @@
 // Scenarios of single components: the TCP receiver, the ring, the segment.
 #pragma once
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <map>
 
 #include "../../../csrc/transport/tcp_greeting.h"
@@ -31,7 +34,7 @@ std::vector<std::unique_ptr<Wire>> connected_wires(int ranks) {
   std::vector<std::unique_ptr<Wire>> wires;
   std::map<int, WirePeer> addresses;
   for (int rank = 0; rank < ranks; ++rank)
-    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret"))->address(), "secret"};
+    addresses[rank] = {wires.emplace_back(tcp_wire(rank, "127.0.0.1", "secret", 30))->address(), "secret"};
   on_ranks(ranks, [&](int rank) {
     std::map<int, WirePeer> others = addresses;
     others.erase(rank);
@@ -138,7 +141,7 @@ struct QueueWithBarePeer {
   std::shared_ptr<Device> device = host_device();
   Bytes data = Bytes(LargeChunks::bytes), nothing;
   LargeChunks callbacks;
-  std::unique_ptr<Wire> wire = tcp_wire(1, "127.0.0.1", "secret");
+  std::unique_ptr<Wire> wire = tcp_wire(1, "127.0.0.1", "secret", 30);
   std::unique_ptr<Queue> queue;
   std::unique_ptr<WireSender> sender;
   std::unique_ptr<WireReceiver> receiver;
@@ -212,7 +215,7 @@ void chunks_over_tcp() {
 
 // A listener that has no descriptor left says so at once, with what to do. A stranger waits to be accepted.
 void no_descriptors() {
-  const auto wire = tcp_wire(0, "127.0.0.1", "secret");
+  const auto wire = tcp_wire(0, "127.0.0.1", "secret", 30);
   const std::string address = wire->address();
   sockaddr_in to{};
   to.sin_family = AF_INET;
@@ -232,7 +235,7 @@ void no_descriptors() {
 
 // Random bytes from a stranger never end the listener, and the rank that comes after them is accepted.
 void strangers() {
-  const auto wire = tcp_wire(0, "127.0.0.1", "secret");
+  const auto wire = tcp_wire(0, "127.0.0.1", "secret", 30);
   const std::string address = wire->address();
   std::atomic<bool> stop{false};
   std::thread noise([&] {
@@ -251,14 +254,14 @@ void strangers() {
     }
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  std::thread peer([&] { tcp_wire(1, "127.0.0.1", "secret")->connect({{0, {address, "secret"}}}, after_seconds(20), [] {}); });
+  std::thread peer([&] { tcp_wire(1, "127.0.0.1", "secret", 30)->connect({{0, {address, "secret"}}}, after_seconds(20), [] {}); });
   const std::string error = error_of([&] { wire->connect({{1, {"", "secret"}}}, after_seconds(20), [] {}); });
   stop = true;
   peer.join();
   noise.join();
   require(error.empty(), error);
-  const auto impostor = tcp_wire(0, "127.0.0.1", "another secret");
-  const auto caller = tcp_wire(1, "127.0.0.1", "secret");
+  const auto impostor = tcp_wire(0, "127.0.0.1", "another secret", 30);
+  const auto caller = tcp_wire(1, "127.0.0.1", "secret", 30);
   std::thread listens([&] { error_of([&] { impostor->connect({{1, {"", ""}}}, after_seconds(1), [] {}); }); });
   const std::string refused =
       error_of([&] { caller->connect({{0, {impostor->address(), "secret"}}}, after_seconds(20), [] {}); });
@@ -329,6 +332,32 @@ void segments() {
   own.data()[100] = std::byte{1};  // the memory is still mapped
 }
 
+// The kernel of `interrupted_reserve`: calls for more than `most_at_once` bytes never end in time, and each other call is
+// interrupted this many times.
+std::size_t most_at_once = SIZE_MAX;
+int interruptions = 0;
+
+// Memory is reserved although signals interrupt it again and again. A process that is interrupted every time gets an error.
+void interrupted_reserve() {
+  constexpr std::size_t bytes = 5'000'000;
+  const auto blocks = [](const Segment& segment) {
+    struct stat status {};
+    require(stat(("/dev/shm/" + segment.name()).c_str(), &status) == 0, "the file must exist");
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  };
+  Segment own = Segment::create();
+  own.map(to_pages(bytes));
+  most_at_once = 1 << 20;
+  interruptions = 3;
+  own.reserve(0, bytes);
+  require(blocks(own) >= bytes, "all bytes must be reserved");
+  interruptions = std::numeric_limits<int>::max();
+  const std::string error = error_of([&] { own.reserve(0, bytes); });
+  most_at_once = SIZE_MAX;
+  interruptions = 0;
+  require(has(error, "Interrupted system call"), "the error is: " + error);
+}
+
 // The NUMA policy of the mapping of a segment, for example "prefer:0"; empty if the kernel does not tell.
 std::string policy_of(const Segment& segment) {
   std::ifstream maps("/proc/self/numa_maps");
@@ -350,3 +379,11 @@ void numa() {
 }
 
 }  // namespace
+
+// Stands for the function of the C library in this program.
+extern "C" int posix_fallocate(int file, off_t offset, off_t bytes) {
+  static std::atomic<int> interrupted{0};
+  if (static_cast<std::size_t>(bytes) > most_at_once || interrupted++ < interruptions) return EINTR;
+  interrupted = 0;
+  return fallocate(file, 0, offset, bytes) == 0 ? 0 : errno;
+}

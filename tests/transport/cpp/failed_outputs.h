@@ -1,6 +1,7 @@
 // Scenarios of what a failed exchange leaves in the outputs, and of ranks that a failure must reach.
 #pragma once
 
+#include "devices.h"
 #include "ranks.h"
 
 namespace {
@@ -59,6 +60,47 @@ void late_receiver() {
         wrong += data[i] != expected_byte(0, 0, 1, i) && data[i] != 0xFF && data[i] != 0;
       require(!error.empty(), "rank 1 must hear of the failure");
       require(wrong == 0, std::to_string(wrong) + " bytes are neither right nor NaN");
+    }
+    group.meeting.wait();
+    error_of([&] { queue->close(10); });
+  });
+}
+
+// A device that holds up its callers until `go` is set, as a driver does that another thread keeps busy.
+class BusyDevice : public TestDevice {
+ public:
+  std::atomic<bool> entered{false}, go{false};
+  std::string name() const override { return "host memory, busy"; }
+  std::unique_ptr<Stream> new_stream() override { return inner_->new_stream(); }
+  std::shared_ptr<Event> record(StreamHandle caller) override {
+    for (entered = true; !go;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return inner_->record(caller);
+  }
+};
+
+// The group fails while rank 0 issues an exchange whose bytes have come already. They must stay in the ring until its stream
+// has copied them, also if nothing is on the stream yet.
+void failure_during_issue() {
+  Group group(2, 1, small());
+  const auto busy = std::make_shared<BusyDevice>();
+  group.devices[0] = busy;
+  on_ranks(2, [&](int rank) {
+    Settings settings = group.settings;
+    if (rank == 1) settings.timeout = 0.3;
+    auto queue = group.open(rank, settings);
+    Bytes out(3000, 5), in(3000, 0);
+    if (rank == 0) {
+      std::thread issues([&] {
+        error_of([&] { queue->exchange("all_to_all", to_peer(1, 2, out), to_peer(1, 2, in), 0)->wait(30); });
+      });
+      for (int i = 0; i < 20'000 && !queue->failure(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      require(queue->failure() && busy->entered, "rank 0 must hear of the failure while it issues");
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // for the watchdog
+      busy->go = true;
+      issues.join();
+      require(others(in, 5) == 0, std::to_string(others(in, 5)) + " bytes that rank 1 has sent are lost");
+    } else {
+      error_of([&] { queue->exchange("all_to_all", to_peer(0, 2, out), to_peer(0, 2, in), 0)->wait(30); });
     }
     group.meeting.wait();
     error_of([&] { queue->close(10); });

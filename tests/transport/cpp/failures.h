@@ -1,6 +1,9 @@
 // Scenarios of ranks that are late, leave, or disagree.
 #pragma once
 
+#include <tuple>
+
+#include "../../../csrc/transport/process.h"
 #include "ranks.h"
 
 namespace {
@@ -75,6 +78,32 @@ void mismatch(int hosts) {
       error_of([&] { queue->close(10); });
     });
     require(noticed >= 1, "no rank noticed it");
+  }
+}
+
+// A peer of another namespace of processes is known by its heartbeat alone. It is gone after the timeout, and after 30 s at least.
+void silent_peer() {
+  for (const auto& [timeout, alive, gone] : {std::tuple{100.0, 60, 120}, std::tuple{5.0, 20, 40}}) {
+    Settings settings = small();
+    settings.timeout = timeout;
+    Segment segment = Segment::create();  // the peer has no process
+    Queue queue(host_device(), 0, {"host", "host"}, settings);
+    const std::string own = queue.address(), rest = own.substr(own.find('\n'));
+    queue.connect({own, "segment=" + segment.name() + rest});
+    Header& header = *reinterpret_cast<Header*>(segment.data());
+    header.namespace_ = this_namespace() + 1;
+    const auto beat = [&](int seconds) {
+      __atomic_store_n(&header.heartbeat, now_ns() - seconds * std::uint64_t{1'000'000'000}, __ATOMIC_RELEASE);
+    };
+    beat(alive);
+    Bytes bytes(100);
+    const auto exchange = queue.exchange("all_to_all", std::vector<Buffer>(2), to_peer(1, 2, bytes), 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    require(!queue.failure(), "the peer may be silent for longer");
+    beat(gone);
+    const std::string error = error_of([&] { exchange->wait(5); });
+    require(has(error, "has sent no heartbeat for " + std::to_string(gone) + " s"), error);
+    queue.close(5);
   }
 }
 

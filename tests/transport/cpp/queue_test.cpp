@@ -37,10 +37,12 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"poisoned_output", [] { poisoned_output(1); }},
     {"poisoned_output_hosts", [] { poisoned_output(2); }},
     {"late_receiver", late_receiver},
+    {"failure_during_issue", failure_during_issue},
     {"idle_rank_fails", [] { idle_rank_fails(1); }},
     {"idle_rank_fails_hosts", [] { idle_rank_fails(3); }},
     {"zero_bytes_hosts", [] { expects_bytes_of_nobody(0); }},
     {"zero_bytes_hosts_ahead", [] { expects_bytes_of_nobody(100); }},
+    {"silent_peer", silent_peer},
     {"late_reader", late_reader},
     {"full_stream", full_stream},
     {"no_descriptors", no_descriptors},
@@ -52,6 +54,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"ring", ring},
     {"ring_of_two_transfers", ring_of_two_transfers},
     {"segments", segments},
+    {"interrupted_reserve", interrupted_reserve},
     {"numa", numa},
 };
 
