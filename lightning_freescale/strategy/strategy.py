@@ -24,6 +24,7 @@ from lightning_freescale.embedding.distinct_ids import check_dedup
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.mode_trial import ModeChoice
 from lightning_freescale.embedding.plan import embedding_modules
+from lightning_freescale.embedding.table_optimizer import reset_state
 from lightning_freescale.embedding.user_plan import check_plan_options
 from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
@@ -321,6 +322,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         if self._sharded is None:
             return
         assert self._sharded_model is not None
+        reset_state(self._sharded)  # A second fit starts with new optimizers. A checkpoint is restored later.
         self._rates = TableLearningRates(
             self._sharded,
             self._sharded_model.rates,
