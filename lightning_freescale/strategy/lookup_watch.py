@@ -1,6 +1,7 @@
 """Sees the look-ups of tables in one run of a Trainer, and the backwards through them.
 
-FBGEMM reads the learning rate in the look-up. So the rate must be right before a look-up.
+FBGEMM reads the learning rate in the look-up and updates the tables in the backward. So the rate must be right before a look-up,
+and a backward in a validation would train the tables.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.types import ShardedModule
 
 from lightning_freescale.embedding.backward_count import on_backward
+from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, refuse_change
 
 
@@ -49,9 +51,19 @@ class LookupWatch:
         held = [rule.rate() for rule in rules]
 
         def check() -> None:
+            self._refuse_in_evaluation(collection)
             refuse_change(rules, held)
 
         on_backward(output, check)
+
+    def _refuse_in_evaluation(self, collection: nn.Module) -> None:
+        trainer = self._trainer
+        if trainer.evaluating or trainer.predicting:
+            raise ConfigurationError(
+                f"rank {trainer.global_rank}: a backward runs through a look-up of {self._names[collection] or 'the model'} "
+                f"during {trainer.state.stage.value}. Tables are updated in every backward, so this would train them. Compute "
+                "the gradients with respect to the rows, with torch.autograd.grad(loss, rows), or detach the rows first"
+            )
 
     def close(self) -> None:
         """Remove the hooks: the model may be used in another run."""
