@@ -132,7 +132,8 @@ class TableLearningRates:
 
     def rules_of(self, collection: Any) -> list[_Rule]:
         """How the rates of the kernels of a sharded collection follow."""
-        kernels = {id(group) for group in collection.fused_optimizer.param_groups}
+        owners = (child for child in collection.modules() if hasattr(child, "fused_optimizer"))  # it or a part of it
+        kernels = {id(group) for owner in owners for group in owner.fused_optimizer.param_groups}
         return [rule for rule in self._rules if id(rule.kernel) in kernels]
 
     def rates(self) -> dict[str, float]:

@@ -8,8 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torchrec import EmbeddingCollection
 
-from lightning_freescale import ConfigurationError, FreeScaleStrategy
+from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -58,6 +59,14 @@ class SetsAfterLookup(SetsInStep):
         self.step(loss)
 
 
+class ZeroCollisionTables(SetsAfterLookup):
+    def __init__(self) -> None:
+        super().__init__()
+        assert isinstance(self.embeddings, EmbeddingCollection)
+        options = {name: ZeroCollision(buckets=4, max_probe=4) for name in toy.ROWS}
+        self.embeddings = zero_collision(self.embeddings, options)
+
+
 class SetsBetweenLosses(Manual):
     """A second loss, which does not train the tables, has another rate."""
 
@@ -90,7 +99,8 @@ def test_a_rate_that_is_set_in_the_step_reaches_the_tables_in_this_step(prioriti
 
 @pytest.mark.parametrize("prioritize", [True, False])
 def test_a_rate_that_changes_after_the_look_up_is_refused(prioritize: bool) -> None:
-    for message in run_ranks(fit, args=(SetsAfterLookup, prioritize)):
+    kinds = (SetsAfterLookup, ZeroCollisionTables)
+    for message in [message for kind in kinds for message in run_ranks(fit, args=(kind, prioritize))]:
         assert message.startswith(
             "tables item, shop: their learning rate has changed from 0.1 to 0.4 between a look-up"
         )
