@@ -1,4 +1,4 @@
-"""Finds models that run several backwards through one look-up, for example one for each of two losses.
+"""Sees backwards that run through a look-up. Finds models that run several of them, for example one for each of two losses.
 
 TorchRec updates the tables in every backward. The prioritized exchange has only one update in a step, so it must know such
 models before it starts. Its first steps are synchronous, and there the backwards are counted.
@@ -26,15 +26,26 @@ def watch_backwards(output: Any, on_second: Callable[[], None]) -> None:
     """
     backwards: set[int] = set()
 
-    def count(_: Any) -> None:
+    def count() -> None:
         backwards.add(torch._C._current_graph_task_id())  # the features of one backward have the same number
         if len(backwards) > 1:
             on_second()
 
+    on_backward(output, count)
+
+
+def on_backward(output: Any, call: Callable[[], None]) -> None:
+    """Call ``call`` in each backward that runs through ``output``, before it updates the tables. It may be called several times.
+
+    Args:
+        output: what a sharded collection returned. It may still be on its way.
+        call: is called in the thread of the backward. An error that it raises ends the backward.
+    """
+
     def watch(arrived: Any) -> Any:
         for node in {tensor.grad_fn for tensor in _tensors(arrived)}:
             if node is not None:  # a hook of the tensor would also see backwards that stop there
-                node.register_prehook(count)
+                node.register_prehook(lambda _: call())
         return arrived
 
     output.callbacks.append(watch)

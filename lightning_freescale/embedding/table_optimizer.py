@@ -168,6 +168,14 @@ def optimizer_tensors(sharded: DistributedModelParallel | None) -> dict[str, Any
     }
 
 
+def reset_state(sharded: DistributedModelParallel) -> None:
+    """Set the optimizer of the tables back to its beginning: no accumulated gradients, no moments, no steps. Weights stay."""
+    for value in optimizer_tensors(sharded).values():
+        for part in value.local_shards():
+            part.tensor.zero_()
+    set_count((kernel for _, kernel in kernels_by_collection(sharded)), 0)
+
+
 # ---- step counts ---------------------------------------------------------------------------------------------------
 def kernels_of(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """FBGEMM's kernels of one sharded collection on this rank."""

@@ -282,6 +282,11 @@ def choose_checkpoint(trainer: Any, choose: Callable[[Any, bool | None], Any]) -
     connector.resume_start = resume_start
 
 
+def parameters_to_prune(callback: Any) -> Iterable[tuple[Any, str]]:
+    """The modules and names of the parameters that a ``ModelPruning`` has chosen in its ``setup``."""
+    return callback._parameters_to_prune
+
+
 def add_callback(trainer: Any, first: bool = False, **hooks: Callable[..., Any]) -> Any:
     """Add a callback with these hooks, before all others or after all of them. Returns it, for :func:`remove_callback`."""
     # The class of the Trainer may be the user's own. That of its connector is always Lightning's.

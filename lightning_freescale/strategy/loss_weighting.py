@@ -66,32 +66,45 @@ def loss_weight(batch: Any, reduction: str, module: Any = None) -> int:
 
     Args:
         batch: any batch in host memory.
-        reduction: ``"sample"`` counts the stride of the first KeyedJaggedTensor, the lengths of the first JaggedTensor, or the
-            rows of the tensors, if all of them have equally many. ``"token"`` counts the predicted positions of the histories,
-            which is one less than the events of each history; for batches of other types it counts all ids.
+        reduction: ``"sample"`` counts the stride of the KeyedJaggedTensors, the lengths of the JaggedTensors, or the rows of the
+            tensors, if all of them have equally many. ``"token"`` counts the predicted positions of the histories, which is
+            one less than the events of each history; for batches of other types it counts all ids of the first jagged tensor.
         module: the LightningModule. Its method ``loss_denominator(batch)``, if it has one, is asked first.
     """
     if callable(count := getattr(module, "loss_denominator", None)):
         return _checked(count(batch))
-    if isinstance(batch, SeqBatch) and reduction == "token":
-        return batch.timestamps.numel() - batch.num_samples
-    for features in find_parts(batch, KeyedJaggedTensor):
-        return features.values().numel() if reduction == "token" else features.stride()
-    for jagged in find_parts(batch, JaggedTensor):
-        return jagged.values().size(0) if reduction == "token" else jagged.lengths().numel()
+    if isinstance(batch, SeqBatch):
+        return batch.timestamps.numel() - batch.num_samples if reduction == "token" else batch.num_samples
+    jagged = list(find_parts(batch, KeyedJaggedTensor)) or list(find_parts(batch, JaggedTensor))
+    samples = {_samples(part) for part in jagged}
+    if len(samples) == 1:
+        return jagged[0].values().size(0) if reduction == "token" else samples.pop()
+    if samples:
+        return _unknown(
+            f"loss_reduction={reduction!r}: the {type(jagged[0]).__name__}s of a batch have different numbers of samples"
+        )
     rows = {tensor.size(0) for tensor in find_parts(batch, Tensor) if tensor.ndim}
     if len(rows) == 1 and reduction == "sample":
         return rows.pop()
     if rows:
-        log_once(
+        return _unknown(
             f"loss_reduction={reduction!r}: the batches hold no jagged tensor, and "
             + ("their tensors have different numbers of rows" if reduction == "sample" else "so no tokens to count")
-            + ". So it is not known what the loss of a batch is a mean over, and all ranks count the same, as with plain DDP. "
-            "If their batches differ in size, add a method loss_denominator(batch) to the model that returns that number",
-            logging.WARNING,
         )
-        return UNKNOWN
     return 1
+
+
+def _samples(jagged: KeyedJaggedTensor | JaggedTensor) -> int:
+    return jagged.stride() if isinstance(jagged, KeyedJaggedTensor) else jagged.lengths().numel()
+
+
+def _unknown(reason: str) -> int:
+    log_once(
+        f"{reason}. So it is not known what the loss of a batch is a mean over, and all ranks count the same, as with plain DDP. "
+        "If their batches differ in size, add a method loss_denominator(batch) to the model that returns that number",
+        logging.WARNING,
+    )
+    return UNKNOWN
 
 
 def _checked(count: Any) -> int:

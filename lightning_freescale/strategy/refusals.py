@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardedModule
 
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.balance.sampler import GlobalBatchSampler
+from lightning_freescale.embedding.plan import embedding_modules
 from lightning_freescale.embedding.table_optimizer import MOMENT_OPTIMIZERS
 from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.lightning_compat import parameters_to_prune
 from lightning_freescale.runtime.log import log_once
 from lightning_freescale.strategy.checkpoints.host_copies.options import HostCopies
 
@@ -32,6 +35,7 @@ def refuse_inexact(trainer: Any, precision: str) -> None:
             f"precision={precision!r} is not supported: {reason}; use one of {', '.join(PRECISIONS)}"
         )
     refuse_weight_averaging(trainer)
+    refuse_pruned_tables(trainer)
     if trainer.gradient_clip_val:
         log_once(
             f"gradient_clip_val={trainer.gradient_clip_val} clips the dense parameters. The tables are updated inside "
@@ -65,6 +69,23 @@ def refuse_weight_averaging(trainer: Any) -> None:
             raise ConfigurationError(
                 f"{type(callback).__name__} averages all parameters, and the tables are sharded over the ranks. Average "
                 "the dense parameters with a callback of your own, or train without weight averaging"
+            )
+
+
+def refuse_pruned_tables(trainer: Any) -> None:
+    """Refuse a ``ModelPruning`` that has chosen tables: it would prune the parameters that sharding has replaced."""
+    model = trainer.lightning_module
+    tables = {part for collection in embedding_modules(model).values() for part in collection.modules()}
+    tables |= {part for child in model.modules() if isinstance(child, ShardedModule) for part in child.modules()}
+    names = {part: name for name, part in model.named_modules()}
+    for callback in trainer.callbacks:
+        if not any(kind.__name__ == "ModelPruning" for kind in type(callback).__mro__):
+            continue
+        found = [f"{names.get(part)}.{name}" for part, name in parameters_to_prune(callback) if part in tables]
+        if found:
+            raise ConfigurationError(
+                f"ModelPruning would prune {', '.join(found)}, but the tables are sharded over the ranks. Name the parameters "
+                "that are to be pruned, for example parameters_to_prune=[(model.head, 'weight')]. Without that it takes all"
             )
 
 

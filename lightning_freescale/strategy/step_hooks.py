@@ -21,6 +21,7 @@ from lightning_freescale.strategy import loss_weighting
 from lightning_freescale.strategy.accumulation import GradientAccumulation
 from lightning_freescale.strategy.checkpoints.hooks import CheckpointHooks
 from lightning_freescale.strategy.control import Control, Request
+from lightning_freescale.strategy.lookup_watch import LookupWatch
 from lightning_freescale.strategy.pipeline import BatchPipeline
 from lightning_freescale.strategy.progress_bar import show_last_values
 from lightning_freescale.strategy.refusals import called_once
@@ -46,6 +47,7 @@ class StepHooks(CheckpointHooks):
     _pipeline: BatchPipeline
     _rates: TableLearningRates | None
     _validation_steps: dict[str, int]  # Step counts of the tables before a validation.
+    _lookups: LookupWatch | None = None
     _in_training_step: bool
     _failed: bool
     _module: Any
@@ -86,8 +88,6 @@ class StepHooks(CheckpointHooks):
         module = self._module
         trainer = module.trainer
         if self._has_tables:
-            assert self._rates is not None
-            self._rates.apply()
             micro_batch = self._accumulation.begin(trainer, module)
             # Hooks of the user may have replaced the features since the batch was prepared.
             features = list(find_parts(args[0] if args else None, KeyedJaggedTensor))
@@ -201,6 +201,16 @@ class StepHooks(CheckpointHooks):
 
         hooks = dict.fromkeys(("on_validation_start", "on_train_epoch_end", "on_train_end"), complete)
         self._completing = compat.add_callback(trainer, first=True, **hooks)
+
+    def watch_lookups(self, trainer: Any, fitting: bool) -> None:
+        """Hand the learning rates to the tables before each look-up, and find backwards of an evaluation."""
+        self.unwatch_lookups()
+        self._lookups = LookupWatch(self._module, trainer, self._rates if fitting else None)
+
+    def unwatch_lookups(self) -> None:
+        if self._lookups is not None:
+            self._lookups.close()
+        self._lookups = None
 
     def on_train_end(self) -> None:
         super().on_train_end()

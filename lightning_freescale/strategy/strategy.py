@@ -24,6 +24,7 @@ from lightning_freescale.embedding.distinct_ids import check_dedup
 from lightning_freescale.embedding.exchange_mode import ExchangeMode
 from lightning_freescale.embedding.mode_trial import ModeChoice
 from lightning_freescale.embedding.plan import embedding_modules
+from lightning_freescale.embedding.table_optimizer import reset_state
 from lightning_freescale.embedding.user_plan import check_plan_options
 from lightning_freescale.embedding.wire import parse_wire
 from lightning_freescale.runtime import lightning_compat as compat
@@ -279,6 +280,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self._exchange_mode.open(self._module, self.root_device, gather, ask, self._copies, self.timeline)
             self.complete_tables_for_callbacks(trainer)
             self._expert_group.open(self._module)
+        self.watch_lookups(trainer, fitting)
         self.setup_precision_plugin()
 
     @property
@@ -323,6 +325,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         if self._sharded is None:
             return
         assert self._sharded_model is not None
+        reset_state(self._sharded)  # A second fit starts with new optimizers. A checkpoint is restored later.
         self._rates = TableLearningRates(
             self._sharded,
             self._sharded_model.rates,
@@ -362,7 +365,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self.control.close()  # trainer.save_checkpoint() after fit() has opened it again.
 
     def teardown(self) -> None:
-        steps = [self.abandon_copies, self.close_saves, self.before_tables_change, self._close]
+        steps = [self.unwatch_lookups, self.abandon_copies, self.close_saves, self.before_tables_change, self._close]
         call_all(steps, after_failure=self._failed)
         if self.lightning_module is None or not self._declares_tables():
             self.end_after_failure([super().teardown])

@@ -40,7 +40,7 @@ class _Rule(NamedTuple):
     configured: float = 0.0
 
     def rate(self) -> float:
-        if self.optimizer is None or not self.configured:
+        if self.optimizer is None:
             return self.base
         return self.base * self.optimizer.param_groups[self.group]["lr"] / self.configured
 
@@ -107,6 +107,13 @@ class TableLearningRates:
         which, index = found.pop()
         group = optimizers[which].param_groups[index]
         configured = _configured_rate(optimizers[which], index, self._schedulers)
+        if not configured:
+            raise ConfigurationError(
+                f"tables {names}: {type(optimizers[which]).__name__} was made with lr={configured} for the parameter group "
+                f"{index}, which they follow. The rate of the tables changes in proportion to that rate, which cannot be formed. "
+                "Make the optimizer with the rate that belongs to the lr of the tables, and set the first rate in "
+                "on_train_start or with a scheduler. To keep the weights of a table, set requires_grad=False"
+            )
         ids = {id(parameter) for parameter in tables.values()}
         if not self._explicit and ids and {id(parameter) for parameter in group["params"]} <= ids | _table_ids(group):
             base = configured
@@ -123,12 +130,29 @@ class TableLearningRates:
         if changed:
             self._fused.step()  # Hands the rates to the kernels. It changes no weight.
 
+    def rules_of(self, collection: Any) -> list[_Rule]:
+        """How the rates of the kernels of a sharded collection follow."""
+        owners = (child for child in collection.modules() if hasattr(child, "fused_optimizer"))  # it or a part of it
+        kernels = {id(group) for owner in owners for group in owner.fused_optimizer.param_groups}
+        return [rule for rule in self._rules if id(rule.kernel) in kernels]
+
     def rates(self) -> dict[str, float]:
         """The current rates for a logger: ``lr-tables``, or one entry for each kernel if they differ."""
         by_kernel = {rule.tables: rule.rate() for rule in self._rules}
         if len(set(by_kernel.values())) == 1:
             return {"lr-tables": next(iter(by_kernel.values()))}
         return {f"lr-tables/{tables}": rate for tables, rate in by_kernel.items()}
+
+
+def refuse_change(rules: Iterable[_Rule], held: Iterable[float]) -> None:
+    """Raise if the rates are not those that a look-up has ``held``."""
+    for rule, rate in zip(rules, held, strict=True):
+        if rule.rate() != rate:
+            raise ConfigurationError(
+                f"tables {rule.tables}: their learning rate has changed from {rate:g} to {rule.rate():g} between a look-up and "
+                "its backward. The tables read it in the look-up, so this backward would update them with the old rate. Set "
+                "the rate before the rows are looked up"
+            )
 
 
 def log_table_rates(trainer: Any, rates: TableLearningRates) -> None:

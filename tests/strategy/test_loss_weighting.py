@@ -156,11 +156,34 @@ class CountsLabels(TakesPacked):
         return len(batch["label"])
 
 
-def fit_packed(rank: int, sizes: list[int], kind: type[toy.Model], strategy: str = "") -> dict[str, Tensor]:
+class WithEvents(Shares):
+    """Two KeyedJaggedTensors: the first one has a sample for each event, the second one has the samples of the loss."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            ids = batch.features["clicks"].values()
+            events = KeyedJaggedTensor(["clicks"], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+            yield {"events": events, "features": batch.features, "label": batch.label}
+
+
+class TakesEvents(toy.Model):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:  # type: ignore[override]
+        loss: Tensor = self.loss(toy.Batch(batch["label"], batch["features"], batch["label"]))
+        return loss
+
+
+class CountsLabelsBesideEvents(TakesEvents):
+    def loss_denominator(self, batch: dict[str, Any]) -> int:
+        return len(batch["label"])
+
+
+def fit_packed(
+    rank: int, sizes: list[int], kind: type[toy.Model], strategy: str = "", data: type[Shares] = Packed
+) -> dict[str, Tensor]:
     pl.seed_everything(1, verbose=False)
     model = kind()
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[method-assign]
-    toy.trainer(strategy or FreeScaleStrategy(**OPTIONS), len(sizes), max_epochs=1).fit(model, Packed(rank, sizes))
+    toy.trainer(strategy or FreeScaleStrategy(**OPTIONS), len(sizes), max_epochs=1).fit(model, data(rank, sizes))
     return toy.weights(model)
 
 
@@ -180,11 +203,24 @@ def test_the_model_can_count_what_its_loss_is_a_mean_over() -> None:
     assert not close(run_ranks(fit_packed, args=([1, 5], TakesPacked))[0], whole)  # negative control
 
 
+def test_jagged_tensors_with_different_numbers_of_samples_are_weighted_as_with_ddp() -> None:
+    """The first one has as many samples as there are events. These were taken for the samples of the loss."""
+    ddp, ours = (run_ranks(fit_packed, args=([3, 3], TakesEvents, name, WithEvents))[0] for name in ("ddp", ""))
+    assert close(ours, ddp)
+    whole = run_ranks(fit_packed, 1, args=([6], TakesEvents, "ddp", WithEvents))[0]
+    assert close(run_ranks(fit_packed, args=([1, 5], CountsLabelsBesideEvents, "", WithEvents))[0], whole)
+
+
 def test_what_is_counted() -> None:
     jagged = JaggedTensor(torch.arange(7), lengths=torch.tensor([3, 4]))
     assert means.loss_weight({"noise": torch.ones(9), "jagged": jagged}, "sample") == 2
     assert means.loss_weight({"noise": torch.ones(9), "jagged": jagged}, "token") == 7
     assert means.loss_weight((torch.ones(4, 2), torch.tensor(3.0), torch.ones(4)), "sample") == 4
+    features, other = (KeyedJaggedTensor(["a"], torch.arange(n), lengths=torch.ones(n).long()) for n in (4, 5))
+    for reduction in ("sample", "token"):
+        assert means.loss_weight((features, features), reduction) == 4
+        assert means.loss_weight((features, other), reduction) == means.UNKNOWN
+        assert means.loss_weight((jagged, features["a"]), reduction) == means.UNKNOWN
     for reduction, batch in (("sample", (torch.ones(7, 4), torch.ones(4))), ("token", torch.ones(4, 7))):
         assert means.loss_weight(batch, reduction) == means.UNKNOWN
     assert means.known_weights([4, means.UNKNOWN, 0], [True, True, False]) == [1, 1, 0]

@@ -22,7 +22,13 @@ from lightning_freescale.strategy.checkpoints.format import is_asynchronous, is_
 from lightning_freescale.strategy.checkpoints.meeting import AT_ONCE, MEETING_SECONDS, all_ranks_came
 from lightning_freescale.strategy.checkpoints.shared_state import is_fitting, is_interrupted
 from lightning_freescale.strategy.checkpoints.table_copies import TableCopies
-from lightning_freescale.strategy.checkpoints.tensors import gather_full, is_sharded, snapshot, with_values
+from lightning_freescale.strategy.checkpoints.tensors import (
+    gather_full,
+    is_sharded,
+    snapshot,
+    with_values,
+    without_shards,
+)
 from lightning_freescale.strategy.control import Control
 from lightning_freescale.transport import failed_transfer
 
@@ -199,6 +205,7 @@ class CheckpointSaving(TableCopies):
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any, asynchronous: bool) -> None:
         assert self.control is not None
+        checkpoint["state_dict"] = without_shards(checkpoint["state_dict"], self.control)
         checkpoint[ENTRY] |= _of_all_ranks(self.control.gather(self._own_state(checkpoint)))
         if "optimizer_states" in checkpoint:
             checkpoint[ENTRY]["table_optimizer"] = gather_full(self._optimizer_tensors(), self.control)

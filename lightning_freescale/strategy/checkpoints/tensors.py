@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table
+from lightning_freescale.runtime.errors import CheckpointError
 from lightning_freescale.strategy.control import Control
 
 _IMMUTABLE = (str, int, float, bool, type(None))
@@ -101,6 +102,22 @@ def gather_full(tensors: Mapping[str, Any], control: Control, everywhere: bool =
             raise control.missing_ranks(f"the shards of {name}", error) from error
         result[name] = full
     return result
+
+
+def without_shards(state: Mapping[str, Any], control: Control) -> Mapping[str, Any]:
+    """``state`` with full tensors in place of sharded ones, on rank 0. A collective.
+
+    A hook ``on_save_checkpoint`` may have replaced the full tables by ``module.state_dict()``, as that of ``ModelPruning`` does.
+    """
+    sharded = {name: value for name, value in state.items() if is_sharded(value)}
+    by_rank = control.gather(sorted(sharded))
+    for rank, names in enumerate(by_rank):
+        if names != by_rank[0]:
+            raise CheckpointError(
+                f"rank {rank}: on_save_checkpoint has put the sharded tables {names} into the checkpoint, and on rank 0 "
+                f"{by_rank[0]}. Change checkpoint['state_dict'] on all ranks alike, or leave the tables as they are"
+            )
+    return with_values(state, {**state, **gather_full(sharded, control)}) if sharded else state
 
 
 def _move(piece: Tensor, source: int, control: Control, everywhere: bool) -> None:
