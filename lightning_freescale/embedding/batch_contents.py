@@ -18,7 +18,7 @@ SUMMED_BATCHES = 16  # the first batches of a module, whose sums are compared
 
 def contents_version(kjt: KeyedJaggedTensor) -> int:
     """A number that grows when user code changes the ids, their weights or their lengths in place."""
-    return sum(part._version for part in _parts(kjt))
+    return sum(part._version for part in _parts(kjt).values())
 
 
 class Contents:
@@ -31,25 +31,30 @@ class Contents:
 
     def __init__(self, kjt: KeyedJaggedTensor, by_value: bool = False):
         self._by_value = by_value
-        self._tensors = _tensors(kjt)
-        self._sums = _sums(kjt) if by_value else []
+        self._noted = self._note(kjt)
 
     def changed(self, kjt: KeyedJaggedTensor) -> bool:
         """Whether the contents of ``kjt`` are others now."""
-        return self._tensors != _tensors(kjt) or (self._by_value and self._sums != _sums(kjt))
+        now = self._note(kjt)  # it may have offsets by now, which are computed from the lengths when they are asked for
+        return any(now.get(name) != noted for name, noted in self._noted.items())
+
+    def _note(self, kjt: KeyedJaggedTensor) -> dict[str, tuple[int, int, int]]:
+        """Address, version and checksum of each tensor."""
+        parts = _parts(kjt).items()
+        return {name: (part.data_ptr(), part._version, self._sum(part)) for name, part in parts}
+
+    def _sum(self, part: Tensor) -> int:
+        if not self._by_value or part.device.type != "cpu":
+            return 0
+        return zlib.adler32(part.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _parts(kjt: KeyedJaggedTensor) -> list[Tensor]:
-    found = [kjt.values(), kjt.weights_or_none(), kjt.lengths()]
-    return [part for part in found if part is not None]
-
-
-def _tensors(kjt: KeyedJaggedTensor) -> list[tuple[int, int]]:
-    """Address and version of each tensor."""
-    return [(part.data_ptr(), part._version) for part in _parts(kjt)]
-
-
-def _sums(kjt: KeyedJaggedTensor) -> list[int]:
-    """A checksum of each tensor in host memory."""
-    parts = [part.detach().contiguous().view(-1) for part in _parts(kjt) if part.device.type == "cpu"]
-    return [zlib.adler32(part.view(torch.uint8).numpy()) for part in parts]
+def _parts(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
+    """The tensors that ``kjt`` holds. None is computed here: its stream may not have what it is computed from."""
+    found = {
+        "values": kjt.values(),
+        "weights": kjt.weights_or_none(),
+        "lengths": kjt.lengths_or_none(),
+        "offsets": kjt.offsets_or_none(),
+    }
+    return {name: part for name, part in found.items() if part is not None}

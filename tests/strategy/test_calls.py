@@ -136,13 +136,17 @@ class Noting(FreeScaleStrategy):
         return super().backward(*args, **kwargs)
 
 
-def fit(rank: int, model: Any, prioritize: Any, options: dict[str, Any], loader: Any = None) -> dict[str, Any]:
+def fit(
+    rank: int, model: Any, prioritize: Any, options: dict[str, Any], loader: Any = None, timeout: float = 60.0
+) -> dict[str, Any]:
     logging.getLogger("lightning_freescale").setLevel(logging.ERROR)
     pl.seed_everything(1, verbose=False)
     module = model(**options)
     module.reasons, module.prioritized = set(), 0
     optimizer = {"optimizer": "adagrad", "lr": 0.1}
-    strategy = Noting(prioritize=prioritize, balance="off", sharding=SHARDING, embedding_optimizer=optimizer, timeout=8)
+    strategy = Noting(
+        prioritize=prioritize, balance="off", sharding=SHARDING, embedding_optimizer=optimizer, timeout=timeout
+    )
     trainer = toy.trainer(
         strategy,
         2,
@@ -206,9 +210,14 @@ def test_calls_that_change(model: Any, ranks: tuple[int, ...], first: int, reaso
     assert found["prioritized"] == prioritized
 
 
-@pytest.mark.parametrize("model", [Replaces, ReplacesBeforeStep, ChangesData])
+def test_one_rank_differs_in_a_synchronous_step() -> None:
+    """The first steps of ``"auto"`` are synchronous, so the ranks can still agree."""
+    assert check(Replaces, "auto", ranks=ONE, first=3)["reasons"] == {NOT_IN_BATCH}
+
+
+@pytest.mark.parametrize("model", [Replaces, ReplacesBeforeStep])
 def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
-    first, second = run_ranks(fit, args=(model, True, {"ranks": ONE, "first": 3}))
+    first, second = run_ranks(fit, args=(model, True, {"ranks": ONE, "first": 3}, None, 4.0))
     assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
     assert "on this rank but not on rank 0" in second["error"]
     assert "rank 1 ended with FreeScaleError: rank 1: embeddings is " in first["error"]
@@ -252,7 +261,7 @@ class FlushesAlone(pl.Callback):
 
 
 def flush_alone(rank: int) -> str:
-    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=8)
+    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=4)
     with pytest.raises((FreeScaleError, RuntimeError)) as error:
         toy.trainer(strategy, 2, callbacks=[FlushesAlone()]).fit(toy.Model(), toy.loader(44))
     return str(error.value)
