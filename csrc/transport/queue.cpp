@@ -34,12 +34,18 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
     throw std::invalid_argument("rank " + std::to_string(rank_) + " is outside 0 .. " + std::to_string(world() - 1));
   out_ = device_->new_stream();
   in_ = device_->new_stream();
+  open_wire();
+  // The destructor does not run if this constructor throws, so nothing may throw behind these.
+  if (settings_.high_priority) gate_ = device_->claim_gate();
   if (settings_.device_rings) try {
       device_rings_ = std::make_unique<DeviceRings>(device_, rank_, settings_.buffer_bytes);
     } catch (const std::exception& error) {
       ring_problem_ = error.what();
     }
-  if (settings_.high_priority) gate_ = device_->claim_gate();
+}
+
+// Listens for the ranks on other hosts, if there are any.
+void Queue::open_wire() {
   if (std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host == hosts_[rank_]; })) return;
   if (settings_.secret.empty() && !is_loopback(settings_.bind_to))
     throw std::runtime_error(
@@ -254,6 +260,7 @@ Report Queue::report() const {
 }
 
 void Queue::close(double seconds) {
+  std::lock_guard closing(close_mutex_);
   {
     std::lock_guard lock(mutex_);
     if (closed_) return;
@@ -289,6 +296,7 @@ void Queue::close(double seconds) {
     if (idle) close_device_rings();
     if (!failure_->is_set()) store(&layout_.header().state, State::closed);
   } else {
+    wire_.reset();  // it may have registered the rings
     drop_device_rings();
   }
   unlink_segment();
