@@ -226,6 +226,7 @@ class Queue {
   void check_peers();
   void check_exchange(const Exchange& exchange, double seconds);
   std::optional<std::string> why_gone(int peer);
+  static std::optional<std::string> why_gone(const Header& header, double silence);  // without the name of the rank
   void fail(const std::string& why);
   // After a failure: end the waits of our streams.
   void publish_final_counters();
@@ -264,7 +265,7 @@ class Queue {
   Segment own_segment_;
   std::size_t ring_capacity_ = 0;
   SegmentLayout layout_;  // of our own segment
-  std::vector<std::unique_ptr<Segment>> peer_segments_;
+  std::vector<std::shared_ptr<Segment>> peer_segments_;  // rings that are left behind need them after us
   std::vector<Channel> channels_;
   std::vector<std::byte*> pinned_;
 
