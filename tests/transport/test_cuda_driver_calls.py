@@ -23,7 +23,6 @@ from lightning_freescale.transport.rendezvous import Rendezvous
 from tests.ranks import run_ranks
 from tests.transport.collectives import all_to_all_case, same_bits
 
-
 SETTINGS: dict[str, Any] = {
     "high_priority": False,
     "chunk_bytes": 4096,
