@@ -6,6 +6,7 @@
 // its next chunk, or ones, and a wait that ends after a failure finds nothing else.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -52,5 +53,10 @@ class DeviceRings {
   std::string handle_;
   std::map<int, Address> blocks_;  // by rank
 };
+
+// Frees the block of `rings` if no other rank has it mapped. `in_use` tells that. Otherwise a later call of
+// free_unused_rings() does it, which every set-up and every end of a queue calls.
+void free_when_unused(std::unique_ptr<DeviceRings> rings, std::function<bool()> in_use);
+void free_unused_rings();
 
 }  // namespace freescale::transport

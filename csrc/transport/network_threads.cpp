@@ -203,15 +203,17 @@ void Queue::send_chunks(NetworkThreads& threads) {
   Callbacks callbacks(*this);
   Backoff backoff(settings_.high_priority ? longest_urgent_delay : longest_delay);
   bool abort_sent = false, waited = false;
+  const auto send_abort = [&] {
+    if (abort_sent) return;
+    threads.sender->hold(false);
+    threads.sender->abort(failure_->reason());
+    abort_sent = true;
+    ++stopped_threads_;
+  };
   while (!stop_sending_) {
     try {
       if (failure_->is_set()) {
-        if (!abort_sent) {
-          threads.sender->hold(false);
-          threads.sender->abort(failure_->reason());
-          abort_sent = true;
-          ++stopped_threads_;
-        }
+        send_abort();
         threads.sender->progress(callbacks, std::chrono::milliseconds(20));
         continue;
       }
@@ -233,7 +235,10 @@ void Queue::send_chunks(NetworkThreads& threads) {
     threads.sender->hold(false);
     const auto idle = [&threads](int peer) { return threads.sender->idle(peer); };
     for (int i = 0; i < 1000; ++i) {
-      if (!abort_sent) send_ready(threads);
+      if (failure_->is_set())
+        send_abort();
+      else
+        send_ready(threads);
       if (std::all_of(threads.peers.begin(), threads.peers.end(), idle)) break;
       threads.sender->progress(callbacks, std::chrono::milliseconds(1));
     }

@@ -32,14 +32,21 @@ Queue::Queue(std::shared_ptr<Device> device, int rank, std::vector<std::string> 
       own_segment_(Segment::create()) {
   if (rank_ < 0 || rank_ >= world())
     throw std::invalid_argument("rank " + std::to_string(rank_) + " is outside 0 .. " + std::to_string(world() - 1));
+  free_unused_rings();
   out_ = device_->new_stream();
   in_ = device_->new_stream();
+  open_wire();
+  // The destructor does not run if this constructor throws, so nothing may throw behind these.
+  if (settings_.high_priority) gate_ = device_->claim_gate();
   if (settings_.device_rings) try {
       device_rings_ = std::make_unique<DeviceRings>(device_, rank_, settings_.buffer_bytes);
     } catch (const std::exception& error) {
       ring_problem_ = error.what();
     }
-  if (settings_.high_priority) gate_ = device_->claim_gate();
+}
+
+// Listens for the ranks on other hosts, if there are any.
+void Queue::open_wire() {
   if (std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host == hosts_[rank_]; })) return;
   if (settings_.secret.empty() && !is_loopback(settings_.bind_to))
     throw std::runtime_error(
@@ -215,7 +222,7 @@ void Queue::open_channel(int peer, const std::string& segment) {
     channel.view = layout_;
     channel.peer = &own_segment_;
   } else {
-    peer_segments_[peer] = std::make_unique<Segment>(Segment::open(segment));
+    peer_segments_[peer] = std::make_shared<Segment>(Segment::open(segment));
     channel.peer = peer_segments_[peer].get();
     channel.peer->map(layout_.total());
     channel.view = SegmentLayout(channel.peer->data(), world(), channel.out.region());
@@ -254,11 +261,13 @@ Report Queue::report() const {
 }
 
 void Queue::close(double seconds) {
+  std::lock_guard closing(close_mutex_);
   {
     std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
   }
+  free_unused_rings();  // of other queues
   bool idle = true;
   if (connected_) {
     const auto finished = [this] {
@@ -289,12 +298,13 @@ void Queue::close(double seconds) {
     if (idle) close_device_rings();
     if (!failure_->is_set()) store(&layout_.header().state, State::closed);
   } else {
+    wire_.reset();  // it may have registered the rings
     drop_device_rings();
   }
   unlink_segment();
   if (gate_) device_->release_gate(*gate_);
   if (!idle) {  // a stream that does not end may still access this memory, so it stays until the process ends
-    new std::vector<std::unique_ptr<Segment>>(std::move(peer_segments_));
+    new std::vector<std::shared_ptr<Segment>>(std::move(peer_segments_));
     new Segment(std::move(own_segment_));
     out_.release();
     in_.release();
@@ -307,8 +317,7 @@ void Queue::close(double seconds) {
   pinned_.clear();
 }
 
-// Frees our device memory when all ranks of this host have unmapped it. A rank that goes on using the group keeps it
-// mapped. Then the memory stays allocated until this process ends.
+// Frees our device memory when all ranks of this host have unmapped it, which is later if one of them goes on using the group.
 void Queue::close_device_rings() {
   if (!device_rings_) return;
   try {
@@ -318,20 +327,16 @@ void Queue::close_device_rings() {
     return;
   }
   store(&layout_.header().unmapped, 1);
-  const auto in_use = [this](int peer) {
-    return !channels_[peer].remote && !load(&channels_[peer].view.header().unmapped) && !why_gone(peer);
+  const auto in_use = [peers = peer_segments_, silence = longest_silence(settings_.timeout)] {
+    return std::any_of(peers.begin(), peers.end(), [&](const auto& segment) {
+      if (!segment) return false;  // this rank, or one of another host
+      const Header& header = SegmentLayout(segment->data(), 0, 0).header();
+      return !load(&header.unmapped) && !why_gone(header, silence);
+    });
   };
   const auto deadline = after_seconds(2);
-  for (int peer = 0; peer < world(); ++peer)
-    while (in_use(peer)) {
-      if (Clock::now() > deadline) {
-        device_rings_.reset();
-        return;
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  device_rings_->free();
-  device_rings_.reset();
+  while (in_use() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  free_when_unused(std::move(device_rings_), in_use);
 }
 
 bool Queue::streams_idle() {

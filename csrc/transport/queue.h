@@ -147,7 +147,7 @@ class Queue {
   std::pair<StreamHandle, StreamHandle> streams() const { return {out_->handle(), in_->handle()}; }
 
   // Waits until every exchange is done, at most `seconds`, and frees everything. An exchange that is not done by then
-  // makes the queue fail.
+  // makes the queue fail. A second call waits for the first.
   void close(double seconds);
 
  private:
@@ -196,6 +196,7 @@ class Queue {
   class Callbacks;
 
   // queue.cpp: set-up and end
+  void open_wire();
   int world() const { return static_cast<int>(hosts_.size()); }
   std::size_t largest_chunk(int peer) const;
   void agree_on_ring_size(const std::vector<std::string>& addresses);
@@ -225,6 +226,7 @@ class Queue {
   void check_peers();
   void check_exchange(const Exchange& exchange, double seconds);
   std::optional<std::string> why_gone(int peer);
+  static std::optional<std::string> why_gone(const Header& header, double silence);  // without the name of the rank
   void fail(const std::string& why);
   // After a failure: end the waits of our streams.
   void publish_final_counters();
@@ -263,10 +265,11 @@ class Queue {
   Segment own_segment_;
   std::size_t ring_capacity_ = 0;
   SegmentLayout layout_;  // of our own segment
-  std::vector<std::unique_ptr<Segment>> peer_segments_;
+  std::vector<std::shared_ptr<Segment>> peer_segments_;  // rings that are left behind need them after us
   std::vector<Channel> channels_;
   std::vector<std::byte*> pinned_;
 
+  std::mutex close_mutex_;    // held while the queue is closed; taken before all others
   mutable std::mutex mutex_;  // held while an exchange is issued
   std::uint64_t exchanges_ = 0;
   ChunksInFlight out_flight_, in_flight_;

@@ -113,19 +113,23 @@ std::optional<std::string> Queue::why_gone(int peer) {
     return channel.lost ? std::optional(name + " cannot be reached: " + *channel.lost) : std::nullopt;
   }
   if (peer == rank_) return std::nullopt;
-  const Header& header = channel.view.header();
-  if (load(&header.state) == State::closed) return name + " has left the group";
+  const auto reason = why_gone(channel.view.header(), longest_silence(settings_.timeout));
+  return reason ? std::optional(name + *reason) : std::nullopt;
+}
+
+std::optional<std::string> Queue::why_gone(const Header& header, double silence) {
+  if (load(&header.state) == State::closed) return " has left the group";
   const std::string process = " (process " + std::to_string(header.process) + ")";
   if (header.namespace_ == this_namespace()) {
     const Process found = find_process(header.process);
-    if (found.number == 0 || found.ended || found.started != header.started) return name + process + " died";
+    if (found.number == 0 || found.ended || found.started != header.started) return process + " died";
     return std::nullopt;
   }
   // A process of another namespace cannot be found by its number, so its watchdog must give a sign of life.
   const std::uint64_t heard = __atomic_load_n(&header.heartbeat, __ATOMIC_ACQUIRE);  // before the clock is read
-  const double silence = 1e-9 * static_cast<double>(now_ns() - heard);
-  if (silence <= longest_silence(settings_.timeout)) return std::nullopt;
-  return name + process + " has sent no heartbeat for " + std::to_string(static_cast<long>(silence)) + " s";
+  const double seconds = 1e-9 * static_cast<double>(now_ns() - heard);
+  if (seconds <= silence) return std::nullopt;
+  return process + " has sent no heartbeat for " + std::to_string(static_cast<long>(seconds)) + " s";
 }
 
 void Queue::fail(const std::string& why) {

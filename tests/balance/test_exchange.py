@@ -145,7 +145,21 @@ def _new_planner(rank: int) -> tuple[list[list[tuple]], int]:
         if number == 2 * rank:
             exchange.planner = by_square
         steps.append(contents(batch))
-    return steps, len(exchange.planners)
+    return steps, exchange.planners.count
+
+
+def _planner_of_each_batch(rank: int) -> tuple[int, int]:
+    exchange = ExchangeLoader(Loader(rank, 2, seq_batch, steps=9), group=connect(rank), planner=Planner("fixed"))
+    for _ in range(4):
+        for number, _ in enumerate(exchange):
+            exchange.planner = Planner("fixed", CostModel(1.0 + number))
+    return exchange.planners.count, exchange.planners.kept
+
+
+def test_planners_that_no_rank_needs_are_forgotten() -> None:
+    for count, kept in run_ranks(_planner_of_each_batch):
+        assert count == 37
+        assert kept <= 6  # those of the batches that are prepared in advance
 
 
 def test_ranks_may_get_a_new_planner_at_different_batches() -> None:

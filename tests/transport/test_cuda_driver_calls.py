@@ -23,6 +23,14 @@ from lightning_freescale.transport.rendezvous import Rendezvous
 from tests.ranks import run_ranks
 from tests.transport.collectives import all_to_all_case, same_bits
 
+SETTINGS: dict[str, Any] = {
+    "high_priority": False,
+    "chunk_bytes": 4096,
+    "buffer_bytes": 1 << 20,
+    "timeout": 20,
+    "network_threads": 2,
+}
+
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,16 +47,11 @@ def _queue_on_fake_gpu(rank: int, world: int, driver: str, host: str, **options:
     ctypes.CDLL(driver, mode=ctypes.RTLD_GLOBAL)  # the transport finds it when it asks for libcuda.so.1
     problem, version, devices = _C.cuda_facts()
     assert (problem, version, devices) == ("", 13000, 1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank, world_size=world)
     store = dist.PrefixStore("queue", dist.distributed_c10d._get_default_store())
     rendezvous = Rendezvous(store, rank, world, timedelta(seconds=20))
-    settings = {
-        "high_priority": False,
-        "chunk_bytes": 4096,
-        "buffer_bytes": 1 << 20,
-        "timeout": 20,
-        "network_threads": 2,
-    } | options
+    settings = SETTINGS | options
     device = _C.cuda_device(0)
     assert device.name == "Fake GPU (cuda:0)"
     queue = _C.TransportQueue(
@@ -124,6 +127,35 @@ def test_rings_fall_back_to_host_memory_if_the_driver_cannot_share(
     reports = run_ranks(_exchange_on_one_host, 2, (str(driver),))
     assert [report["device_bytes"] for report in reports] == [0, 0]
     assert _memory_of_fake_gpus() == before
+
+
+def _leave_long_after_the_other(rank: int, driver: str) -> list[int]:
+    """Rank 1 goes on for longer than rank 0 waits. Return how many blocks of memory there are in the end, and then."""
+    before = len(_memory_of_fake_gpus())
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.barrier()
+    queue = _queue_on_fake_gpu(rank, 2, driver, "one", device_rings=True)
+    exchange, _, output, right = _all_to_all(queue, rank, 2, 0)
+    exchange.wait(20)
+    assert same_bits(output, right)
+    dist.barrier()
+    if rank == 0:
+        queue.close(5)
+    dist.barrier()
+    if rank == 1:
+        queue.close(5)
+    dist.barrier()
+    kept = len(_memory_of_fake_gpus()) - before
+    dist.barrier()
+    if rank == 0:
+        later = _C.TransportQueue(device=_C.cuda_device(0), rank=0, hosts=["one"], bind_to="", secret="", **SETTINGS)
+        later.close(5)
+    dist.barrier()
+    return [kept, len(_memory_of_fake_gpus()) - before]
+
+
+def test_memory_of_a_rank_that_leaves_early_is_freed_later(driver: Path) -> None:
+    assert run_ranks(_leave_long_after_the_other, args=(str(driver),)) == [[1, 0]] * 2
 
 
 def _exchange_on_one_host(rank: int, driver: str) -> dict[str, int]:

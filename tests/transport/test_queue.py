@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale import ConfigurationError
+from lightning_freescale import _C, ConfigurationError
 from lightning_freescale.transport import TransportError
 from lightning_freescale.transport.host_staged import check_cuda_connections
 from tests.ranks import RankFailed, run_ranks
@@ -153,6 +155,55 @@ def test_the_error_names_sizes_that_do_not_match(host: str, network: str, monkey
     monkeypatch.setenv("TEST_HOST", host)
     messages = run_ranks(_with_queue, 2, (2, 20.0, _disagree))
     assert any("rank 0 sends 12 bytes to rank" in text or "expects 8" in text for text in messages), messages
+
+
+def _queue_across_hosts(device: _C.TransportDevice, **options: Any) -> _C.TransportQueue:
+    """The queue of rank 0 of two, which is not connected."""
+    settings: dict[str, Any] = {"high_priority": True, "chunk_bytes": 4096, "buffer_bytes": 1 << 20, "timeout": 5}
+    settings |= {"bind_to": "127.0.0.1", "secret": "", "network_threads": 1, "device_rings": True} | options
+    return _C.TransportQueue(device=device, rank=0, hosts=["a", "b"], **settings)
+
+
+def test_a_queue_that_cannot_be_made_holds_nothing() -> None:
+    device, before = _C.host_device(), _segments()
+    for _ in range(40):  # a device has 32 gates
+        with pytest.raises(RuntimeError, match="FREESCALE_SECRET"):
+            _queue_across_hosts(device, bind_to="0.0.0.0")
+    assert _segments() == before
+    _queue_across_hosts(device).close(1)
+    assert _segments() == before
+
+
+def test_a_queue_that_was_never_connected_stops_to_listen_when_it_is_closed() -> None:
+    queue = _queue_across_hosts(_C.host_device())
+    (wire,) = (line for line in queue.address().splitlines() if line.startswith("wire="))
+    host, port, _ = wire.removeprefix("wire=").split()
+    socket.create_connection((host, int(port))).close()
+    queue.close(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
+
+
+def _close_twice(rank: int, world: int, group: Any) -> bool:
+    """Close a queue while another thread closes it and waits for the peer. Return whether that thread has come first."""
+    queue = group._mover(torch.device("cpu"))._queue
+    ended = []
+    if rank == 0:
+        work = dist.all_to_all_single(torch.empty(2), torch.empty(2), group=group, async_op=True)
+        first = threading.Thread(target=lambda: ended.append(queue.close(1)))
+        first.start()
+        time.sleep(0.3)
+        queue.close(0)
+        ended.append("second")
+        first.join()
+        with pytest.raises(TransportError, match="closed before all exchanges were done"):
+            work.wait()
+    dist.barrier()
+    return rank == 1 or ended == [None, "second"]
+
+
+def test_a_second_close_waits_for_the_first() -> None:
+    assert run_ranks(in_group, 2, (2, QUEUE, _close_twice, ())) == [True, True]
 
 
 def _different_options(rank: int, world: int) -> None:

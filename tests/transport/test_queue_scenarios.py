@@ -44,6 +44,7 @@ FAILURES = [
     "zero_bytes_hosts",
     "zero_bytes_hosts_ahead",
     "silent_peer",
+    "failure_before_close",
     "no_descriptors",
     "strangers",
     "bad_chunk",

@@ -17,7 +17,7 @@ At the first batch the ranks also look for values that must not move with the sa
 samples stay on their rank.
 
 Files: ``loader.py`` is the loader that the training iterates. ``background.py`` is the thread behind it, which runs the
-steps above. The other files are one step each.
+steps above. ``planners.py`` keeps the planners as long as a rank may need them. The other files are one step each.
 """
 
 from lightning_freescale.balance.errors import CannotBalance, PeerFailed

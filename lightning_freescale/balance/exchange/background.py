@@ -6,7 +6,6 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from lightning_freescale.balance.exchange.local_batches import BatchStatus, Load
 from lightning_freescale.balance.exchange.messages import Announced, RankMessages
 from lightning_freescale.balance.exchange.packing import build_batch, packed_sizes
 from lightning_freescale.balance.exchange.places import FixedTensors, refuse_to_move
+from lightning_freescale.balance.exchange.planners import Planners
 from lightning_freescale.balance.exchange.split_batch import Agreement, agree
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.runtime.errors import FreeScaleError
@@ -58,7 +58,7 @@ class ExchangeThread:
     Args:
         batches: the local batches. Both threads load from it, but never at the same time.
         messages: the communication with the other ranks.
-        planners: all planners so far. The caller may append another one at any time.
+        planners: the planners of this rank. The caller may add another one at any time.
         balanced: batches in a row that needed no move of samples, at the end of the previous iteration.
         pin_memory: put batches into page-locked memory.
     """
@@ -67,7 +67,7 @@ class ExchangeThread:
         self,
         batches: LocalBatches,
         messages: RankMessages,
-        planners: Sequence[Planner],
+        planners: Planners,
         *,
         balanced: int = 0,
         pin_memory: bool = False,
@@ -150,7 +150,8 @@ class ExchangeThread:
         start = time.perf_counter()
         count = 0 if loaded.split is None else loaded.split.num_samples
         rows = None if loaded.split is None or self._agreement is None else _rows_of(loaded, self._agreement)
-        announced = self._messages.announce(loaded.status, len(self._planners), count, rows, self._capacity)
+        announced = self._messages.announce(loaded.status, self._planners.count, count, rows, self._capacity)
+        planner = self._planners.use(int(announced.planners.min()))  # the latest one that all ranks have
         statuses = announced.statuses
         if not {BatchStatus.LOADED, BatchStatus.NOT_SEPARABLE}.issuperset(statuses.tolist()):
             if not_loaded is None:
@@ -161,7 +162,7 @@ class ExchangeThread:
         try:
             if (inseparable := np.flatnonzero(statuses == BatchStatus.NOT_SEPARABLE)).size:
                 raise loaded.error or CannotBalance(f"samples cannot be separated on rank {_join(inseparable)}")
-            batch, sent = self._exchange(loaded, announced)
+            batch, sent = self._exchange(loaded, announced, planner)
         except CannotBalance as reason:  # raised on all ranks at this batch, before any sample has moved
             self.unbalanced = str(reason)
             log_once(
@@ -203,12 +204,13 @@ class ExchangeThread:
         batch = pin_memory(loaded.batch) if self._pin_memory else loaded.batch
         return ReadyBatch(batch, loaded.state, compared=True)
 
-    def _exchange(self, loaded: LoadedBatch, announced: Announced) -> tuple[Any, int]:
+    def _exchange(self, loaded: LoadedBatch, announced: Announced, planner: Planner) -> tuple[Any, int]:
         """Assign the samples of all ranks to ranks, and send them there. All ranks call this together.
 
         Args:
             loaded: the local batch of this rank.
             announced: about the batches of all ranks.
+            planner: assigns the samples. It must be the same on all ranks.
 
         Returns:
             The new local batch and the bytes sent; the old batch and 0 if no sample moves.
@@ -224,7 +226,6 @@ class ExchangeThread:
             rows = self._messages.gather_rows(_rows_of(loaded, self._agreement), counts)
             self._capacity = int(counts.max())
         lengths, candidates, sizes = rows.T
-        planner = self._planners[announced.planners.min() - 1]  # the latest one that all ranks have
         current = np.repeat(np.arange(world), counts)
         assigned = planner.reassign(current, lengths, candidates, world=world)
         if assigned is current:

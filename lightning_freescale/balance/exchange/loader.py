@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_freescale.balance.exchange.background import ExchangeThread
 from lightning_freescale.balance.exchange.local_batches import WAITING_BATCHES, LocalBatches
 from lightning_freescale.balance.exchange.messages import RankMessages
+from lightning_freescale.balance.exchange.planners import Planners
 from lightning_freescale.balance.planner import Planner
 from lightning_freescale.balance.sample_sizes import SampleSizes, sample_sizes
 
@@ -74,7 +75,7 @@ class ExchangeLoader:
     ):
         self.loader, self.group = loader, group
         self.check, self.sizes, self.pin_memory = check, sizes, pin_memory
-        self.planners = [planner]  # all planners so far, because ranks may receive a new one at different batches
+        self.planners = Planners(planner)
         self.stats = SampleExchangeStats()
         self.checked = False  # whether ``check`` has accepted the batch that was yielded last
         self._messages = RankMessages(group)
@@ -83,11 +84,11 @@ class ExchangeLoader:
 
     @property
     def planner(self) -> Planner:
-        return self.planners[-1]
+        return self.planners.latest
 
     @planner.setter
     def planner(self, planner: Planner) -> None:
-        self.planners.append(planner)
+        self.planners.add(planner)
 
     @property
     def unbalanced(self) -> str | None:

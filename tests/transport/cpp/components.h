@@ -3,15 +3,18 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <map>
+#include <set>
 
 #include "../../../csrc/transport/tcp_greeting.h"
 #include "ranks.h"
@@ -210,6 +213,71 @@ void chunks_over_tcp() {
     ranks.sender->credit(0, static_cast<Word>(count));
     exchange->wait(60);
     ranks.queue->close(10);
+  }
+}
+
+// The threads of this process by number, which is the order of their start.
+std::set<pid_t> threads_of_process() {
+  std::set<pid_t> threads;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
+    threads.insert(static_cast<pid_t>(std::stoi(entry.path().filename())));
+  return threads;
+}
+
+// As long as it lives, another thread of the processor of `thread` has precedence.
+class Slow {
+ public:
+  explicit Slow(pid_t thread) {
+    cpu_set_t all, one;
+    require(sched_getaffinity(0, sizeof all, &all) == 0, "sched_getaffinity");
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &all)) ++cpu;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    const sched_param none{};
+    require(sched_setscheduler(thread, SCHED_IDLE, &none) == 0, "sched_setscheduler");
+    require(sched_setaffinity(thread, sizeof one, &one) == 0, "sched_setaffinity");
+    busy_ = std::thread([this, one] {
+      sched_setaffinity(0, sizeof one, &one);
+      while (!stop_) {
+      }
+    });
+  }
+  ~Slow() {
+    stop_ = true;
+    busy_.join();
+  }
+
+ private:
+  std::atomic<bool> stop_{false};
+  std::thread busy_;
+};
+
+// A queue that is closed at once after a failure still tells its peer the reason, also if its sending thread is slow.
+void failure_before_close() {
+  for (int i = 0; i < 6; ++i) {
+    struct : LargeChunks {
+      std::string why;
+      bool closed = false;
+      void aborted(int, const std::string& reason) override { why = reason; }
+      void lost(int, const std::string&) override { closed = true; }
+    } callbacks;
+    const auto before = threads_of_process();
+    QueueWithBarePeer ranks(small());
+    std::vector<pid_t> started;
+    for (const pid_t thread : threads_of_process())
+      if (!before.count(thread)) started.push_back(thread);
+    require(started.size() == 5, "a queue has two streams, a sending and a receiving thread, and a watchdog");
+    {
+      Slow slow(started[2]);
+      Bytes more(100), less(50);
+      error_of([&] { ranks.queue->exchange("all_to_all", to_peer(0, 2, more), to_peer(0, 2, less), 0); });
+      require(ranks.queue->failure().has_value(), "rank 0 must refuse an exchange with itself of two sizes");
+      ranks.queue->close(5);
+    }
+    for (int turn = 0; turn < 1000 && !callbacks.closed; ++turn)
+      ranks.receiver->progress(callbacks, std::chrono::milliseconds(10));
+    require(has(callbacks.why, "sends 100 bytes to rank 0, which expects 50"), "the peer heard: " + callbacks.why);
   }
 }
 

@@ -45,6 +45,7 @@ const std::map<std::string, std::function<void()>> scenarios{
     {"silent_peer", silent_peer},
     {"late_reader", late_reader},
     {"full_stream", full_stream},
+    {"failure_before_close", failure_before_close},
     {"no_descriptors", no_descriptors},
     {"strangers", strangers},
     {"bad_chunk", bad_chunk},
