@@ -10,6 +10,7 @@
 * ``control.py``: headers of batches and agreement between ranks. ``signals.py``: SIGTERM and SLURM's requeue signal.
 * ``sharded_model.py``: a model is sharded once. ``table_learning_rate.py``: its tables follow the user's schedulers.
   ``lookup_watch.py``: hands the rates to the tables before each look-up, and refuses backwards that would train in a validation.
+  ``table_steps.py``: names what changes gradients or skips a step after the tables have been updated.
 * ``expert_groups.py``: the process group over which events travel to the ranks of their experts.
 * ``accumulation.py``: the micro-batches of gradient accumulation count as one large batch.
 * ``true_precision.py``: the dense part in bfloat16, and the tables in their own type.

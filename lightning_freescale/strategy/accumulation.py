@@ -87,6 +87,11 @@ class GradientAccumulation:
         """``accumulate_grad_batches`` of this step."""
         return self._window.number
 
+    @property
+    def last(self) -> bool:
+        """Whether the tables are updated after the backward of this step."""
+        return self._window.last
+
     def loss_factor(self, weights: Sequence[int], model: nn.Module) -> float:
         """Before the backward: the factor of this loss. It may also correct the gradients of earlier micro-batches.
 

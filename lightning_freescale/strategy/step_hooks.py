@@ -27,6 +27,7 @@ from lightning_freescale.strategy.progress_bar import show_last_values
 from lightning_freescale.strategy.refusals import called_once
 from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
+from lightning_freescale.strategy.table_steps import TableSteps, name_gradient_hooks
 
 FLUSH = "trainer.strategy.flush()"
 
@@ -48,6 +49,7 @@ class StepHooks(CheckpointHooks):
     _rates: TableLearningRates | None
     _validation_steps: dict[str, int]  # Step counts of the tables before a validation.
     _lookups: LookupWatch | None = None
+    _table_steps: TableSteps
     _in_training_step: bool
     _failed: bool
     _module: Any
@@ -82,6 +84,7 @@ class StepHooks(CheckpointHooks):
         trainer = self._module.trainer
         compat.count_running_epoch(trainer)
         if self._has_tables and self._rates is not None:
+            self._table_steps.end_batch()
             log_table_rates(trainer, self._rates)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +144,8 @@ class StepHooks(CheckpointHooks):
         factor = loss_weighting.share(weights, self.global_rank)
         if self._has_tables:
             factor *= self._accumulation.loss_factor(weights, self._module)
+            if self._module.automatic_optimization:
+                self._table_steps.note_backward(self._accumulation.last)
         loss = closure_loss * factor if factor != 1.0 else closure_loss
         with backward_of_training_step(accumulates=not self._is_overridden("backward", self._module)):
             return super().backward(loss, optimizer, *args, **kwargs)
@@ -148,7 +153,10 @@ class StepHooks(CheckpointHooks):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._has_tables and self._module.automatic_optimization:
             closure = called_once(closure, optimizer)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._has_tables:
+            self._table_steps.note_step()
+        return result
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -202,12 +210,15 @@ class StepHooks(CheckpointHooks):
         hooks = dict.fromkeys(("on_validation_start", "on_train_epoch_end", "on_train_end"), complete)
         self._completing = compat.add_callback(trainer, first=True, **hooks)
 
-    def watch_lookups(self, trainer: Any, fitting: bool) -> None:
-        """Hand the learning rates to the tables before each look-up, and find backwards of an evaluation."""
-        self.unwatch_lookups()
+    def watch_updates(self, trainer: Any, fitting: bool) -> None:
+        """Hand the learning rates to the tables before each look-up, and find backwards that no optimizer step follows."""
+        self.unwatch_updates()
         self._lookups = LookupWatch(self._module, trainer, self._rates if fitting else None)
+        self._table_steps = TableSteps()
+        if fitting:
+            name_gradient_hooks(trainer)
 
-    def unwatch_lookups(self) -> None:
+    def unwatch_updates(self) -> None:
         if self._lookups is not None:
             self._lookups.close()
         self._lookups = None
@@ -216,6 +227,7 @@ class StepHooks(CheckpointHooks):
         super().on_train_end()
         if self._has_tables:
             assert self.control is not None
+            self._table_steps.end_batch()
             self.complete_tables()
             self.control.check_losses()  # A save whose losses are not finite has failed. The loss is the reason.
         self.finish_saves()

@@ -280,7 +280,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self._exchange_mode.open(self._module, self.root_device, gather, ask, self._copies, self.timeline)
             self.complete_tables_for_callbacks(trainer)
             self._expert_group.open(self._module)
-        self.watch_lookups(trainer, fitting)
+        self.watch_updates(trainer, fitting)
         self.setup_precision_plugin()
 
     @property
@@ -365,7 +365,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
             self.control.close()  # trainer.save_checkpoint() after fit() has opened it again.
 
     def teardown(self) -> None:
-        steps = [self.unwatch_lookups, self.abandon_copies, self.close_saves, self.before_tables_change, self._close]
+        steps = [self.unwatch_updates, self.abandon_copies, self.close_saves, self.before_tables_change, self._close]
         call_all(steps, after_failure=self._failed)
         if self.lightning_module is None or not self._declares_tables():
             self.end_after_failure([super().teardown])
