@@ -174,6 +174,9 @@ def _settings() -> list[ExchangeDecision]:
         ),
         ExchangeDecision(_names(WEIGHT_AVERAGING), Treatment.REFUSED, "they would have to average sharded tables"),
         ExchangeDecision(
+            "`ModelPruning` of tables", Treatment.REFUSED, "it would prune the parameters that sharding has replaced"
+        ),
+        ExchangeDecision(
             "a layer that shares its weights with a table", Treatment.REFUSED, "sharding would separate the two"
         ),
     ]
