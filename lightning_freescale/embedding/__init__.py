@@ -59,7 +59,7 @@ Files:
     row_stats.py        counts of ids, rows, collisions and bytes
     schedule.py         the order of the operations in a step
     scheduled_module.py the part of one module in it, and why it may stay synchronous
-    backward_count.py   finds models that run several backwards through one look-up
+    backward_count.py   sees backwards through a look-up, and finds models that run several of them
     table_watch.py      finds user code that changes tables between two steps
     direct_use.py       finds user code that uses the weights of a sharded table as a tensor
     mapped_ids.py       models that make rows of the ids of their batches themselves
