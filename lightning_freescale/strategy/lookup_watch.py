@@ -31,12 +31,11 @@ class LookupWatch:
         self._trainer, self._rates = trainer, rates
         self._names = {child: name for name, child in model.named_modules() if isinstance(child, ShardedModule)}
         self._rules = {child: [] if rates is None else rates.rules_of(child) for child in self._names}
-        self._handles: list[RemovableHandle] = []
-        for child in self._names:
-            self._handles += [
-                child.register_forward_pre_hook(self._before_lookup),
-                child.register_forward_hook(self._after_lookup),
-            ]
+        self._handles = [child.register_forward_pre_hook(self._before_lookup) for child in self._names]
+        self._backward_handles: list[RemovableHandle] = []
+        # Automatic optimization runs no code of the user between a look-up and its backward, and a hook takes time.
+        self._always_checks = rates is None or not trainer.lightning_module.automatic_optimization
+        self.check_backwards(self._always_checks)
 
     @torch.compiler.disable
     def _before_lookup(self, *_: Any) -> None:
@@ -45,7 +44,7 @@ class LookupWatch:
 
     @torch.compiler.disable
     def _after_lookup(self, collection: Any, _: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or not self._may_go_wrong:
+        if not torch.is_grad_enabled():
             return
         rules = self._rules[collection]
         held = [rule.rate() for rule in rules]
@@ -56,11 +55,6 @@ class LookupWatch:
 
         on_backward(output, check)
 
-    @property
-    def _may_go_wrong(self) -> bool:
-        """Whether user code may run between the look-up and its backward, or that backward must not come."""
-        return not self._trainer.training or not self._trainer.lightning_module.automatic_optimization
-
     def _refuse_in_evaluation(self, collection: nn.Module) -> None:
         trainer = self._trainer
         if trainer.evaluating or trainer.predicting:
@@ -70,8 +64,20 @@ class LookupWatch:
                 "the gradients with respect to the rows, with torch.autograd.grad(loss, rows), or detach the rows first"
             )
 
+    def check_backwards(self, wanted: bool) -> None:
+        """From now on, check each backward through a look-up, or stop to do so. A validation within a training needs it."""
+        if wanted and not self._backward_handles:
+            self._backward_handles = [child.register_forward_hook(self._after_lookup) for child in self._names]
+        elif not wanted and not self._always_checks:
+            _remove(self._backward_handles)
+
     def close(self) -> None:
         """Remove the hooks: the model may be used in another run."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
+        _remove(self._backward_handles)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

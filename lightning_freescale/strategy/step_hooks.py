@@ -241,16 +241,21 @@ class StepHooks(CheckpointHooks):
         super().on_validation_start()
         self.complete_tables()
         self._exchange_mode.stop_clock()
-        if self.schedule is not None:
-            self.schedule.set_evaluation(True)
+        self._set_evaluation(True)
         self._validation_steps = table_optimizer.steps(self._module)
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
         table_optimizer.set_steps(self._module, self._validation_steps)  # FBGEMM has counted the look-ups as steps.
-        if self.schedule is not None:
-            self.schedule.set_evaluation(False)
+        self._set_evaluation(False)
         self._exchange_mode.start_clock()
+
+    def _set_evaluation(self, evaluates: bool) -> None:
+        """Note whether look-ups belong to a validation, and so to no step."""
+        if self.schedule is not None:
+            self.schedule.set_evaluation(evaluates)
+        if self._lookups is not None:
+            self._lookups.check_backwards(evaluates)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._outside_of_steps():
