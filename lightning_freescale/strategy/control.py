@@ -259,9 +259,7 @@ class Control:
             raise self.missing_ranks(what, error) from error
         for rank, (other, _) in enumerate(found):
             if other != what:
-                raise FreeScaleError(
-                    f"rank {self.rank}: {what} is not reached on all ranks in one step. Rank {rank} waits for {other}"
-                )
+                raise FreeScaleError(f"rank {self.rank} is at {what}, and rank {rank} is at {other}")
         return [given for _, given in found]
 
     def ask(self, question: str) -> list[int]:

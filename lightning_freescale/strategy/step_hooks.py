@@ -29,7 +29,7 @@ from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
 from lightning_freescale.strategy.table_steps import TableSteps, name_gradient_hooks
 
-FLUSH = "trainer.strategy.flush()"
+FLUSH = "trainer.strategy.flush(), which all ranks must call"
 
 
 class StepHooks(CheckpointHooks):

@@ -252,22 +252,3 @@ def test_batches_without_features() -> None:
         assert toy.same(other["weights"], plain["weights"])
         assert other["reasons"] == set()
         assert other["prioritized"] > STEPS // 3
-
-
-class FlushesAlone(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 3:
-            trainer.strategy.flush()  # type: ignore[attr-defined]
-
-
-def flush_alone(rank: int) -> str:
-    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=4)
-    with pytest.raises((FreeScaleError, RuntimeError)) as error:
-        toy.trainer(strategy, 2, callbacks=[FlushesAlone()]).fit(toy.Model(), toy.loader(44))
-    return str(error.value)
-
-
-def test_a_flush_on_one_rank_alone_names_both_places() -> None:
-    first, second = run_ranks(flush_alone)
-    assert "rank 1: trainer.strategy.flush() is not reached on all ranks in one step. Rank 0 waits for " in second
-    assert "Rank 1 waits for trainer.strategy.flush()" in first
