@@ -172,6 +172,16 @@ def test_auto_measures_micro_batches_and_again_when_their_number_changes(monkeyp
         assert found[2] == [True, True]  # once with windows of three, once without
 
 
+def test_windows_of_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial changes the mode after three micro-batches of five. The first two trials of a mode leave incomplete windows."""
+    monkeypatch.setattr(mode_trial, "BLOCK_STEPS", 2)
+    options = {"size": 160, "batch_size": 2, "accumulate_grad_batches": 5, "max_epochs": 1}
+    cases = [(False, {"balance": "off", "prioritize": mode}, options) for mode in (False, "auto")]
+    for plain, auto in run_ranks(fits, args=(2, cases)):
+        assert plain[0] == auto[0]
+        assert toy.same(plain[1], auto[1])
+
+
 def exchanged(rank: int) -> list[list[str]]:
     """The prioritized modules of each step, with accumulation in the second of three epochs."""
     seen: list[list[str]] = []
