@@ -185,7 +185,12 @@ class ExchangeMode:
 
     def await_late(self) -> None:
         """Make the current stream see the gradients of the step before that are still on their way."""
-        for stream in self.apply_late():
+        self.apply_late()
+        self.await_tables()
+
+    def await_tables(self) -> None:
+        """Make the current stream wait for what is queued on :attr:`table_streams`. Nothing is exchanged."""
+        for stream in self.table_streams:
             stream.join()
 
     def new_group(self, priority: Literal["high", "low"], beside_compute: bool = False) -> Any:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from torchrec import EmbeddingCollection
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
 from lightning_freescale.embedding import mode_trial
@@ -180,6 +180,34 @@ def test_windows_of_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     for plain, auto in run_ranks(fits, args=(2, cases)):
         assert plain[0] == auto[0]
         assert toy.same(plain[1], auto[1])
+
+
+class CalledTwice(toy.Model):
+    """Has a second collection, whose exchange stays synchronous because it is called twice. Its table is on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = EmbeddingCollection([EmbeddingConfig(40, toy.DIM, name="extra", feature_names=["shops"])])
+
+    def forward(self, features: Any) -> Tensor:
+        extra = [self.extra(features)["shops"].values() for _ in range(2)]
+        return super().forward(features) + torch.cat(extra).sum()
+
+
+def fit_both_exchanges(rank: int, prioritize: bool) -> tuple[list[float], dict[str, Tensor]]:
+    pl.seed_everything(1, verbose=False)
+    model = CalledTwice()
+    own = FreeScaleStrategy(balance="off", prioritize=prioritize, timeout=20, sharding={"extra": "table_wise"})
+    toy.trainer(own, 2, max_epochs=1, accumulate_grad_batches=2).fit(model, toy.loader(32))
+    return model.losses, toy.weights(model)
+
+
+def test_a_collection_that_stays_synchronous_beside_a_prioritized_one() -> None:
+    """Only one rank has rows of the synchronous collection. Its update must not start an exchange of the other collection."""
+    plain, prioritized = (run_ranks(fit_both_exchanges, args=(mode,)) for mode in (False, True))
+    for expected, found in zip(plain, prioritized, strict=True):
+        assert found[0] == expected[0]
+        assert toy.same(found[1], expected[1])
 
 
 def exchanged(rank: int) -> list[list[str]]:
