@@ -169,7 +169,7 @@ class ScheduledModule:
     # ---- a step -----------------------------------------------------------------------------------------------------
     def begin_micro_batch(self, micro_batch: MicroBatch | None) -> None:
         """Before every step, also a synchronous one: a window may be exchanged in both modes, after a change of the mode."""
-        self.micro_batch = micro_batch
+        self.micro_batch, self.exchange.accumulates = micro_batch, micro_batch is not None
         if micro_batch is None or micro_batch.place == 0:
             self._window = []
 

@@ -48,6 +48,20 @@ class Requests:
     batch_position: Tensor | None  # [m] requester: position in the batch of each id in request order
     segments: Segments | None = None  # where the ids of each feature and requester start, if the index work is fused
     after_window: SharedIds | None = None  # owner, while gradients are accumulated: see ``CollisionFinder.find_window``
+    by_feature: Readback | None = None  # [T] int64, owner: number of ids of each feature, until the host knows it
+
+    def count_features(self) -> None:
+        """Start to copy the number of ids of each feature to the host. Gradients that are held are divided by feature."""
+        features = self.features
+        if features.length_per_key_or_none() is None:
+            lengths = features.lengths().view(len(features.keys()), features.stride())
+            self.by_feature = Readback(lengths.sum(1))
+
+    def note_features(self) -> None:
+        """Keep these numbers with the features, if they have been counted. Otherwise the host would ask the device for them."""
+        if self.by_feature is not None:
+            self.features._length_per_key = self.by_feature.wait().tolist()
+            self.by_feature = None
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec import PoolingType
+from torchrec.sparse import jagged_tensor
 
 from lightning_freescale.embedding import collisions
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
@@ -172,6 +173,35 @@ def streams_of_flags(rank: int) -> list[bool]:
 def test_flags_of_rows_are_made_on_the_stream_that_uses_them() -> None:
     """The stream of the ids does not wait for the model's. That one would clear the flags after the ids have set them."""
     assert run_ranks(streams_of_flags) == [[True, True]] * 2
+
+
+def counts_by_torchrec(rank: int, make: Any) -> dict[int, int]:
+    """How often TorchRec counts the ids of each feature at the owner, by step. On a GPU the host waits for such a count."""
+    dist.init_process_group("gloo")
+    module = make("row_wise", "sgd", 2)
+    schedule = make_schedule(module)
+    step, found, count = 0, dict.fromkeys(range(10), 0), jagged_tensor._maybe_compute_length_per_key
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        at_owner = kwargs["stride"] > 4  # it has the samples of two ranks
+        found[step] += at_owner and kwargs["length_per_key"] is None
+        return count(*args, **kwargs)
+
+    def advance(_: int) -> None:
+        nonlocal step
+        step += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jagged_tensor, "_maybe_compute_length_per_key", noted)
+        train(module, random_batches(rank, 9, 1, lambda rank, step: 4), schedule, between=advance, window=3)
+    return found
+
+
+@pytest.mark.parametrize("make", [build, build_bags])
+def test_the_host_does_not_ask_for_the_ids_of_each_feature(make: Any) -> None:
+    for found in run_ranks(counts_by_torchrec, args=(make,)):
+        assert found[0] > 0  # the synchronous step, where TorchRec asks
+        assert not any(found[step] for step in range(3, 9))
 
 
 # ---- the comparison can fail ----------------------------------------------------------------------------------------
