@@ -172,14 +172,30 @@ def test_auto_measures_micro_batches_and_again_when_their_number_changes(monkeyp
         assert found[2] == [True, True]  # once with windows of three, once without
 
 
-def test_windows_of_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial changes the mode after three micro-batches of five. The first two trials of a mode leave incomplete windows."""
-    monkeypatch.setattr(mode_trial, "BLOCK_STEPS", 2)
-    options = {"size": 160, "batch_size": 2, "accumulate_grad_batches": 5, "max_epochs": 1}
-    cases = [(False, {"balance": "off", "prioritize": mode}, options) for mode in (False, "auto")]
-    for plain, auto in run_ranks(fits, args=(2, cases)):
-        assert plain[0] == auto[0]
-        assert toy.same(plain[1], auto[1])
+class Switching(pl.Callback):
+    """Changes the mode after three micro-batches of each second window of five."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        schedule = trainer.strategy.schedule  # type: ignore[attr-defined]
+        if schedule is not None and batch_idx % 10 == 3:
+            schedule.activate(schedule.names if batch_idx % 20 == 3 else ())
+
+
+def fit_switching(rank: int, prioritize: bool) -> tuple[list[float], dict[str, Tensor]]:
+    pl.seed_everything(1, verbose=False)
+    model = toy.Model()
+    own = FreeScaleStrategy(balance="off", prioritize=prioritize)
+    options = {"max_epochs": 1, "accumulate_grad_batches": 5, "callbacks": [Switching()]}
+    toy.trainer(own, 2, **options).fit(model, toy.loader(160))
+    return model.losses, toy.weights(model)
+
+
+def test_windows_of_both_modes() -> None:
+    """A window that begins prioritized and ends synchronous leaves nothing to one that ends prioritized."""
+    plain, switching = (run_ranks(fit_switching, args=(mode,)) for mode in (False, True))
+    for expected, found in zip(plain, switching, strict=True):
+        assert found[0] == expected[0]
+        assert toy.same(found[1], expected[1])
 
 
 class CalledTwice(toy.Model):
