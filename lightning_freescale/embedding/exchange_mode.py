@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -139,11 +140,14 @@ class ExchangeMode:
             log_once(f"prioritize='auto': synchronous exchange, because {SINGLE_RANK}")
             return
 
+        schedules = itertools.count()
+
         def make_schedule(micro_batches: int = 1) -> None:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
-                agreement = CallAgreement(gather, ask)
+                number = next(schedules)  # each schedule counts its steps from 0, and answers stay in the store
+                agreement = CallAgreement(gather, lambda question: ask(f"{number}/{question}"))
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, gather, agreement)
                 if self._before_update is not None:
                     for module in self.schedule.modules:

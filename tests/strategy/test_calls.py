@@ -9,14 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleError, FreeScaleStrategy
-from lightning_freescale.embedding import prioritized
+from lightning_freescale.embedding import mode_trial, prioritized
 from lightning_freescale.embedding.call_agreement import AGREED_STEPS
 from lightning_freescale.embedding.support import CHANGED_IDS, NOT_IN_BATCH
+from lightning_freescale.strategy.control import Control
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -221,6 +223,35 @@ def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
     assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
     assert "on this rank but not on rank 0" in second["error"]
     assert "rank 1 ended with FreeScaleError: rank 1: embeddings is " in first["error"]
+
+
+def questions(rank: int) -> list[str]:
+    """What a rank asks the others in two trials of ``"auto"``, the second one with gradient accumulation."""
+    asked: list[str] = []
+    ask = Control.ask
+
+    def noted(self: Control, question: str) -> list[int]:
+        asked.append(question)
+        return ask(self, question)
+
+    model = ReplacesBeforeStep()
+    callbacks = [GradientAccumulationScheduler({1: 3})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Control, "ask", noted)
+        patch.setattr(mode_trial, "BLOCK_STEPS", 2)
+        patch.setattr(mode_trial, "MAX_TIME_RATIO", 0)  # the synchronous exchange wins, and its schedule ends
+        toy.trainer(FreeScaleStrategy(prioritize="auto", balance="off"), 2, callbacks=callbacks).fit(
+            model, toy.loader(80)
+        )
+    return asked
+
+
+def test_no_question_is_asked_twice() -> None:
+    """Answers stay in the store. A rank that is alone would take those of the first trial for answers."""
+    first, second = run_ranks(questions)
+    assert first == second
+    assert len(first) > 6
+    assert len(set(first)) == len(first)
 
 
 def test_changes_that_nobody_looks_for_change_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
