@@ -68,7 +68,9 @@ class GradientAccumulation:
 
     def begin(self, trainer: Any, model: nn.Module) -> MicroBatch | None:
         """Before the forward of a micro-batch. Returns ``None`` if no gradients are accumulated."""
-        self._window = compat.accumulation_window(trainer)
+        before, self._window = self._window, compat.accumulation_window(trainer)
+        if self._window.number != before.number:  # Gradients of the step before are applied as that step has begun.
+            self._await_gradients()
         if self._window.number == 1:
             if self._tables is not None:
                 self._tables.hold(False)

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection
 
 from lightning_freescale import ConfigurationError, FreeScaleStrategy, ZeroCollision, zero_collision
 from lightning_freescale.embedding import mode_trial
@@ -39,13 +39,15 @@ def fit(
     batch_size: int,
     optimizer: str = "rowwise_adagrad",
     schedule: dict[int, int] | None = None,
+    callback: type[pl.Callback] | None = None,
     **options: Any,
 ) -> Result:
     """Losses, weights and optimizer steps."""
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags)
     tables = {"optimizer": optimizer, "lr": 0.1}
-    callbacks = [GradientAccumulationScheduler(schedule)] if schedule else []
+    callbacks: list[pl.Callback] = [GradientAccumulationScheduler(schedule)] if schedule else []
+    callbacks += [callback()] if callback else []
     own = FreeScaleStrategy(embedding_optimizer=tables, **strategy)
     trainer = toy.trainer(own, world, callbacks=callbacks, use_distributed_sampler=True, **options)
     trainer.fit(model, toy.loader(size, batch_size, shuffle=False))
@@ -170,60 +172,6 @@ def test_auto_measures_micro_batches_and_again_when_their_number_changes(monkeyp
         assert found[0] == expected[0]
         assert toy.same(found[1], expected[1])
         assert found[2] == [True, True]  # once with windows of three, once without
-
-
-class Switching(pl.Callback):
-    """Changes the mode after three micro-batches of each second window of five."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        schedule = trainer.strategy.schedule  # type: ignore[attr-defined]
-        if schedule is not None and batch_idx % 10 == 3:
-            schedule.activate(schedule.names if batch_idx % 20 == 3 else ())
-
-
-def fit_switching(rank: int, prioritize: bool) -> tuple[list[float], dict[str, Tensor]]:
-    pl.seed_everything(1, verbose=False)
-    model = toy.Model()
-    own = FreeScaleStrategy(balance="off", prioritize=prioritize)
-    options = {"max_epochs": 1, "accumulate_grad_batches": 5, "callbacks": [Switching()]}
-    toy.trainer(own, 2, **options).fit(model, toy.loader(160))
-    return model.losses, toy.weights(model)
-
-
-def test_windows_of_both_modes() -> None:
-    """A window that begins prioritized and ends synchronous leaves nothing to one that ends prioritized."""
-    plain, switching = (run_ranks(fit_switching, args=(mode,)) for mode in (False, True))
-    for expected, found in zip(plain, switching, strict=True):
-        assert found[0] == expected[0]
-        assert toy.same(found[1], expected[1])
-
-
-class CalledTwice(toy.Model):
-    """Has a second collection, whose exchange stays synchronous because it is called twice. Its table is on one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = EmbeddingCollection([EmbeddingConfig(40, toy.DIM, name="extra", feature_names=["shops"])])
-
-    def forward(self, features: Any) -> Tensor:
-        extra = [self.extra(features)["shops"].values() for _ in range(2)]
-        return super().forward(features) + torch.cat(extra).sum()
-
-
-def fit_both_exchanges(rank: int, prioritize: bool) -> tuple[list[float], dict[str, Tensor]]:
-    pl.seed_everything(1, verbose=False)
-    model = CalledTwice()
-    own = FreeScaleStrategy(balance="off", prioritize=prioritize, timeout=20, sharding={"extra": "table_wise"})
-    toy.trainer(own, 2, max_epochs=1, accumulate_grad_batches=2).fit(model, toy.loader(32))
-    return model.losses, toy.weights(model)
-
-
-def test_a_collection_that_stays_synchronous_beside_a_prioritized_one() -> None:
-    """Only one rank has rows of the synchronous collection. Its update must not start an exchange of the other collection."""
-    plain, prioritized = (run_ranks(fit_both_exchanges, args=(mode,)) for mode in (False, True))
-    for expected, found in zip(plain, prioritized, strict=True):
-        assert found[0] == expected[0]
-        assert toy.same(found[1], expected[1])
 
 
 def exchanged(rank: int) -> list[list[str]]:
