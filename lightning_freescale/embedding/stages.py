@@ -60,8 +60,8 @@ class Requests:
     def note_features(self) -> None:
         """Keep these numbers with the features, if they have been counted. Otherwise the host would ask the device for them."""
         if self.by_feature is not None:
-            self.features._length_per_key = self.by_feature.wait().tolist()
-            self.by_feature = None
+            features, counts = self.features, self.by_feature.wait().tolist()
+            self.features, self.by_feature = with_counts(features, counts), None
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
@@ -76,6 +76,19 @@ class Requests:
         if self.segments is not None:  # on CUDA, fused index work puts the other arrays into the same allocation
             return [*found, self.segments.lookup]
         return [*found, self.owner_wire_order, self.requester_wire_order, self.batch_position]
+
+
+def with_counts(features: KeyedJaggedTensor, length_per_key: list[int]) -> KeyedJaggedTensor:
+    """``features`` with the number of ids of each of them. They share the memory."""
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        offsets=features.offsets(),
+        stride=features.stride(),
+        length_per_key=length_per_key,
+    )
 
 
 def with_places(
