@@ -133,11 +133,12 @@ class CollisionFinder:
         which holds their gradients.
         """
         self.has_new_ids = True
-        self.detectors = self.detectors or [CollisionDetector(rows, self._device) for rows in self._num_rows]
         last = window[-1]
         with_next: list[CollisionMarks] = []
         with_previous: list[CollisionMarks] = []
         with self._ids_stream.work(), self._timeline.span(Kind.ID_EXCHANGE, joined=math.nan):
+            # Here, because this stream uses the flags at once: it does not wait until the model's stream has cleared them.
+            self.detectors = self.detectors or [CollisionDetector(rows, self._device) for rows in self._num_rows]
             for group, (detect, second) in enumerate(zip(self.detectors, following.requests, strict=True)):
                 requests = [batch.requests[group] for batch in window]
                 of_window, of_second = detect(torch.cat([one.row_keys for one in requests]), second.row_keys)

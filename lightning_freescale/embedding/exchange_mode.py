@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -139,11 +140,14 @@ class ExchangeMode:
             log_once(f"prioritize='auto': synchronous exchange, because {SINGLE_RANK}")
             return
 
+        schedules = itertools.count()
+
         def make_schedule(micro_batches: int = 1) -> None:
             if self._groups is None:
                 self._groups = ExchangeGroups(self.new_group("high"), self.new_group("low", beside_compute=True))
             if self.schedule is None:
-                agreement = CallAgreement(gather, ask)
+                number = next(schedules)  # each schedule counts its steps from 0, and answers stay in the store
+                agreement = CallAgreement(gather, lambda question: ask(f"{number}/{question}"))
                 self.schedule = ExchangeSchedule(modules, self._groups, copies, timeline, gather, agreement)
                 if self._before_update is not None:
                     for module in self.schedule.modules:
@@ -185,7 +189,12 @@ class ExchangeMode:
 
     def await_late(self) -> None:
         """Make the current stream see the gradients of the step before that are still on their way."""
-        for stream in self.apply_late():
+        self.apply_late()
+        self.await_tables()
+
+    def await_tables(self) -> None:
+        """Make the current stream wait for what is queued on :attr:`table_streams`. Nothing is exchanged."""
+        for stream in self.table_streams:
             stream.join()
 
     def new_group(self, priority: Literal["high", "low"], beside_compute: bool = False) -> Any:

@@ -239,6 +239,7 @@ def _join(held: Sequence[HeldGradient], sequence: bool) -> tuple[KeyedJaggedTens
         weights=by_feature(weights) if weights else None,
         lengths=lengths.flatten(),
         stride=lengths.shape[1],
+        length_per_key=[sum(counts) for counts in zip(*(part.by_feature for part in read), strict=True)],
     )
     gradients = [one.gradient for one in held]
     return features, by_feature(gradients) if sequence else torch.cat(gradients)

@@ -63,10 +63,12 @@ class TrialTimes:
     """
 
     def __init__(self, warm_up: int, micro_batches: int = 1) -> None:
-        self._warm_up = warm_up
-        self._block_steps = math.ceil(BLOCK_STEPS / micro_batches) * micro_batches
+        # Blocks begin with an optimizer step. After a change inside of one, all of its last exchange would be urgent.
+        self._warm_up, self._block_steps = (
+            math.ceil(steps / micro_batches) * micro_batches for steps in (warm_up, BLOCK_STEPS)
+        )
         self._block_start = 0.0
-        self.steps = warm_up + 2 * BLOCKS_PER_MODE * self._block_steps
+        self.steps = self._warm_up + 2 * BLOCKS_PER_MODE * self._block_steps
         self.seconds: dict[bool, list[float]] = {False: [], True: []}  # per step, one entry for each block
 
     def second(self, step: int) -> bool:

@@ -85,6 +85,7 @@ class PrioritizedEmbedding:
         self.timeline = timeline or Timeline()
         self.wire = wire_types_of(self.collection)
         self._counts, self._requested = KnownCounts(module), 0
+        self.accumulates = False  # whether gradients are accumulated
         self.stats = RowExchangeStats()
         self.tables: Any = self.tables_type(self.collection)
         self.device = self.tables.device
@@ -176,6 +177,9 @@ class PrioritizedEmbedding:
                 self._requests(group, features, context)
                 for group, (features, context) in enumerate(zip(received, batch.context.sharding_contexts, strict=True))
             ]
+            if self.accumulates:
+                for group_requests in requests:
+                    group_requests.count_features()
         self.finder.has_new_ids = True
         if self.table_stream.stream is not None:
             for group_requests in requests:
@@ -228,6 +232,8 @@ class PrioritizedEmbedding:
         Args:
             all_of: the kind of all rows, whatever collides; None to divide the rows.
         """
+        for requests in batch.requests:
+            requests.note_features()
         marks = batch.with_previous if all_of is None else None
         planned = self.finder.divide(batch.requests, marks, all_of or EXCLUSIVE, self._fetch_set)
         if marks is not None and self.timeline.active:

@@ -126,7 +126,7 @@ class ExchangeSchedule:
         self._end_step()
         self._batch = batch
         for module in self.modules:
-            module.micro_batch = micro_batch
+            module.begin_micro_batch(micro_batch)
             index = module.kjt_index
             if index is not None and module.active:
                 module.begin_step(*(_at(part, index) for part in (batch, next_batch, after_next)))

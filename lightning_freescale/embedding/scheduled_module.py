@@ -125,8 +125,6 @@ class ScheduledModule:
         """Where the gradients of this step wait; None if they are not accumulated."""
         if self.micro_batch is None:
             return None
-        if self.micro_batch.place == 0:
-            self._window = []
         self._window.append(routed)
         return self.micro_batch.held.of(self.exchange.collection)
 
@@ -169,6 +167,12 @@ class ScheduledModule:
             self._agreement.settle(self.name, reason, place)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
+    def begin_micro_batch(self, micro_batch: MicroBatch | None) -> None:
+        """Before every step, also a synchronous one: a window may be exchanged in both modes, after a change of the mode."""
+        self.micro_batch, self.exchange.accumulates = micro_batch, micro_batch is not None
+        if micro_batch is None or micro_batch.place == 0:
+            self._window = []
+
     def begin_step(self, *kjts: KeyedJaggedTensor | None) -> None:
         """Before the forward of a batch.
 

@@ -48,6 +48,20 @@ class Requests:
     batch_position: Tensor | None  # [m] requester: position in the batch of each id in request order
     segments: Segments | None = None  # where the ids of each feature and requester start, if the index work is fused
     after_window: SharedIds | None = None  # owner, while gradients are accumulated: see ``CollisionFinder.find_window``
+    by_feature: Readback | None = None  # [T] int64, owner: number of ids of each feature, until the host knows it
+
+    def count_features(self) -> None:
+        """Start to copy the number of ids of each feature to the host. Gradients that are held are divided by feature."""
+        features = self.features
+        if features.length_per_key_or_none() is None:
+            lengths = features.lengths().view(len(features.keys()), features.stride())
+            self.by_feature = Readback(lengths.sum(1))
+
+    def note_features(self) -> None:
+        """Keep these numbers with the features, if they have been counted. Otherwise the host would ask the device for them."""
+        if self.by_feature is not None:
+            features, counts = self.features, self.by_feature.wait().tolist()
+            self.features, self.by_feature = with_counts(features, counts), None
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors that the table stream uses, too."""
@@ -62,6 +76,19 @@ class Requests:
         if self.segments is not None:  # on CUDA, fused index work puts the other arrays into the same allocation
             return [*found, self.segments.lookup]
         return [*found, self.owner_wire_order, self.requester_wire_order, self.batch_position]
+
+
+def with_counts(features: KeyedJaggedTensor, length_per_key: list[int]) -> KeyedJaggedTensor:
+    """``features`` with the number of ids of each of them. They share the memory."""
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        offsets=features.offsets(),
+        stride=features.stride(),
+        length_per_key=length_per_key,
+    )
 
 
 def with_places(

@@ -80,8 +80,12 @@ def own_store() -> Any:
     return store.clone()  # torch's types do not know this method.
 
 
-def ranks_without_key(key: str, rank: int, world_size: int, seconds: float) -> list[int]:
-    """Set ``key`` of this rank in the rendezvous store, and return the ranks that do not set theirs within ``seconds``."""
+def ranks_without_key(key: str, rank: int, world_size: int, seconds: float, last: str | None = None) -> list[int]:
+    """Set ``key`` of this rank in the rendezvous store, and return the ranks that do not set theirs within ``seconds``.
+
+    Args:
+        last: the last key that all ranks have set. A rank that sets another one has seen it on all ranks, so it is removed.
+    """
     store, deadline = own_store(), time.monotonic() + seconds
     store.set(f"{key}/{rank}", "")
     missing = []
@@ -91,6 +95,8 @@ def ranks_without_key(key: str, rank: int, world_size: int, seconds: float) -> l
             within(seconds + CONNECT_PAUSE, functools.partial(store.wait, [f"{key}/{other}"], left))
         except (dist.DistError, TimeoutError):
             missing.append(other)
+    if last is not None and not missing:
+        store.delete_key(f"{last}/{rank}")
     return missing
 
 

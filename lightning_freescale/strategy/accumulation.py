@@ -56,18 +56,21 @@ class GradientAccumulation:
     """The accumulation of one strategy. It does nothing while ``accumulate_grad_batches`` is 1.
 
     Args:
-        await_gradients: makes the current stream see all gradients of tables that have left for their owners.
+        await_gradients: makes the current stream see all gradients of tables that have left for their owners. A collective.
+        await_tables: makes the current stream wait for what is queued on the streams of the tables. No collective.
     """
 
-    def __init__(self, await_gradients: Callable[[], None]) -> None:
-        self._await_gradients = await_gradients
+    def __init__(self, await_gradients: Callable[[], None], await_tables: Callable[[], None]) -> None:
+        self._await_gradients, self._await_tables = await_gradients, await_tables
         self._tables: HeldTableGradients | None = None
         self._sizes: list[int] = []  # of the micro-batches of this window that had a backward
         self._window = compat.EVERY_BATCH
 
     def begin(self, trainer: Any, model: nn.Module) -> MicroBatch | None:
         """Before the forward of a micro-batch. Returns ``None`` if no gradients are accumulated."""
-        self._window = compat.accumulation_window(trainer)
+        before, self._window = self._window, compat.accumulation_window(trainer)
+        if self._window.number != before.number:  # Gradients of the step before are applied as that step has begun.
+            self._await_gradients()
         if self._window.number == 1:
             if self._tables is not None:
                 self._tables.hold(False)
@@ -75,7 +78,7 @@ class GradientAccumulation:
         if self._tables is None:
             self._tables = HeldTableGradients(model)
         if self._window.place == 0:  # A window that the end of an epoch or a stop has cut short is left as it is.
-            if not self._tables.all_applied:
+            if self._sizes:  # The same on all ranks.
                 self._await_gradients()
             self._tables.drop()
             self._sizes = []
@@ -117,8 +120,8 @@ class GradientAccumulation:
         if self._window.number == 1 or not self._window.last:
             return
         assert self._tables is not None
-        if not self._tables.all_applied:
-            self._await_gradients()
+        if not self._tables.all_applied:  # Other ranks may differ: they may have no rows of these tables.
+            self._await_tables()
             self._tables.apply()
         log_once(
             f"accumulate_grad_batches={self._window.number}: the gradients of the tables are held until the last of "

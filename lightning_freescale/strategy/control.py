@@ -84,6 +84,7 @@ class Control:
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._run = 0  # The number of the run in this process. All ranks count the same.
         self._reports = self._new_reports()
+        self._answered: str | None = None  # The last question of this run.
         self._watch: FailureWatch | None = None
         self._closed_watch: FailureWatch | None = None  # It explains errors that come after the end of a run.
         self._lacks_a_report = False  # Whether this rank has waited in vain for the report of another one.
@@ -118,7 +119,7 @@ class Control:
         self._lacks_a_report = False
         if self._watch is None and self.world_size > 1:
             self._run = next(_run_numbers)
-            self._reports = self._new_reports()
+            self._reports, self._answered = self._new_reports(), None
             key, seconds = f"freescale/{self._run}/explanation", self.timeout.total_seconds()
             self._watch = FailureWatch(key, self.rank, seconds, self._device)
         _ = self.group, self.header_group  # Each property opens its group.
@@ -270,7 +271,9 @@ class Control:
         if self.world_size == 1:
             return []
         seconds = min(MAX_ANSWER_SECONDS, self.timeout.total_seconds() / 2)
-        missing = ranks_without_key(f"freescale/{self._run}/{question}", self.rank, self.world_size, seconds)
+        key, last = f"freescale/{self._run}/{question}", self._answered
+        missing = ranks_without_key(key, self.rank, self.world_size, seconds, last)
+        self._answered = key
         self.check_ranks(question)  # A rank that has failed asks nothing.
         return missing
 

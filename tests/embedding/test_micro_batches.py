@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torchrec import PoolingType
+from torchrec.sparse import jagged_tensor
 
+from lightning_freescale.embedding import collisions
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE, RowKind
+from lightning_freescale.embedding.collisions import CollisionDetector
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from lightning_freescale.embedding.stages import FetchingBatch, ReturningBatch
+from lightning_freescale.runtime.streams import SideStream
 from tests.embedding.comparison import case, compare
 from tests.embedding.training import BAG_SHARDINGS, SHARDINGS, build, build_bags, make_schedule, random_batches, train
 from tests.ranks import run_ranks
@@ -130,6 +136,72 @@ def test_only_the_last_micro_batch_of_a_window_is_urgent() -> None:
     expected += [("late gradients", 9), ("urgent gradients", 9), ("update", 9)]
     for found in run_ranks(transfers):
         assert found == expected
+
+
+# ---- CUDA streams and the host --------------------------------------------------------------------------------------
+class NotedStream(SideStream):
+    """A stream of a CPU that notes whether it is the current one."""
+
+    is_current = False
+
+    @contextmanager
+    def work(self, *after: Any, **options: Any) -> Iterator[None]:
+        self.is_current = True
+        yield
+        self.is_current = False
+
+
+def streams_of_flags(rank: int) -> list[bool]:
+    """Whether the flags of rows were made on the stream of the ids, for each sharding group."""
+    dist.init_process_group("gloo")
+    module = build("mixed", "sgd", 2)
+    schedule = make_schedule(module)
+    stream = schedule.modules[0].exchange.finder._ids_stream = NotedStream(torch.device("cpu"))
+    found: list[bool] = []
+
+    class Detector(CollisionDetector):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            found.append(stream.is_current)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collisions, "CollisionDetector", Detector)
+        train(module, random_batches(rank, 6, 1, lambda rank, step: 4), schedule, window=2)
+    return found
+
+
+def test_flags_of_rows_are_made_on_the_stream_that_uses_them() -> None:
+    """The stream of the ids does not wait for the model's. That one would clear the flags after the ids have set them."""
+    assert run_ranks(streams_of_flags) == [[True, True]] * 2
+
+
+def counts_by_torchrec(rank: int, make: Any) -> dict[int, int]:
+    """How often TorchRec counts the ids of each feature at the owner, by step. On a GPU the host waits for such a count."""
+    dist.init_process_group("gloo")
+    module = make("row_wise", "sgd", 2)
+    schedule = make_schedule(module)
+    step, found, count = 0, dict.fromkeys(range(10), 0), jagged_tensor._maybe_compute_length_per_key
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        at_owner = kwargs["stride"] > 4  # it has the samples of two ranks
+        found[step] += at_owner and kwargs["length_per_key"] is None
+        return count(*args, **kwargs)
+
+    def advance(_: int) -> None:
+        nonlocal step
+        step += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jagged_tensor, "_maybe_compute_length_per_key", noted)
+        train(module, random_batches(rank, 9, 1, lambda rank, step: 4), schedule, between=advance, window=3)
+    return found
+
+
+@pytest.mark.parametrize("make", [build, build_bags])
+def test_the_host_does_not_ask_for_the_ids_of_each_feature(make: Any) -> None:
+    for found in run_ranks(counts_by_torchrec, args=(make,)):
+        assert found[0] > 0  # the synchronous step, where TorchRec asks
+        assert not any(found[step] for step in range(3, 9))
 
 
 # ---- the comparison can fail ----------------------------------------------------------------------------------------

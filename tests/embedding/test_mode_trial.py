@@ -44,12 +44,14 @@ def test_blocks_of_both_settings_alternate() -> None:
     assert blocks == [[i % 2 == 1] * BLOCK_STEPS for i in range(2 * BLOCKS_PER_MODE)]
 
 
-@pytest.mark.parametrize(("micro_batches", "block"), [(1, 8), (2, 8), (3, 9), (5, 10), (20, 20)])
-def test_a_block_has_complete_optimizer_steps(micro_batches: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("micro_batches", "warm_up", "block"), [(1, 3, 8), (2, 4, 8), (3, 3, 9), (5, 5, 10), (20, 20, 20)]
+)
+def test_a_block_has_complete_optimizer_steps(micro_batches: int, warm_up: int, block: int) -> None:
     times = TrialTimes(TRIAL_WARM_UP_STEPS, micro_batches)
-    assert times.steps == TRIAL_WARM_UP_STEPS + 2 * BLOCKS_PER_MODE * block
+    assert times.steps == warm_up + 2 * BLOCKS_PER_MODE * block
     boundaries = [step for step in range(times.steps + 1) if times.at_boundary(step)]
-    assert boundaries == list(range(TRIAL_WARM_UP_STEPS, times.steps + 1, block))
+    assert boundaries == list(range(warm_up, times.steps + 1, block))
     for step in range(times.steps + 1):
         if times.at_boundary(step):
             times.note(step, float(step))

@@ -39,13 +39,15 @@ def fit(
     batch_size: int,
     optimizer: str = "rowwise_adagrad",
     schedule: dict[int, int] | None = None,
+    callback: type[pl.Callback] | None = None,
     **options: Any,
 ) -> Result:
     """Losses, weights and optimizer steps."""
     pl.seed_everything(1, verbose=False)
     model = toy.Model(bags=bags)
     tables = {"optimizer": optimizer, "lr": 0.1}
-    callbacks = [GradientAccumulationScheduler(schedule)] if schedule else []
+    callbacks: list[pl.Callback] = [GradientAccumulationScheduler(schedule)] if schedule else []
+    callbacks += [callback()] if callback else []
     own = FreeScaleStrategy(embedding_optimizer=tables, **strategy)
     trainer = toy.trainer(own, world, callbacks=callbacks, use_distributed_sampler=True, **options)
     trainer.fit(model, toy.loader(size, batch_size, shuffle=False))

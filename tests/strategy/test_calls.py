@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleError, FreeScaleStrategy
-from lightning_freescale.embedding import prioritized
+from lightning_freescale.embedding import mode_trial, prioritized
 from lightning_freescale.embedding.call_agreement import AGREED_STEPS
 from lightning_freescale.embedding.support import CHANGED_IDS, NOT_IN_BATCH
+from lightning_freescale.strategy.control import Control
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -221,6 +225,56 @@ def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
     assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
     assert "on this rank but not on rank 0" in second["error"]
     assert "rank 1 ended with FreeScaleError: rank 1: embeddings is " in first["error"]
+
+
+def questions(rank: int) -> list[str]:
+    """What a rank asks the others in two trials of ``"auto"``, the second one with gradient accumulation."""
+    asked: list[str] = []
+    ask = Control.ask
+
+    def noted(self: Control, question: str) -> list[int]:
+        asked.append(question)
+        return ask(self, question)
+
+    model = ReplacesBeforeStep()
+    callbacks = [GradientAccumulationScheduler({1: 3})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Control, "ask", noted)
+        patch.setattr(mode_trial, "BLOCK_STEPS", 2)
+        patch.setattr(mode_trial, "MAX_TIME_RATIO", 0)  # the synchronous exchange wins, and its schedule ends
+        toy.trainer(FreeScaleStrategy(prioritize="auto", balance="off"), 2, callbacks=callbacks).fit(
+            model, toy.loader(80)
+        )
+    return asked
+
+
+def test_no_question_is_asked_twice() -> None:
+    """Answers stay in the store. A rank that is alone would take those of the first trial for answers."""
+    first, second = run_ranks(questions)
+    assert first == second
+    assert len(first) > 6
+    assert len(set(first)) == len(first)
+
+
+def keys_of_questions(rank: int) -> list[int]:
+    """How many keys are in the store after each of some questions."""
+    dist.init_process_group("gloo")
+    control = Control(timedelta(seconds=20))
+    control.open()
+    found = []
+    for number in range(6):
+        assert control.ask(f"question {number}") == []
+        dist.barrier()  # gloo uses no store then
+        found.append(dist.distributed_c10d._get_default_store().num_keys())
+        dist.barrier()
+    control.close()
+    return found
+
+
+def test_answers_do_not_collect_in_the_store() -> None:
+    """A model that skips its tables in some steps asks in each of them."""
+    found = run_ranks(keys_of_questions)[0]
+    assert found[2:] == [found[1]] * 4
 
 
 def test_changes_that_nobody_looks_for_change_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
