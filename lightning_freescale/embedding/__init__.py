@@ -65,6 +65,8 @@ Files:
     mapped_ids.py       models that make rows of the ids of their batches themselves
     aliases.py          collections that a model refers to by several names
     unsharded_api.py    lets a sharded collection be used like the unsharded one
+    mean_pooling.py     bags that TorchRec would divide wrongly
+    output_order.py     the features of its output have the order of the unsharded one
     mode_trial.py       measures synchronous and prioritized steps (``prioritize="auto"``)
     mode_review.py      when to measure again
     exchange_mode.py    decides between synchronous and prioritized steps, and makes the process groups

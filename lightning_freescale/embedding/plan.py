@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import torch
@@ -28,6 +28,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from lightning_freescale.batch.jagged_checks import ANY_ID
 from lightning_freescale.embedding.distinct_ids import Dedup, add_cpu_kernel
+from lightning_freescale.embedding.mean_pooling import has_means
 from lightning_freescale.embedding.table_optimizer import (
     DEFAULT_TABLE_OPTIMIZER,
     check_own_optimizers,
@@ -194,11 +195,13 @@ def choose_sharding(
     sharding: Mapping[str, str] | str | None,
     world_size: int,
     buckets: Mapping[str, int] | None = None,
+    split: Container[str] = (),
 ) -> dict[str, str]:
     """Sharding type of each table: the user's choice; otherwise row-wise, or table-wise if the table is too small to split.
 
     Args:
         buckets: number of buckets of each table with zero-collision ids. Such a table is row-wise, whatever its size.
+        split: names of tables that are row-wise by default, whatever their size.
     """
     tables = {config.name: config for config in configs}
     wanted = dict.fromkeys(tables, sharding) if isinstance(sharding, str) else dict(sharding or {})
@@ -209,7 +212,7 @@ def choose_sharding(
         if buckets and name in buckets:
             chosen[name] = check_bucket_sharding(name, buckets[name], wanted.get(name), world_size)
             continue
-        small = config.num_embeddings < MIN_ROWS_PER_RANK * world_size
+        small = _is_small(config, world_size) and name not in split
         kind = wanted.get(name) or ("table_wise" if small else "row_wise")
         if kind not in SHARDING_TYPES:
             raise ConfigurationError(
@@ -221,6 +224,17 @@ def choose_sharding(
             )
         chosen[name] = kind
     return chosen
+
+
+def _is_small(config: BaseEmbeddingConfig, world_size: int) -> bool:
+    return config.num_embeddings < MIN_ROWS_PER_RANK * world_size
+
+
+def _split_with_means(collections: Iterable[Collection], world_size: int) -> set[str]:
+    """Tables that must not stay whole, because another table of the collection is row-wise: see ``mean_pooling.py``."""
+    configs = [table_configs(collection) for collection in collections]
+    mixed = [part for part in configs if has_means(part) and not all(_is_small(config, world_size) for config in part)]
+    return {config.name for part in mixed for config in part}
 
 
 def make_plan(
@@ -245,7 +259,8 @@ def make_plan(
         if isinstance(collection, ZeroCollisionCollection)
         for name, number in collection.buckets.items()
     }
-    chosen = choose_sharding(configs, sharding, world_size, buckets)
+    split = _split_with_means(collections.values(), world_size)
+    chosen = choose_sharding(configs, sharding, world_size, buckets, split)
     load = [0] * world_size  # elements of whole tables on each rank
     owner: dict[str, int] = {}
     for config in sorted(configs, key=lambda config: -config.num_embeddings * config.embedding_dim):

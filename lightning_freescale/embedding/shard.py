@@ -24,9 +24,10 @@ from lightning_freescale.embedding.distinct_ids import Dedup, DedupTrial
 from lightning_freescale.embedding.fixed_buckets import FixedBucketsDDP
 from lightning_freescale.embedding.gradient_buckets import choose_bucket_megabytes, may_choose
 from lightning_freescale.embedding.key_order import keep_key_order
+from lightning_freescale.embedding.mean_pooling import refuse_wrong_means
 from lightning_freescale.embedding.moment_kernel import moment_kernels
 from lightning_freescale.embedding.partial_sums import refuse_uneven_batches
-from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table, make_plan, make_sharders
+from lightning_freescale.embedding.plan import embedding_modules, is_of_a_table, make_plan, make_sharders, table_configs
 from lightning_freescale.embedding.table_optimizer import count_training_lookups_only
 from lightning_freescale.embedding.unsharded_api import refuse_lost_hooks, resemble
 from lightning_freescale.embedding.user_plan import users_plan
@@ -74,6 +75,8 @@ def shard(
         group=group,
         local_size=local_size,
     ) or make_plan(module, sharders, sharding, device=device, world_size=group.size(), local_size=local_size)
+    for name, collection in unsharded.items():
+        refuse_wrong_means(name, table_configs(collection), plan.plan[name])
     with _own_random_numbers(group.rank(), device), moment_kernels(device):
         sharded = DistributedModelParallel(
             module,

@@ -4,6 +4,7 @@
   they are used first. It has the methods of a dictionary, but Python looks for some of them on the class: without these,
   ``for feature in rows`` and ``"feature" in rows`` raise ``KeyError: 0``.
 - An unsharded collection has methods that tell its configuration. The sharded one has none of them.
+- The features of the output have another order: see ``output_order.py``.
 - Forward hooks of the unsharded collection would not be called. They move to the sharded one. Other hooks are refused.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 
+from lightning_freescale.embedding.output_order import restore_order
 from lightning_freescale.embedding.plan import is_of_a_table
 from lightning_freescale.runtime.errors import ConfigurationError
 
@@ -84,7 +86,7 @@ def refuse_lost_hooks(collections: Mapping[str, nn.Module]) -> None:
 
 
 def resemble(module: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
-    """Give the sharded collections in ``module`` the methods of ``unsharded`` that tell their configuration, and their hooks.
+    """Give the sharded collections in ``module`` the output and the hooks of ``unsharded``, and its methods without arguments.
 
     The unsharded collections do not stay in memory.
     """
@@ -98,6 +100,7 @@ def resemble(module: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
             hooks = vars(collection)[name]  # the same object, so that the handles of the user still remove hooks
             hooks.update(vars(sharded)[name])
             vars(sharded)[name], vars(collection)[name] = hooks, type(hooks)()
+        restore_order(sharded, collection)
 
 
 class _Answer:

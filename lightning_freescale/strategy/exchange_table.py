@@ -168,6 +168,12 @@ def _settings() -> list[ExchangeDecision]:
             "FBGEMM's kernel would pool the rows",
         ),
         ExchangeDecision(
+            "bags of row-wise tables pooled by the mean beside tables with another sharding, or beside bags pooled by the sum "
+            "that share a feature",
+            Treatment.REFUSED,
+            "TorchRec would divide the bags of the other tables",
+        ),
+        ExchangeDecision(
             f"`precision` other than {_names(PRECISIONS)}",
             Treatment.REFUSED,
             "loss scaling cannot reach the tables, or FBGEMM has no tables of that type",

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -76,13 +75,12 @@ class RemapsAhead:
         """Write fresh rows of ``batch``. The tables have all updates that these rows get from earlier batches.
 
         Args:
-            rows: the slots that are about to be read, by feature; fresh rows elsewhere are not written yet. ``None``: all.
+            rows: the slots that are about to be read, by sharding group; fresh rows elsewhere are not written yet. ``None``: all.
         """
         assert not self.undone
-        slots = {key: part.values() for features in rows or () for key, part in features.to_dict().items()}
+        slots = {} if rows is None else self._collection.slots_by_table(rows)
         for table, insertion in batch.insertions:
-            read = None if rows is None else torch.cat([slots[feature] for feature in table.features])
-            batch.written.append(table.write_fresh(insertion, read))
+            batch.written.append(table.write_fresh(insertion, slots.get(table.identities)))
 
     def commit(self, batch: BatchAhead) -> None:
         """The step of ``batch`` uses its rows: the insertion is final."""

@@ -136,6 +136,14 @@ class ShardedZeroCollisionCollection(ShardedManagedCollisionEmbeddingCollection)
             length_per_key=features.length_per_key_or_none(),  # to compute it would make the host wait for the ids
         )
 
+    def slots_by_table(self, groups: Sequence[KeyedJaggedTensor]) -> dict[nn.Module, Tensor]:
+        """The slots of each table, by its identities. Tables may share a feature, so its name does not tell the table."""
+        found: dict[nn.Module, Tensor] = {}
+        for features, tables in zip(groups, self._tables_of_group, strict=True):
+            parts = features.split([len(part.table.features) for part in tables])
+            found |= {part.table.identities: slots.values() for part, slots in zip(tables, parts, strict=True)}
+        return found
+
     # ---- the synchronous step ---------------------------------------------------------------------------------------
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Remap, write the fresh rows, look up."""
