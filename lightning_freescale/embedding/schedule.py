@@ -146,6 +146,7 @@ class ExchangeSchedule:
         for module in self.modules:
             module.after_backward()  # does nothing, unless the backward was not announced
             module.look_ahead()
+            module.agree_on_gradients()
         if self._batch is None:
             return
         found = {module.name: module.end_calls(self._batch) for module in self.modules}

@@ -33,6 +33,7 @@ from lightning_freescale.embedding.support import (
     SEVERAL_BACKWARDS,
     UNANNOUNCED_BACKWARD,
     VARIABLE_BATCH_SIZE,
+    WITHOUT_GRADIENTS,
     WITHOUT_INSERTION,
 )
 from lightning_freescale.embedding.table_watch import Gather, TableWatch
@@ -82,6 +83,8 @@ class ScheduledModule:
         self.current: FetchingBatch | ComputingBatch | ReturningBatch | None = None
         self.next: RequestedBatch | RoutedBatch | FetchingBatch | None = None
         self.after_next: RequestedBatch | RoutedBatch | None = None
+        self._begun: KeyedJaggedTensor | None = None  # the batch of the last step that began
+        self._had_gradients = True  # whether the last prioritized step had gradients of rows
         self._has_new_next = False  # whether the collisions of ``current`` with ``next`` are to be found
         self._window: list[RoutedBatch] = []  # the prioritized micro-batches of this optimizer step
         self._divides_window = False  # whether their collisions with the batch after them are known
@@ -190,13 +193,14 @@ class ScheduledModule:
         kjt, next_kjt, after_next_kjt = kjts
         if self.current is None or self.current.kjt is not kjt:  # the first step, or the previous step had no backward
             self._begin_anew(kjt)
+        self._begun = kjt
         if kjt is not None:
             self._request_ahead(next_kjt, after_next_kjt)
 
     def _begin_anew(self, kjt: KeyedJaggedTensor | None) -> None:
         """Begin a step whose rows were not sent in advance."""
         exchange = self.exchange
-        if self.current is not None:
+        if self.current is not None and self.current.kjt is not self._begun:  # not that of a step without a call
             self._settle(OTHER_BATCH, "batch")
         self._refuse_change_before_updates()
         if self.watch is not None:  # without pending gradients a change is right, because all rows are read now
@@ -273,6 +277,7 @@ class ScheduledModule:
         current = self.current
         if not isinstance(current, ReturningBatch) or not current.has_gradients:
             return  # no backward went through this module
+        self._had_gradients = True
         self.exchange.redo_ahead()
         self.exchange.gradients.apply_collisions(current)
         if self.micro_batch is not None and self.micro_batch.last:
@@ -283,6 +288,12 @@ class ScheduledModule:
             self.exchange.send_rows(self.next, COLLISION)
             self.current, self.next, self.after_next = self.next, self.after_next, None
             self._has_new_next = self.next is not None
+
+    def agree_on_gradients(self) -> None:
+        """After a step. Ranks whose loss depends on the rows wait for the gradients of all ranks, and would wait in vain."""
+        if isinstance(self.current, ReturningBatch) and self._had_gradients:
+            self._settle(WITHOUT_GRADIENTS, "gradients")
+            self._had_gradients = False
 
     def look_ahead(self) -> None:
         """After ``after_backward`` of all modules: find the collisions of the next batch with the one after it."""

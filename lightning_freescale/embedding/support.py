@@ -34,6 +34,7 @@ SEVERAL_BACKWARDS = "trained by more than one backward a step"
 CHANGED_TABLES = "changed by user code between steps; call trainer.strategy.flush() on all ranks before each change"
 WITHOUT_INSERTION = "called with gradients in evaluation mode, in which a table with zero-collision ids inserts none"
 OTHER_BATCH = "trained with another batch than the one whose ids were sent"  # which alone does not make it synchronous
+WITHOUT_GRADIENTS = "called in a step whose loss does not depend on its rows"  # nor does this one
 FOUND_IN_TRAINING = (
     MORE_THAN_ONCE,
     NOT_IN_BATCH,

@@ -19,6 +19,7 @@ from torchrec.distributed.types import LazyAwaitable
 from lightning_freescale.embedding.output_order import restore_order
 from lightning_freescale.embedding.plan import is_of_a_table
 from lightning_freescale.runtime.errors import ConfigurationError
+from lightning_freescale.runtime.user_code import is_of_user
 
 # Methods without arguments. Their answers never change.
 CONFIGURATION = (
@@ -69,20 +70,27 @@ def refuse_lost_hooks(collections: Mapping[str, nn.Module]) -> None:
     """Raise :class:`ConfigurationError` for hooks that would not be called after ``collections`` have been sharded."""
     for name, collection in collections.items():
         for key, parameter in collection.named_parameters():
-            if is_of_a_table(key) and any(getattr(parameter, hooks, None) for hooks in _GRADIENT_HOOKS):
+            if is_of_a_table(key) and any(_of_user(getattr(parameter, hooks, None)) for hooks in _GRADIENT_HOOKS):
                 raise ConfigurationError(
                     f"{name}.{key} has a hook for its gradient, which would not be called: the rows of a table are updated "
                     "without a gradient of its weights. Put the hook on the output of the collection"
                 )
-        lost = ["its backward"] if any(vars(collection)[hooks] for hooks in _BACKWARD_HOOKS) else []
+        lost = ["its backward"] if any(_of_user(vars(collection)[hooks]) for hooks in _BACKWARD_HOOKS) else []
         for key, child in collection.named_modules():
-            if child is not collection and is_of_a_table(f"{key}.") and any(vars(child)[hooks] for hooks in _ALL_HOOKS):
+            if child is collection or not is_of_a_table(f"{key}."):
+                continue
+            if any(_of_user(vars(child)[hooks]) for hooks in _ALL_HOOKS):
                 lost.append(key)
         if lost:
             raise ConfigurationError(
                 f"{name} has a hook for {lost[0]}, which would not be called after the tables are sharded. Use a forward hook "
                 f"of {name} itself"
             )
+
+
+def _of_user(hooks: Mapping[int, Any] | None) -> bool:
+    """Whether any of ``hooks`` is the user's own. A profiler of Lightning may have some, too."""
+    return any(map(is_of_user, (hooks or {}).values()))
 
 
 def resemble(module: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:

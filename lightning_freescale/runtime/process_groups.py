@@ -21,7 +21,6 @@ from lightning_freescale.runtime.bounded import within
 from lightning_freescale.runtime.nccl_groups import limit_the_end
 
 CONNECT_PAUSE = 0.1  # seconds between two attempts to reach the store
-LEAST_STORE_SECONDS = 0.05  # for a key that is in the store
 CONNECT_FACTOR = 1.25  # gloo gives up after its timeout, or never; this limit is a little longer
 Made = TypeVar("Made")
 
@@ -78,26 +77,6 @@ def own_store() -> Any:
     """A connection of its own to the rendezvous store. One that is shared is blocked while another thread waits in it."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()  # torch's types do not know this method.
-
-
-def ranks_without_key(key: str, rank: int, world_size: int, seconds: float, last: str | None = None) -> list[int]:
-    """Set ``key`` of this rank in the rendezvous store, and return the ranks that do not set theirs within ``seconds``.
-
-    Args:
-        last: the last key that all ranks have set. A rank that sets another one has seen it on all ranks, so it is removed.
-    """
-    store, deadline = own_store(), time.monotonic() + seconds
-    store.set(f"{key}/{rank}", "")
-    missing = []
-    for other in range(world_size):
-        left = timedelta(seconds=max(deadline - time.monotonic(), LEAST_STORE_SECONDS))
-        try:
-            within(seconds + CONNECT_PAUSE, functools.partial(store.wait, [f"{key}/{other}"], left))
-        except (dist.DistError, TimeoutError):
-            missing.append(other)
-    if last is not None and not missing:
-        store.delete_key(f"{last}/{rank}")
-    return missing
 
 
 def bounded_connect(connect: Callable[[], Made], timeout: timedelta, device: torch.device | None = None) -> Made:

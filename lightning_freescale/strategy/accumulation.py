@@ -77,7 +77,8 @@ class GradientAccumulation:
             return None
         if self._tables is None:
             self._tables = HeldTableGradients(model)
-        if self._window.place == 0:  # A window that the end of an epoch or a stop has cut short is left as it is.
+        # A window that the end of an epoch or a stop has cut short is left as it is. Between two windows nothing is held.
+        if self._window.place == 0 or (self._window.number != before.number and not self._sizes):
             if self._sizes:  # The same on all ranks.
                 self._await_gradients()
             self._tables.drop()
@@ -128,6 +129,16 @@ class GradientAccumulation:
             f"{len(self._sizes)} micro-batches. They take about {self._tables.applied_bytes / 2**20:.1f} MiB on this rank"
         )
         self._sizes = []
+
+    def end_window(self) -> None:
+        """After a step of the optimizer: update the tables with what is held, if the last micro-batch had no backward.
+
+        ``training_step`` may return ``None`` on a single rank. On several, Lightning raises an error.
+        """
+        if self._window.number > 1 and self._window.last and self._tables is not None and not self._tables.all_applied:
+            self._await_gradients()
+            self._tables.apply()
+            self._sizes = []
 
     def close(self) -> None:
         """Drop the gradients of a window that has not ended, as Lightning does with those of the dense parameters."""

@@ -31,16 +31,15 @@ from lightning_freescale.runtime.process_groups import (
     is_connection_error,
     leave,
     new_gloo_group,
-    ranks_without_key,
 )
 from lightning_freescale.runtime.streams import Readback
 from lightning_freescale.strategy.end_reports import REPORT_SECONDS, EndReports, first_line
 from lightning_freescale.strategy.failure_watch import STORE_IS_LOST, FailureWatch, publish_within_limit
 from lightning_freescale.strategy.headers import Header, PendingHeaders, Status
+from lightning_freescale.strategy.questions import Questions
 
 # The host runs at most this many steps ahead of the device. It keeps the device busy and the memory of no more batches.
 MAX_STEPS_AHEAD = 2
-MAX_ANSWER_SECONDS = 60.0  # How long a rank waits at most until the others ask the same question.
 Ints = NDArray[np.int64]
 _run_numbers = itertools.count(1)  # What a run leaves in the store is never found by a later one.
 
@@ -84,7 +83,7 @@ class Control:
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._run = 0  # The number of the run in this process. All ranks count the same.
         self._reports = self._new_reports()
-        self._answered: str | None = None  # The last question of this run.
+        self._questions = self._new_questions()
         self._watch: FailureWatch | None = None
         self._closed_watch: FailureWatch | None = None  # It explains errors that come after the end of a run.
         self._lacks_a_report = False  # Whether this rank has waited in vain for the report of another one.
@@ -119,13 +118,16 @@ class Control:
         self._lacks_a_report = False
         if self._watch is None and self.world_size > 1:
             self._run = next(_run_numbers)
-            self._reports, self._answered = self._new_reports(), None
+            self._reports, self._questions = self._new_reports(), self._new_questions()
             key, seconds = f"freescale/{self._run}/explanation", self.timeout.total_seconds()
             self._watch = FailureWatch(key, self.rank, seconds, self._device)
         _ = self.group, self.header_group  # Each property opens its group.
 
     def _new_reports(self) -> EndReports:
         return EndReports(self._run, self.rank, self.world_size, self.timeout.total_seconds())
+
+    def _new_questions(self) -> Questions:
+        return Questions(f"freescale/{self._run}/asked", self.rank, self.world_size, self.timeout.total_seconds())
 
     def in_transit(self, transfer: Any) -> None:
         """Note a transfer of headers that was just started."""
@@ -270,10 +272,7 @@ class Control:
         """
         if self.world_size == 1:
             return []
-        seconds = min(MAX_ANSWER_SECONDS, self.timeout.total_seconds() / 2)
-        key, last = f"freescale/{self._run}/{question}", self._answered
-        missing = ranks_without_key(key, self.rank, self.world_size, seconds, last)
-        self._answered = key
+        missing = self._questions.ask(question)
         self.check_ranks(question)  # A rank that has failed asks nothing.
         return missing
 

@@ -155,6 +155,7 @@ class StepHooks(CheckpointHooks):
             closure = called_once(closure, optimizer)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._has_tables:
+            self._accumulation.end_window()
             self._table_steps.note_step()
         return result
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning_freescale.runtime.errors import ConfigurationError
 from lightning_freescale.runtime.log import log_once
+from lightning_freescale.runtime.user_code import is_of_user
 
 # The hooks in which Lightning lets users change gradients, between a backward and the step of the optimizer.
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 _CLIPPING_HOOK = "configure_gradient_clipping"  # of the model, and only with automatic optimization
-_KNOWN = ("lightning", "pytorch_lightning", "lightning_freescale")  # These packages only read gradients in such hooks.
 
 
 class TableSteps:
@@ -58,13 +58,9 @@ def name_gradient_hooks(trainer: Any) -> None:
     hooks = [(owner, hook) for owner in (model, *trainer.callbacks) for hook in _GRADIENT_HOOKS]
     if model.automatic_optimization:
         hooks.append((model, _CLIPPING_HOOK))
-    found = [f"{type(owner).__name__}.{hook}" for owner, hook in hooks if _is_users(getattr(owner, hook))]
+    found = [f"{type(owner).__name__}.{hook}" for owner, hook in hooks if is_of_user(getattr(owner, hook))]
     if found:
         log_once(
             f"{', '.join(found)}: what this does to gradients reaches the dense parameters and not the tables, which have been "
             "updated in the backward before. max_gradient in embedding_optimizer clips the gradients of rows"
         )
-
-
-def _is_users(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None)).partition(".")[0] not in _KNOWN

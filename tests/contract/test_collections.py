@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -285,6 +286,19 @@ def test_hooks_that_would_not_be_called_are_refused(hook: Any, message: str) -> 
     hook(module.embeddings.embeddings["item"])
     with pytest.raises(ConfigurationError, match=message):
         refuse_lost_hooks({"embeddings": module.embeddings})
+
+
+def fit_with_profiler(rank: int, folder: str) -> list[float]:
+    model = toy.Model()
+    profiler = PyTorchProfiler(dirpath=folder, filename="profile", export_to_chrome=False)
+    trainer = toy.trainer(FreeScaleStrategy(prioritize=True, balance="off"), 2, max_steps=3, profiler=profiler)
+    trainer.fit(model, toy.loader())
+    return model.losses
+
+
+def test_a_profiler_of_lightning_has_hooks_for_all_modules(tmp_path: Path) -> None:
+    """They record names, so nothing is lost if they are not called."""
+    assert [len(losses) for losses in run_ranks(fit_with_profiler, args=(str(tmp_path),))] == [3, 3]
 
 
 def test_hooks_for_the_backward_of_a_collection_are_refused() -> None:

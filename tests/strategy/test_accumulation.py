@@ -328,3 +328,52 @@ def fit_streams(rank: int, folder: str) -> list[bool]:
 
 def test_streams_second_fits_early_ends_and_resumes(tmp_path: Path) -> None:
     assert run_ranks(fit_streams, args=(str(tmp_path),)) == [[True] * 5] * 2
+
+
+class NoLast(toy.Model):
+    """The last micro-batch of each window has no loss."""
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return None if batch_idx % 3 == 2 else super().training_step(batch, batch_idx)
+
+
+class TwoThirds(toy.Model):
+    """What Lightning makes of such a window: the sum of the gradients of two micro-batches, divided by three."""
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (2 / 3)
+
+
+def fit_alone(rank: int, model: type[toy.Model], prioritize: bool, number: int) -> dict[str, Tensor]:
+    pl.seed_everything(1, verbose=False)
+    module = model()
+    strategy = FreeScaleStrategy(
+        balance="off", prioritize=prioritize, embedding_optimizer={"optimizer": "sgd", "lr": 0.1}
+    )
+    options = {"accumulate_grad_batches": number, "max_epochs": 1, "use_distributed_sampler": False}
+    chosen = [index for index in range(36) if number == 3 or index // 2 % 3 != 2]
+    loader = DataLoader(Subset(toy.Samples(36), chosen), batch_size=2, collate_fn=toy.collate)
+    toy.trainer(strategy, 1, **options).fit(module, loader)
+    return toy.weights(module)
+
+
+def test_a_window_without_a_last_loss_updates_the_tables() -> None:
+    expected = run_ranks(fit_alone, 1, args=(TwoThirds, False, 2))[0]
+    for prioritize in (False, True):
+        assert close(run_ranks(fit_alone, 1, args=(NoLast, prioritize, 3))[0], expected)
+
+
+class ChangesNumber(pl.Callback):
+    """Accumulates another number of batches from the third batch on. The next window begins at place 2 of 3."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        trainer.accumulate_grad_batches = 2 if batch_idx < 2 else 3
+
+
+def test_a_number_that_changes_within_an_epoch() -> None:
+    case = {"size": 40, "batch_size": 2, "callback": ChangesNumber, "max_epochs": 1}
+    cases = [(False, SYNC | {"prioritize": prioritize}, case) for prioritize in (False, True)]
+    for (losses, weights, steps), (others, other_weights, other_steps) in run_ranks(fits, args=(2, cases)):
+        assert losses == others
+        assert steps == other_steps
+        assert toy.same(weights, other_weights)

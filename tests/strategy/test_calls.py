@@ -95,6 +95,14 @@ class CallsTwice(Changing):
         return scores + super().forward(features) if self.changes else scores
 
 
+class LeavesRowsOut(Changing):
+    """The loss of some steps does not depend on the rows, although they are looked up."""
+
+    def loss(self, batch: toy.Batch) -> Tensor:
+        loss = super().loss(batch)
+        return self.head(torch.ones(1, toy.DIM * len(toy.FEATURES))).mean() if self.changes else loss
+
+
 class InEvaluation(toy.Model):
     """Has its collection in evaluation mode. TorchRec updates the tables all the same."""
 
@@ -110,6 +118,15 @@ class ValidatesWithGradients(toy.Model):
         with torch.enable_grad():
             for _ in range(2):
                 assert self(batch.features).requires_grad
+
+
+class SkipsLookUps(toy.Model):
+    """Looks up no rows in every third step, as a model with a task for each kind of batch does."""
+
+    def loss(self, batch: toy.Batch) -> Tensor:
+        if len(self.losses) % 3 != 2:
+            return super().loss(batch)
+        return self.head(torch.ones(2, toy.DIM * len(toy.FEATURES))).square().mean()
 
 
 class SkipsFeatures(toy.Model):
@@ -170,6 +187,7 @@ def fit(
         "weights": toy.weights(module),
         "reasons": module.reasons - {None},
         "prioritized": module.prioritized,
+        "asked": strategy.control is not None and strategy.control._questions._last is not None,
     }
 
 
@@ -206,6 +224,7 @@ ONE, BOTH = (1,), (0, 1)
         (ReplacesBeforeStep, BOTH, 3, set(), STEPS - 1),
         (ChangesData, BOTH, 3, {CHANGED_IDS}, 3),
         (ReplacesTensor, BOTH, LATE, {CHANGED_IDS}, LATE),
+        (LeavesRowsOut, BOTH, 3, set(), STEPS - 1),
     ],
 )
 def test_calls_that_change(model: Any, ranks: tuple[int, ...], first: int, reasons: set[str], prioritized: int) -> None:
@@ -219,7 +238,7 @@ def test_one_rank_differs_in_a_synchronous_step() -> None:
     assert check(Replaces, "auto", ranks=ONE, first=3)["reasons"] == {NOT_IN_BATCH}
 
 
-@pytest.mark.parametrize("model", [Replaces, ReplacesBeforeStep])
+@pytest.mark.parametrize("model", [Replaces, ReplacesBeforeStep, LeavesRowsOut])
 def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
     first, second = run_ranks(fit, args=(model, True, {"ranks": ONE, "first": 3}, None, 4.0))
     assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
@@ -296,6 +315,13 @@ def test_look_ups_with_gradients_in_a_validation_do_not_count() -> None:
     found = check(ValidatesWithGradients)
     assert found["reasons"] == set()
     assert found["prioritized"] == STEPS - 1
+
+
+def test_steps_without_look_ups_ask_nothing() -> None:
+    """A question takes as long as a short step, and such a model would ask in every third one."""
+    found = check(SkipsLookUps)
+    assert found["reasons"] == set()
+    assert not found["asked"]
 
 
 def test_batches_without_features() -> None:
