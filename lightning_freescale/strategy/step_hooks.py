@@ -180,6 +180,11 @@ class StepHooks(CheckpointHooks):
         if self.schedule is not None:
             self.schedule.end_step()
 
+    def _await_tables(self) -> None:
+        """Before an update on the current stream: wait for copies of the tables, and for the streams that work on them."""
+        self.before_tables_change()
+        self._exchange_mode.await_tables()
+
     def flush(self) -> None:
         """Apply every pending gradient of the tables, and drop rows of the next step that have been read.
 

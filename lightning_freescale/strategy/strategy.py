@@ -192,7 +192,7 @@ class FreeScaleMixin(StepHooks, NamedFailures, BoundedSetup, _Base):
         )
         self._exchange_mode = ExchangeMode(prioritize, transport, self._wait, self._note_update)
         self._expert_group, self._frozen_objects = ExpertGroup(self._exchange_mode.new_group), FrozenObjects()
-        self._accumulation = GradientAccumulation(self._exchange_mode.await_late, self._exchange_mode.await_tables)
+        self._accumulation = GradientAccumulation(self._exchange_mode.await_late, self._await_tables)
         self._table_positions, self._open_copies = [], []
         self._validation_steps: dict[str, int] = {}  # Step counts of the tables before a validation.
 
