@@ -35,7 +35,8 @@ def convert_dense_part(plugin: Any, model: nn.Module) -> None:
 def _unchanged_parts(model: nn.Module) -> Iterator[None]:
     """Inside the ``with`` block, ``model.to()`` leaves tables, sharded or not, and metrics as they are."""
     parts: list[nn.Module] = list(embedding_modules(model).values())
-    parts += [child for child in model.modules() if isinstance(child, (ShardedModule, Metric))]
+    # ``isinstance`` would ask each of the hundreds of classes of metrics, because theirs is an abstract class.
+    parts += [child for child in model.modules() if {ShardedModule, Metric} & set(type(child).__mro__)]
     for part in parts:
         object.__setattr__(part, "_apply", lambda *_, part=part, **__: part)
     try:
