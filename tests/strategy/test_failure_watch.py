@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import socket
@@ -191,17 +192,33 @@ class FakeBackend:
         self.aborted.set()
 
 
-def _watch_with(device: str, backend: FakeBackend, key: str) -> FailureWatch:
+class GoingWatch(FailureWatch):
+    """The watch of a training thread that makes progress all the time, however busy the machine is."""
+
+    steps = itertools.count()
+
+    @property
+    def progress(self) -> int:
+        return next(self.steps)
+
+    @progress.setter
+    def progress(self, value: int) -> None:
+        pass
+
+
+def _watch_with(device: str, backend: FakeBackend, key: str, kind: type[FailureWatch] = FailureWatch) -> FailureWatch:
     failure_watch.GRACE_SECONDS, failure_watch.NAMING_SECONDS, failure_watch.WATCH_SECONDS = 1.0, 0.2, 0.1
-    return FailureWatch(key, 0, TIMEOUT, torch.device(device), lambda: [backend])  # It is the only one with this key.
+    return kind(key, 0, TIMEOUT, torch.device(device), lambda: [backend])  # It is the only one with this key.
 
 
 def _abort_after_the_grace_period(rank: int) -> None:
     dist.init_process_group("gloo")
     cpu, going, stuck, late = (FakeBackend() for _ in range(4))
     watches = [
-        _watch_with(device, backend, f"{rank}/{number}")
-        for number, (device, backend) in enumerate([("cpu", cpu), ("cuda", going), ("cuda", stuck), ("cuda", late)])
+        _watch_with("cpu", cpu, f"{rank}/cpu"),
+        _watch_with("cuda", going, f"{rank}/going", GoingWatch),
+        _watch_with("cuda", stuck, f"{rank}/stuck"),
+        _watch_with("cuda", late, f"{rank}/late"),
     ]
     control = Control(timedelta(seconds=TIMEOUT))
     control._watch = watches[2]
@@ -211,7 +228,6 @@ def _abort_after_the_grace_period(rank: int) -> None:
     late.error = "TIMEOUT"
     begin = time.monotonic()
     while not (stuck.aborted.is_set() and late.aborted.is_set()) and time.monotonic() < begin + PATIENCE:
-        watches[1].progress += 1
         time.sleep(0.05)
     assert time.monotonic() - begin >= 1.0
     assert [cpu.aborted.is_set(), going.aborted.is_set(), stuck.aborted.is_set()] == [False, False, True]
