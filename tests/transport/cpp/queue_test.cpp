@@ -6,9 +6,10 @@
 #include <functional>
 #include <map>
 
-#include "components.h"
 #include "failed_outputs.h"
 #include "failures.h"
+#include "memory.h"
+#include "network.h"
 #include "priorities.h"
 #include "random_exchanges.h"
 #include "stragglers.h"
