@@ -23,6 +23,7 @@ from lightning_freescale.embedding.support import CHANGED_IDS, NOT_IN_BATCH
 from lightning_freescale.strategy.control import Control
 from tests import toy
 from tests.ranks import run_ranks
+from tests.strategy.noting import Noting
 
 STEPS = 22
 LATE = AGREED_STEPS + 2  # a step after those in which the ranks tell each other what they have found
@@ -144,17 +145,6 @@ def collate_without(samples: Any) -> toy.Batch:
     """A batch without features in every third step."""
     batch = toy.collate(samples)
     return dataclasses.replace(batch, features=None) if batch.index[0] // 4 % 3 == 1 else batch  # type: ignore[arg-type]
-
-
-class Noting(FreeScaleStrategy):
-    """Leaves on the model why modules are synchronous, and in how many backwards rows were prioritized."""
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        if self.schedule is not None:
-            module.reasons = {part.synchronous_reason for part in self.schedule.modules}
-            module.prioritized += self.schedule.modules[0].current is not None
-        return super().backward(*args, **kwargs)
 
 
 def fit(

@@ -17,6 +17,7 @@ from lightning_freescale.embedding.support import CHANGED_TABLES
 from lightning_freescale.embedding.table_watch import TableWatch
 from tests import toy
 from tests.ranks import run_ranks
+from tests.strategy.noting import Noting
 
 STEPS = 24  # more than those in which values are compared
 
@@ -103,17 +104,6 @@ class ChangesInStep(toy.Model):
 
 class ChangesAfterFlush(ChangesInStep):
     flush = True
-
-
-class Noting(FreeScaleStrategy):
-    """Leaves on the model why each module is synchronous, and how many steps were prioritized."""
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        if self.schedule is not None:
-            module.reasons = {part.synchronous_reason for part in self.schedule.modules}
-            module.prioritized += self.schedule.modules[0].current is not None
-        return super().backward(*args, **kwargs)
 
 
 def fit(
