@@ -63,7 +63,8 @@ class TrialTimes:
     """
 
     def __init__(self, warm_up: int, micro_batches: int = 1) -> None:
-        # Blocks begin with an optimizer step. After a change inside of one, all of its last exchange would be urgent.
+        # A block begins with the first micro-batch of an optimizer step. If the mode changed later in that step, the rows of its
+        # last micro-batch could not be divided by their collisions.
         self._warm_up, self._block_steps = (
             math.ceil(steps / micro_batches) * micro_batches for steps in (warm_up, BLOCK_STEPS)
         )

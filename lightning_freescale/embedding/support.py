@@ -33,8 +33,9 @@ UNANNOUNCED_BACKWARD = "trained with loss.backward(); call self.manual_backward(
 SEVERAL_BACKWARDS = "trained by more than one backward a step"
 CHANGED_TABLES = "changed by user code between steps; call trainer.strategy.flush() on all ranks before each change"
 WITHOUT_INSERTION = "called with gradients in evaluation mode, in which a table with zero-collision ids inserts none"
-OTHER_BATCH = "trained with another batch than the one whose ids were sent"  # which alone does not make it synchronous
-WITHOUT_GRADIENTS = "called in a step whose loss does not depend on its rows"  # nor does this one
+# These two do not make a module synchronous. They are ends of errors if a rank finds them alone.
+OTHER_BATCH = "trained with another batch than the one whose ids were sent"
+WITHOUT_GRADIENTS = "called in a step whose loss does not depend on its rows"
 FOUND_IN_TRAINING = (
     MORE_THAN_ONCE,
     NOT_IN_BATCH,

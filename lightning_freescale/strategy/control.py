@@ -262,7 +262,9 @@ class Control:
             raise self.missing_ranks(what, error) from error
         for rank, (other, _) in enumerate(found):
             if other != what:
-                raise FreeScaleError(f"rank {self.rank} is at {what}, and rank {rank} is at {other}")
+                raise FreeScaleError(
+                    f"rank {self.rank} is at {what}, and rank {rank} is at {other}. All ranks must come to both in the same order"
+                )
         return [given for _, given in found]
 
     def ask(self, question: str) -> list[int]:
