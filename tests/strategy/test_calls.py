@@ -18,16 +18,20 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleError, FreeScaleStrategy
 from lightning_freescale.embedding import mode_trial, prioritized
-from lightning_freescale.embedding.call_agreement import AGREED_STEPS
 from lightning_freescale.embedding.support import CHANGED_IDS, NOT_IN_BATCH
 from lightning_freescale.strategy.control import Control
 from tests import toy
 from tests.ranks import run_ranks
-from tests.strategy.noting import Noting
+from tests.strategy.noting import CHECKED_STEPS, Noting, check_few_steps
 
-STEPS = 22
-LATE = AGREED_STEPS + 2  # a step after those in which the ranks tell each other what they have found
+STEPS = 10
+LATE = CHECKED_STEPS + 2  # a step after those in which the ranks tell each other what they have found
 SHARDING = {"item": "row_wise", "shop": "table_wise"}
+
+
+@pytest.fixture(autouse=True)
+def _few_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_few_steps(monkeypatch)
 
 
 def mirrored(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from lightning_freescale import FreeScaleError, FreeScaleStrategy
-from lightning_freescale.embedding import mode_trial, table_watch
+from lightning_freescale.embedding import mode_trial
 from lightning_freescale.embedding.support import CHANGED_TABLES
 from lightning_freescale.embedding.table_watch import TableWatch
 from tests import toy
 from tests.ranks import run_ranks
-from tests.strategy.noting import Noting
+from tests.strategy.noting import CHECKED_STEPS, Noting, check_few_steps
 
-STEPS = 24  # more than those in which values are compared
+STEPS = 12  # more than those in which values are compared
+
+
+@pytest.fixture(autouse=True)
+def _few_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_few_steps(monkeypatch)
 
 
 def shards(module: pl.LightningModule) -> Iterator[Tensor]:
@@ -145,7 +150,7 @@ def _fit(rank: int, prioritize: Any, callbacks: list[pl.Callback], options: dict
     [
         ([Change(halve)], {}),
         ([Change(halve_data)], {"bags": True}),
-        ([Change(clear_first_row, every=4)], {}),
+        ([Change(clear_first_row, every=2)], {}),
         ([], {"model": ChangesInStep}),
     ],
     ids=["in place", "data of bags", "a row of one rank", "in the step"],
@@ -156,10 +161,11 @@ def test_tables_that_user_code_changes_are_exchanged_synchronously(callbacks: An
     assert found["reasons"] == {CHANGED_TABLES}
 
 
-def test_a_late_change_between_synchronous_steps_is_right() -> None:
+def test_a_late_change_between_synchronous_steps_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one rank knows of it, so the exchange stays as it is."""
+    monkeypatch.setattr(mode_trial, "BLOCK_STEPS", 2)
     step = mode_trial.TRIAL_WARM_UP_STEPS + 2 * mode_trial.BLOCK_STEPS + 1  # within the second synchronous block
-    assert table_watch.CHECKED_STEPS < step < STEPS
+    assert CHECKED_STEPS < step < STEPS
     same, found = both([Change(clear_first_row, every=step)], "auto")
     assert same
     assert not found["reasons"]
@@ -227,7 +233,7 @@ def _flush_alone(rank: int, step: int) -> None:
     ("step", "message"),
     [
         (3, "rank 0 is at trainer.strategy.flush(), which all ranks must call, and rank 1 is at "),
-        (table_watch.CHECKED_STEPS + 2, "rank 0: waited for trainer.strategy.flush(), which all ranks must call"),
+        (CHECKED_STEPS + 2, "rank 0: waited for trainer.strategy.flush(), which all ranks must call"),
     ],
 )
 def test_a_flush_on_one_rank_alone_is_an_error(step: int, message: str) -> None:
@@ -247,7 +253,7 @@ def test_a_flush_within_a_step_makes_that_step_synchronous() -> None:
 
 @pytest.mark.parametrize(
     ("change", "step"),
-    [(halve_data, 7), (halve, table_watch.CHECKED_STEPS + 2), (halve, 15), (halve, STEPS)],
+    [(halve_data, 3), (halve, CHECKED_STEPS + 2), (halve, 5), (halve, STEPS)],
     ids=["early", "late", "before a validation", "after the last step"],
 )
 def test_a_change_that_comes_too_late_is_an_error(change: Any, step: int) -> None:
