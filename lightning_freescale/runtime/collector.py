@@ -14,4 +14,8 @@ gc.disable()
 def resume() -> None:
     """End the pause, unless the collector was off before."""
     if _collected:
+        if gc.get_freeze_count() == 0:  # the user has frozen none
+            # This moves all objects to the oldest generation. The next collection would go through all of them otherwise.
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -33,7 +33,7 @@ def fit(
     model = tiny(lr=1e-2, meta_tables=True, bias=bias)
     strategy = FreeScaleStrategy(sharding=sharding, prioritize=prioritize, balance="off")
     trained = toy.trainer(
-        strategy, 2, max_epochs=12, check_val_every_n_epoch=6, limit_val_batches=1, use_distributed_sampler=False
+        strategy, 2, max_epochs=8, check_val_every_n_epoch=4, limit_val_batches=1, use_distributed_sampler=False
     )
     trained.fit(model, loader(batches), loader([make_batch(held_out[mine], targets=targets[mine])]))
     logged = {name: float(value) for name, value in trained.callback_metrics.items() if name.startswith("val/")}
@@ -44,7 +44,6 @@ def fit(
 
 CASES: list[tuple] = [  # sharding, prioritize, bias of the model
     ("row_wise", True),
-    ("row_wise", False),
     ("row_wise", True, "input"),
     ("table_wise", True),
     ("column_wise", False),
