@@ -48,7 +48,7 @@ def collate(samples: list[tuple[int, list[Tensor], float]]) -> Batch:
     return Batch(torch.tensor(index), features, torch.tensor(label))
 
 
-def loader(size: int = 40, batch_size: int = 2, shuffle: bool = True, **kwargs: Any) -> DataLoader:
+def loader(size: int = 24, batch_size: int = 2, shuffle: bool = True, **kwargs: Any) -> DataLoader:
     return DataLoader(Samples(size), batch_size=batch_size, collate_fn=collate, shuffle=shuffle, **kwargs)
 
 

@@ -151,7 +151,7 @@ def train(rank: int, world: int, monitored: bool, bags: bool, prioritize: bool) 
     callbacks = [BubbleMonitor()] if monitored else []
     options = {"callbacks": callbacks, "log_every_n_steps": 3, "limit_val_batches": 1, "val_check_interval": 7}
     trainer = toy.trainer(SynchronousStrategy(prioritize=prioritize), world, **options)
-    trainer.fit(model, toy.loader(), toy.loader(8, shuffle=False))
+    trainer.fit(model, toy.loader(40), toy.loader(8, shuffle=False))
     return model.losses, toy.weights(model)
 
 

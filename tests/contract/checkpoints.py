@@ -31,7 +31,7 @@ def trained(world: int, path: str | None = None, model: Any = None, **options: A
     strategy = {key: options.pop(key) for key in ("checkpoint", "embedding_optimizer", "balance") if key in options}
     model = model or Model(6)
     trainer = toy.trainer(FreeScaleStrategy(**strategy), world, **{"max_steps": 3, **options})
-    trainer.fit(model, toy.loader())
+    trainer.fit(model, toy.loader(40))
     if path is not None:
         trainer.save_checkpoint(path)
     return model, trainer
@@ -48,6 +48,6 @@ def resume(rank: int, paths: list[str]) -> list[list[float]]:
     for path in paths:
         pl.seed_everything(1, verbose=False)
         model = Model(6)
-        toy.trainer(FreeScaleStrategy(), 2, max_steps=8).fit(model, toy.loader(), ckpt_path=path)
+        toy.trainer(FreeScaleStrategy(), 2, max_steps=8).fit(model, toy.loader(40), ckpt_path=path)
         losses.append(model.losses)
     return losses

@@ -207,8 +207,7 @@ def test_a_second_trainer_continues_with_them(kind: type[pl.LightningModule]) ->
         assert toy.same(weights, other_weights)
 
 
-@pytest.mark.parametrize("form", ["file", "sharded"])
-@pytest.mark.parametrize("kind", [AliasedSgd, SharedEncoder], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(("kind", "form"), [(AliasedSgd, "sharded"), (SharedEncoder, "file")])
 def test_checkpoints_of_collections_with_several_names(
     kind: type[pl.LightningModule], form: str, tmp_path: Path
 ) -> None:

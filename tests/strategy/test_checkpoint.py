@@ -171,7 +171,7 @@ def save_in_both_formats(rank: int, folder: str, extra: dict[str, Any]) -> dict[
 
 @pytest.mark.parametrize(
     ("sharding", "optimizer"),
-    [("row_wise", "adam"), ("row_wise", "rowwise_adagrad"), ("table_wise", "adam"), ("table_wise", "sgd")],
+    [("row_wise", "adam"), ("row_wise", "rowwise_adagrad"), ("table_wise", "sgd")],
 )
 def test_two_ranks_to_one_and_three(tmp_path: Path, sharding: str, optimizer: str) -> None:
     extra = {"sharding": sharding, "embedding_optimizer": {"optimizer": optimizer, "lr": 0.1}}

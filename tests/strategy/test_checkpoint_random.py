@@ -66,7 +66,7 @@ def loader(name: str) -> DataLoader:
     if name == "stream":
         return DataLoader(Stream(), batch_size=4, collate_fn=toy.collate)
     workers = {"num_workers": 1, "multiprocessing_context": "fork"} if name == "workers" else {}
-    return toy.loader(batch_size=4, **workers)
+    return toy.loader(40, batch_size=4, **workers)
 
 
 def train(world: int, kind: type[Noisy], data: str, folder: str | None, resume: str | None) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_whole_tables_and_trainings_that_read_none_warn_nobody() -> None:
 def test_a_frozen_table_may_be_used_whole() -> None:
     ((error, losses, _, _),) = run_ranks(fit, 1, args=(1, Frozen, False))
     assert not error
-    assert len(losses) == 20
+    assert len(losses) == 12
 
 
 def test_modules_that_would_train_wrongly_are_refused() -> None:

@@ -37,7 +37,7 @@ class Failing(toy.Model):
 
 
 def fit_broken(rank: int, model: type) -> None:
-    toy.trainer(FreeScaleStrategy(timeout=3), 2).fit(model(), toy.loader())
+    toy.trainer(FreeScaleStrategy(timeout=3), 2).fit(model(), toy.loader(40))
 
 
 @pytest.mark.parametrize(
