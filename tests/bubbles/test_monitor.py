@@ -169,19 +169,6 @@ def test_the_training_stays_the_same_bit_for_bit(world: int, bags: bool, priorit
 
 
 # ---- settings of the Trainer ---------------------------------------------------------------------------------------
-class Manual(toy.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: toy.Batch, batch_idx: int) -> None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
 def kinds_of(rank: int, folder: Path, model: type, strategy: Any) -> set[str]:
     fit(2, model=model(), strategy=strategy, logger=CSVLogger(folder, name="", version=""), max_epochs=1)
     torch.distributed.barrier()
@@ -195,7 +182,7 @@ STEP = {"metrics", "dense_forward", "dense_backward", "optimizer", "allreduce"}
 SYNCHRONOUS = {"id_exchange", "row_exchange", "gradient_exchange"}
 
 
-@pytest.mark.parametrize("model", [toy.Model, Manual], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [toy.Model, toy.Manual], ids=lambda model: model.__name__)
 def test_the_spans_of_a_step(model: type, tmp_path: Path) -> None:
     expected = STEP | SYNCHRONOUS | {"input_wait"}
     assert run_ranks(kinds_of, args=(tmp_path, model, None)) == [expected] * 2

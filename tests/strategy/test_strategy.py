@@ -105,19 +105,6 @@ class MetaTables(toy.Model):
         super().__init__(device="meta")
 
 
-class Manual(toy.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: toy.Batch, batch_idx: int) -> None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
 class TwoCollections(toy.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +152,7 @@ class PeeksWithoutGradient(toy.Model):
         return loss + 0 * norm
 
 
-class SkipsSteps(Manual):
+class SkipsSteps(toy.Manual):
     """Takes no step in some of the batches, after the forward pass."""
 
     def training_step(self, batch: toy.Batch, batch_idx: int) -> None:  # type: ignore[override]
@@ -193,7 +180,7 @@ TWICE = {"embeddings": "called more than once a step"}
     ("model", "lanes"),
     [
         (MetaTables, ON),
-        (Manual, ON),
+        (toy.Manual, ON),
         (TwoCollections, ON | {"more": "prioritized"}),
         (PeeksWithoutGradient, ON),
         (SkipsSteps, ON),
