@@ -47,8 +47,11 @@ def run_elastic_rank(folder: str) -> None:
     train(rank, world, folder, None, Settings(timeout=10.0), nodes, [Gate(Path(folder))])
 
 
-def run_agent(folder: str, port: int) -> None:
-    """Run an agent with one rank, as ``torchrun --nnodes 1:2 --nproc-per-node 1`` does."""
+def run_agent(folder: str, port: int, is_host: bool) -> None:
+    """Run an agent with one rank, as ``torchrun --nnodes 1:2 --nproc-per-node 1`` does. The host has the store of the rendezvous.
+
+    If ``is_host`` were left to the agents, the one that comes first would be the host. All others end if it vanishes.
+    """
     # With a shared store, torch 2.13 does not tell a new host the address of the ranks' store, and all agents hang.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
@@ -58,7 +61,7 @@ def run_agent(folder: str, port: int) -> None:
         run_id="faults",
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs=RENDEZVOUS,
+        rdzv_configs={**RENDEZVOUS, "is_host": is_host},
         max_restarts=3,
         start_method="fork",
         local_addr="127.0.0.1",

@@ -30,8 +30,8 @@ HOLD_ON_TWO, HOLD_ON_ONE = (
 class Host:
     """A process with one agent, which has one rank. ``vanish`` kills both at once."""
 
-    def __init__(self, folder: Path, port: int):
-        self.process = mp.get_context("fork").Process(target=run_agent, args=(str(folder), port))
+    def __init__(self, folder: Path, port: int, is_host: bool):
+        self.process = mp.get_context("fork").Process(target=run_agent, args=(str(folder), port, is_host))
         self.process.start()
 
     def vanish(self) -> None:
@@ -57,7 +57,7 @@ def start_host(tmp_path: Path) -> Iterator[Callable[[], Host]]:
     port = free_port()
 
     def start() -> Host:
-        started.append(Host(tmp_path, port))
+        started.append(Host(tmp_path, port, is_host=not started))
         return started[-1]
 
     yield start
@@ -86,7 +86,7 @@ def wait_until_trained(folder: Path, world: int, step: int, seconds: float = 90.
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_hosts_come_and_go(tmp_path: Path, start_host: Callable[[], Host]) -> None:
     gates = [tmp_path / "gates" / f"2.{HOLD_ON_TWO}"]
     gates[0].parent.mkdir()
@@ -101,7 +101,7 @@ def test_hosts_come_and_go(tmp_path: Path, start_host: Callable[[], Host]) -> No
     wait_until_trained(tmp_path, 1, HOLD_ON_ONE)
     third = start_host()  # The agent of the first host sends SIGTERM to its rank, which saves and ends.
     for host in (first, third):
-        host.process.join(40.0)
+        host.process.join(90.0)
         assert host.process.exitcode == 0
     begins = [[entry["begin"] for entry in start if "begin" in entry] for start in starts(tmp_path)]
     assert begins[:2] == [[0, 0], [SAVE_EVERY]]
