@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 
 import torch
@@ -11,7 +12,7 @@ from benchmarks.harness.emulation.network import new_emulated_group
 from benchmarks.harness.emulation.realtime_network import RealtimeGroup, RealtimeWire
 from tests.ranks import run_ranks
 
-BANDWIDTH = 1e6  # bytes a second
+BANDWIDTH = 4e5  # bytes a second; slow enough that a busy machine issues two transfers before the first one has ended
 
 
 def exchange(rank: int) -> tuple[float, list[str]]:
@@ -32,17 +33,16 @@ def exchange(rank: int) -> tuple[float, list[str]]:
     assert received[:100_000].unique().tolist() == [0.0]
     assert received[100_000:].unique().tolist() == [1.0]
 
-    order: list[str] = []
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
     works = {
         "large": dist.all_to_all_single(received, sent, group=large, async_op=True),
         "urgent": dist.all_to_all_single(torch.empty(8), sent[:8], group=urgent, async_op=True),
     }
     for name, one in works.items():
-        one.get_future().add_done_callback(lambda _, name=name: order.append(name))
+        one.get_future().add_done_callback(lambda _, name=name: order.put(name))
     for one in works.values():
         one.wait()
-    time.sleep(0.01)  # for the last callback
-    return seconds, order
+    return seconds, [order.get(timeout=20) for _ in works]
 
 
 def test_transfers_take_the_time_of_the_wire_and_urgent_ones_go_first() -> None:

@@ -56,7 +56,7 @@ def test_a_stuck_rank_is_an_error_within_the_timeout(model: type, message: str) 
         run_ranks(fit_broken, args=(model,))
     assert list(failure.value.errors) == [0]
     assert message in failure.value.errors[0]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
 
 
 def test_a_failing_rank_ends_the_others_with_its_own_traceback() -> None:

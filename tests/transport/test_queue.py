@@ -185,11 +185,11 @@ def test_a_queue_that_was_never_connected_stops_to_listen_when_it_is_closed() ->
 
 
 def _close_twice(rank: int, world: int, group: Any) -> float:
-    """Close a queue while another thread closes it and waits a second for the peer. Return how long the second call took."""
+    """Close a queue while another thread closes it and waits three seconds for the peer. Return how long the second call took."""
     queue, seconds = group._mover(torch.device("cpu"))._queue, 0.0
     if rank == 0:
         work = dist.all_to_all_single(torch.empty(2), torch.empty(2), group=group, async_op=True)
-        first = threading.Thread(target=queue.close, args=(1,))
+        first = threading.Thread(target=queue.close, args=(3,))
         first.start()
         time.sleep(0.2)
         start = time.monotonic()
