@@ -1,4 +1,4 @@
-# make demo | test | test-versions | lint | docs | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
+# make demo | test | test-all | test-versions | lint | docs | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -12,12 +12,15 @@ STACK ?= $(shell command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 
 FBGEMM_cpu := fbgemm-gpu-cpu==1.8.0
 FBGEMM_cuda := fbgemm-gpu==1.8.0
 
-.PHONY: demo test test-versions lint docs venv clean
+.PHONY: demo test test-all test-versions lint docs venv clean
 
 demo: venv
 	$(BIN)/freescale demo
 
 test: venv
+	$(BIN)/python -m tests -m "not slow"
+
+test-all: venv  # with the tests that take long: the wheel, the site, more sanitizers, other releases, whole benchmarks
 	$(BIN)/python -m tests
 
 test-versions: venv  # a short suite for each supported set of versions, in environments of their own; writes the table in docs/

@@ -101,6 +101,7 @@ def test_the_sdist_contains_what_a_build_needs(sdist: Path) -> None:
     assert not [name for name in names if name.startswith("tests/")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # downloads two packages, then compiles
 def test_the_wheel_contains_the_package_and_its_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
@@ -123,6 +124,7 @@ def test_the_wheel_contains_the_package_and_its_metadata(wheel: Path) -> None:
     assert "freescale = lightning_freescale_cli:main" in archive.read(entry_points).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_extension_of_the_wheel_loads_without_torch(wheel: Path, tmp_path: Path) -> None:
     archive = zipfile.ZipFile(wheel)
@@ -151,6 +153,7 @@ def write_events(path: Path) -> None:
     path.write_text(shown + "\n".join(rows) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_quickstart_from_the_wheel_without_a_compiler(clean: Path, tmp_path: Path) -> None:
     """Every command of the page, in its order. The demo makes four steps of a tiny model."""

@@ -56,6 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_has_the_pages_and_files_outside_docs(site: Path) -> None:
     for page in PAGES:
         assert (site / page / "index.html").exists()
@@ -91,6 +92,7 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_pages_in_a_browser(address: str, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:

@@ -20,6 +20,7 @@ from lightning_freescale.balance import CostModel, Planner, compute_timer, fixed
 from lightning_freescale.models import HSTU
 from tests import toy
 from tests.ranks import run_ranks
+from tests.slow import slow
 
 SQUARE = 1.5e-5  # seconds per squared event
 WRONG = CostModel(linear=1.0)  # without the quadratic term
@@ -187,9 +188,9 @@ def excess(runs: list[dict[str, Any]]) -> list[float]:
     "options",
     [
         {"source": Planner("fixed", WRONG), "prioritize": False},
-        {"source": Planner("fixed", WRONG), "prioritize": True, "workers": 2},
+        slow({"source": Planner("fixed", WRONG), "prioritize": True, "workers": 2}),
         {"balance": Planner("fixed", WRONG), "prioritize": True},
-        {"balance": Planner("variable", WRONG), "prioritize": False},
+        slow({"balance": Planner("variable", WRONG), "prioritize": False}),
     ],
     ids=["source", "source with workers, prioritized", "exchange, prioritized", "exchange, variable"],
 )
@@ -239,7 +240,7 @@ def test_with_variable_every_step_has_the_same_samples(cache: Path, plain: list[
     same_training(run_ranks(_fit, args=(2, cache, {"source": "variable", "slow": 2.0})), plain)
 
 
-@pytest.mark.parametrize(("way", "world"), [("source", 2), ("balance", 2), ("source", 3)])
+@pytest.mark.parametrize(("way", "world"), [slow("source", 2), ("balance", 2), ("source", 3)])
 def test_fitted_costs_survive_a_checkpoint_on_any_number_of_ranks(
     way: str, world: int, cache: Path, plain: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from lightning_freescale.models import HSTU
 from lightning_freescale.models.loss import sampled_softmax
 from lightning_freescale.models.sequences import Attention
 from tests.ranks import run_ranks
+from tests.slow import slow
 
 STEPS = 4
 HISTORIES: Histories = Synthetic(
@@ -145,7 +146,7 @@ def _gradients(rank: int, world: int, dtype: torch.dtype) -> dict[Any, list[tupl
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_of_every_step_are_equal(world: int, dtype: torch.dtype) -> None:
     by_rank = run_ranks(_gradients, world=world, args=(world, dtype))

@@ -15,6 +15,7 @@ def figures_of(rank: int) -> dict[str, Any]:
     return accumulation.measure(accumulation.parse(["--quick", "--ranks", "2", "--device", "cpu"]))
 
 
+@pytest.mark.slow
 def test_micro_batches_on_the_emulated_machine() -> None:
     first, second = run_ranks(figures_of)
     assert first == second  # the result is the same on every rank

@@ -140,6 +140,7 @@ def test_invalid_options_are_refused(words: list[str], text: str, capsys: pytest
     assert f"error: {text}: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """Both variants with two ranks each: ``auto`` has decided before the blocks, and the losses are equal bit for bit."""
     output = tmp_path / "cannot_help.json"

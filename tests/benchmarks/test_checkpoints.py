@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.command import run_benchmark
 
 
+@pytest.mark.slow
 def test_every_variant_is_measured(tmp_path: Path) -> None:
     found = run_benchmark("checkpoints", tmp_path, "--quick", "--steps", "2", "--ranks", "2", "--device", "cpu").json
     rows = {row["save"]: row for row in found["rows"]}
@@ -28,6 +31,7 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
         assert rows[kind]["written_mib"] < (changed + 0.1) * rows["full"]["written_mib"]
 
 
+@pytest.mark.slow
 def test_the_delay_of_each_save_is_measured(tmp_path: Path) -> None:
     options = ("--quick", "--ranks", "2", "--device", "cpu", "--saves", "2", "--period", "12")
     found = run_benchmark("save_delay", tmp_path, *options).json

@@ -301,6 +301,7 @@ def test_bytes_that_leave_a_rank() -> None:
     assert run_ranks(sent_by) == [2 * 4 + 20, 2 * 4 + 20]
 
 
+@pytest.mark.slow
 def test_one_table_of_all_shapes(tmp_path: Path) -> None:
     """Two rounds of two shapes: an HSTU with pooled features, and a DLRM."""
     sides = [DENSE_ONLY, TORCHREC_BASE, ALL]

@@ -40,6 +40,7 @@ def test_the_defaults_learn_faster_than_the_earlier_ones(rows: dict[str, list[di
     assert min(rows[variant][-1]["NDCG@10"] for variant in ("relative", "input")) > 5 * earlier
 
 
+@pytest.mark.slow
 def test_a_training_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result names the file and no folder."""
     path = tmp_path / "events.csv"

@@ -40,6 +40,7 @@ OLDER_CODE = {
 EXCEPTIONS = IRREGULAR | OTHER_RATE | OLDER_CODE
 
 
+@pytest.mark.slow
 def test_simulated_steps_are_close_to_measured_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

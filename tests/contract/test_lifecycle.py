@@ -59,6 +59,7 @@ def growth(found: list[dict[str, int]]) -> dict[str, int]:
     return {name: last[name] - first[name] for name in first}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 6 * TRAINERS)
 def test_nothing_grows_from_trainer_to_trainer() -> None:
     trainers = (
@@ -72,6 +73,7 @@ def test_nothing_grows_from_trainer_to_trainer() -> None:
         assert resident < MAX_TRAINER_GROWTH_MIB
 
 
+@pytest.mark.slow
 def test_the_soak_finds_groups_that_stay_open() -> None:
     for found in run_ranks(soak, args=(WARM_UP_TRAINERS + 5, False), timeout=100):
         grown = growth(found)

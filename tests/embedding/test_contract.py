@@ -44,6 +44,7 @@ def test_output_options_are_passed() -> None:
     assert contract.run_ranks(contract.output_options) == [expected, expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", OTHERS)
 def test_other_release(release: str) -> None:
     folder = installed(release)

@@ -74,6 +74,7 @@ def fit_all(rank: int) -> list[Any]:
     return [fit(rank, *case) for case in CASES]
 
 
+@pytest.mark.slow
 def test_hstu_learns_on_raw_ids() -> None:
     for results in run_ranks(fit_all):
         prioritized, synchronous, corrected, dense = results

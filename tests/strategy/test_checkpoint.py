@@ -15,6 +15,7 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.strategy.checkpoints import folder as checkpoint
 from tests import toy
 from tests.ranks import run_ranks
+from tests.slow import slow
 
 
 def optimizer_state(strategy: FreeScaleStrategy) -> dict[str, Tensor]:
@@ -171,7 +172,7 @@ def save_in_both_formats(rank: int, folder: str, extra: dict[str, Any]) -> dict[
 
 @pytest.mark.parametrize(
     ("sharding", "optimizer"),
-    [("row_wise", "adam"), ("row_wise", "rowwise_adagrad"), ("table_wise", "sgd")],
+    [slow("row_wise", "adam"), ("row_wise", "rowwise_adagrad"), ("table_wise", "sgd")],
 )
 def test_two_ranks_to_one_and_three(tmp_path: Path, sharding: str, optimizer: str) -> None:
     extra = {"sharding": sharding, "embedding_optimizer": {"optimizer": optimizer, "lr": 0.1}}

@@ -18,6 +18,7 @@ from lightning_freescale import CheckpointError, FreeScaleStrategy
 from lightning_freescale.strategy.checkpoints import storage
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
+from tests.slow import slow
 
 
 class FolderStore(LocalFileSystem):
@@ -151,10 +152,9 @@ def weights_of_first_save() -> dict[str, torch.Tensor]:
     return run_ranks(fit, args=(2, None, None, "file", {"max_steps": 3}))[0]["weights"]
 
 
-STAGES = ["data", "checksums", "first list", "second list", "half a list", "clean-up"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", ["data", "first list", "clean-up", *map(slow, ("checksums", "second list", "half a list"))]
+)
 def test_a_crash_leaves_one_complete_checkpoint_and_the_next_save_cleans_up(
     tmp_path: Path, stage: str, weights_of_first_save: dict[str, torch.Tensor]
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_freescale import FreeScaleStrategy
 from tests import toy
 from tests.ranks import run_ranks
+from tests.slow import slow
 from tests.strategy import test_zero_collision as zero_collision
 
 
@@ -33,7 +34,7 @@ def second_fits(rank: int, optimizer: str, prioritize: bool) -> tuple[bool, bool
     return toy.same(again, fit(new, optimizer, prioritize)), not toy.same(again, weights)
 
 
-@pytest.mark.parametrize("prioritize", [True, False])
+@pytest.mark.parametrize("prioritize", [True, slow(False)])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "adam", "partial_rowwise_lamb"])
 def test_a_second_fit_trains_as_a_new_model_with_these_weights(optimizer: str, prioritize: bool) -> None:
     assert run_ranks(second_fits, args=(optimizer, prioritize)) == [(True, True)] * 2

@@ -15,6 +15,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from lightning_freescale import FreeScaleStrategy
 from tests import toy
 from tests.ranks import run_ranks
+from tests.slow import slow
 
 
 class Plain(FreeScaleStrategy):
@@ -60,13 +61,13 @@ def fit(rank: int, strategy: type, world: int, options: dict[str, Any], model: t
     [
         {},
         {"limit_train_batches": 5, "gradient_clip_val": 0.1},
-        {"limit_train_batches": 0.5},
-        {"max_epochs": -1, "max_steps": 11},
+        slow({"limit_train_batches": 0.5}),
+        slow({"max_epochs": -1, "max_steps": 11}),
         {"limit_val_batches": 2, "val_check_interval": 0.25},
-        {"limit_val_batches": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
-        {"reload_dataloaders_every_n_epochs": 1},
+        slow({"limit_val_batches": 2, "val_check_interval": 3, "check_val_every_n_epoch": None}),
+        slow({"reload_dataloaders_every_n_epochs": 1}),
         {"overfit_batches": 3},
-        {"fast_dev_run": 2},
+        slow({"fast_dev_run": 2}),
         {"precision": "bf16-mixed"},
     ],
     ids=str,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXCHANGES = [
     "random2",
@@ -109,7 +111,7 @@ def _run(program: Path, *scenarios: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("scenarios", [EXCHANGES, FAILURES], ids=["exchanges", "failures"])
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("sanitizer", ["thread", slow("address")])
 def test_scenarios_under_a_sanitizer(sanitized: dict[str, Path], sanitizer: str, scenarios: list[str]) -> None:
     ran = _run(sanitized[sanitizer], *scenarios)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
@@ -123,6 +125,7 @@ def test_thread_sanitizer_detects_a_flag_that_is_set_too_early(sanitized: dict[s
     assert "data race" in ran.stderr
 
 
+@pytest.mark.slow
 def test_scenarios_detect_wrong_bytes_of_an_early_flag(sanitized: dict[str, Path]) -> None:
     ran = _run(
         sanitized["address"], "early_flag", "early_flag@device"

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.models.hopper.emulator import compile_emulation
+from tests.slow import slow
 
 EMULATION = Path(__file__).parent / "silu_emulation"
 
 
-@pytest.fixture(scope="module", params=[(32, 128), (256, 64)], ids=lambda widths: f"{widths[0]}_{widths[1]}")
+@pytest.fixture(scope="module", params=[(32, 128), slow((256, 64))], ids=lambda widths: f"{widths[0]}_{widths[1]}")
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     qk, v = request.param
     sizes = [f"-DDQK={qk}", f"-DDV={v}", "-DBACKWARD_ROWS=64"]

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from tests.models.hopper.loading import EDGES, FOLDER, hopper, make
+from tests.slow import slow
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("width", "bias"), [(32, False), (64, False), (128, False), (64, True), (128, True)])
+@pytest.mark.parametrize(
+    ("width", "bias"), [slow(32, False), slow(64, False), slow(128, False), slow(64, True), (128, True)]
+)
 def test_kernels_compile_without_spills(width: int, bias: bool, tmp_path: Path) -> None:
     options = hopper.config.config(width, width, False, bias).options()
     target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
