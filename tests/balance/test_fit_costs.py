@@ -218,6 +218,7 @@ def test_without_fit_costs_the_cost_model_does_not_change(cache: Path, plain: li
     assert by_step(again, "loss") == by_step(runs, "loss")  # bit for bit
 
 
+@pytest.mark.slow
 def test_with_variable_work_leaves_a_slow_rank_and_comes_back(cache: Path) -> None:
     """The last rank takes twice as long for its work in the first 45 of 90 steps."""
     recovers = 45

@@ -18,6 +18,7 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.strategy.checkpoints import random_states as checkpoint_random
 from tests import toy
 from tests.ranks import run_ranks
+from tests.slow import slow
 
 
 class Noisy(toy.Model):
@@ -102,7 +103,7 @@ def compare(rank: int, world: int, kind: type[Noisy], data: str, folder: str, di
     return equal
 
 
-@pytest.mark.parametrize(("world", "data"), [(1, "drawn"), (2, "shuffled"), (2, "stream"), (2, "workers")])
+@pytest.mark.parametrize(("world", "data"), [(1, "drawn"), (2, "shuffled"), (2, "stream"), slow(2, "workers")])
 def test_a_resumed_run_with_dropout_equals_the_uninterrupted_one(tmp_path: Path, world: int, data: str) -> None:
     for equal in run_ranks(compare, world, args=(world, Noisy, data, str(tmp_path))):
         assert equal == [True, True, True]

@@ -17,6 +17,7 @@ from lightning_freescale.runtime.errors import InputError
 from lightning_freescale.strategy import loss_weighting as means
 from tests import toy
 from tests.ranks import run_ranks
+from tests.slow import slow
 
 STEPS = 5
 OPTIONS: dict[str, Any] = {
@@ -97,7 +98,7 @@ def whole() -> dict[str, Any]:
     return run_ranks(fit, 1, args=([6],))[0]
 
 
-@pytest.mark.parametrize("sizes", [[1, 5], [1, 2, 3], [2, 4]])
+@pytest.mark.parametrize("sizes", [[1, 5], slow([1, 2, 3]), [2, 4]])
 def test_unequal_shares_log_what_one_rank_with_the_whole_batch_logs(sizes: list[int], whole: dict[str, Any]) -> None:
     ranks = run_ranks(fit, len(sizes), args=(sizes,))
     expected = [step["loss_step"] for step in whole["steps"]]

@@ -23,6 +23,7 @@ from lightning_freescale.bubbles.records import read_run
 from lightning_freescale.bubbles.summary import ID_TAGS
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
+from tests.slow import slow
 
 ROWS = {"item": 96, "shop": 48}
 OPTIONS = {
@@ -190,7 +191,7 @@ def test_balance_moves_samples_and_not_ids() -> None:
             torch.testing.assert_close(value, balanced[key], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("checkpoint", ["file", "sharded"])
+@pytest.mark.parametrize("checkpoint", ["file", slow("sharded")])
 def test_resume_and_other_numbers_of_ranks(tmp_path: Path, checkpoint: str) -> None:
     options = {"prioritize": True, "checkpoint": checkpoint}
     save = {
