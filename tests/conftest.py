@@ -23,6 +23,9 @@ from tests.gpu.sleeping_waits import sleep_in_waits
 from tests.gpu.workers import FEWEST, Workers, register_reporter
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# torch looks up the name of each address that connects. If the name server loses a question, that takes 5 s, and the rendezvous
+# store answers nobody meanwhile. No test needs a name server, except for those that run pip.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # The same examples in every run: a change is blamed for what it did, not for what chance found that day.
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # a loaded machine is no failure
 settings.load_profile("repeatable")

@@ -33,7 +33,8 @@ STRICT = "-O0 -Werror"
 
 
 def run(command: Sequence[str | Path], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")}
+    left_out = ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "RES_OPTIONS")  # pip needs a name server.
+    env = {key: value for key, value in os.environ.items() if key not in left_out}
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,

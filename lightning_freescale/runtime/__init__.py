@@ -13,6 +13,7 @@
 - ``direct_triton``: launches of Triton kernels that take less of the host's time.
 - ``gradient_places``: where DDP sums the gradients of parameters.
 - ``process_groups``: process groups beside the default one, and how a rank leaves them.
+- ``store_connection``: a connection to the rendezvous store that is open before it is needed.
 - ``bounded``: calls that may block for long, with a limit.
 - ``device_errors``: tells errors of CUDA and NCCL from others.
 - ``nccl_groups``: errors of NCCL's process groups, and their abort.

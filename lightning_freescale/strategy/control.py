@@ -32,6 +32,7 @@ from lightning_freescale.runtime.process_groups import (
     leave,
     new_gloo_group,
 )
+from lightning_freescale.runtime.store_connection import StoreConnection
 from lightning_freescale.runtime.streams import Readback
 from lightning_freescale.strategy.end_reports import REPORT_SECONDS, EndReports, first_line
 from lightning_freescale.strategy.failure_watch import STORE_IS_LOST, FailureWatch, publish_within_limit
@@ -82,8 +83,7 @@ class Control:
         self.diverged = False  # Whether a loss was not finite. The weights are invalid then.
         self._bad_loss: tuple[int, float] | None = None  # step, value
         self._run = 0  # The number of the run in this process. All ranks count the same.
-        self._reports = self._new_reports()
-        self._questions = self._new_questions()
+        self._new_store_users()
         self._watch: FailureWatch | None = None
         self._closed_watch: FailureWatch | None = None  # It explains errors that come after the end of a run.
         self._lacks_a_report = False  # Whether this rank has waited in vain for the report of another one.
@@ -118,16 +118,17 @@ class Control:
         self._lacks_a_report = False
         if self._watch is None and self.world_size > 1:
             self._run = next(_run_numbers)
-            self._reports, self._questions = self._new_reports(), self._new_questions()
+            self._new_store_users().open()
             key, seconds = f"freescale/{self._run}/explanation", self.timeout.total_seconds()
             self._watch = FailureWatch(key, self.rank, seconds, self._device)
         _ = self.group, self.header_group  # Each property opens its group.
 
-    def _new_reports(self) -> EndReports:
-        return EndReports(self._run, self.rank, self.world_size, self.timeout.total_seconds())
-
-    def _new_questions(self) -> Questions:
-        return Questions(f"freescale/{self._run}/asked", self.rank, self.world_size, self.timeout.total_seconds())
+    def _new_store_users(self) -> StoreConnection:
+        """Make what talks through the rendezvous store in this run. Returns its connection, which is not open yet."""
+        connection, ranks = StoreConnection(), (self.rank, self.world_size, self.timeout.total_seconds())
+        self._reports = EndReports(self._run, *ranks, connection)
+        self._questions = Questions(f"freescale/{self._run}/asked", *ranks, connection)
+        return connection
 
     def in_transit(self, transfer: Any) -> None:
         """Note a transfer of headers that was just started."""

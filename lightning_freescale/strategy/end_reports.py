@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_freescale.runtime.bounded import within
-from lightning_freescale.runtime.process_groups import own_store
+from lightning_freescale.runtime.store_connection import StoreConnection
 
 REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
 LEAST_REPORT_SECONDS = 0.05  # How long to wait for each of them at least.
@@ -37,18 +37,19 @@ class EndReports:
         rank: this rank.
         world_size: number of ranks.
         timeout: the timeout of the strategy in seconds.
+        connection: to the rendezvous store.
 
     Attributes:
         posted: whether the other ranks can read why this one ends.
     """
 
-    def __init__(self, run: int, rank: int, world_size: int, timeout: float):
+    def __init__(self, run: int, rank: int, world_size: int, timeout: float, connection: StoreConnection):
         self._prefix, self._rank, self._world_size = f"freescale/{run}", rank, world_size
-        self._timeout, self.posted = timeout, False
+        self._timeout, self._connection, self.posted = timeout, connection, False
 
     def post(self, error: BaseException) -> Any:
-        """Report why this rank ends. Returns a connection to the store; raises if the store cannot be reached."""
-        store, self.posted = within(REPORT_SECONDS, own_store), True
+        """Report why this rank ends. Returns the connection to the store; raises if the store cannot be reached."""
+        store, self.posted = self._connection.get(REPORT_SECONDS), True
         within(REPORT_SECONDS, lambda: store.set(f"{self._prefix}/ended/{self._rank}", first_line(error)))
         return store
 

@@ -85,6 +85,7 @@ class FailureWatch:
         self._nccl_since: float | None = None
         self._waits_for_abort, self._has_told, self._store_is_lost = False, False, False
         self._end, self._news = threading.Event(), threading.Event()
+        self._store: Any = None
         self._peers = PeerConnections(rank, timeout)
         self._threads = [
             threading.Thread(target=target, daemon=True, name=name)
@@ -116,7 +117,8 @@ class FailureWatch:
 
     def publish(self, explanation: str) -> None:
         """Tell the other ranks why a rank has failed. The first explanation counts."""
-        own_store().compare_set(self._key, "", explanation)
+        store = own_store() if self._store is None else self._store
+        store.compare_set(self._key, "", explanation)
 
     def close(self, abort: bool = False) -> None:
         """Say goodbye to the other ranks, and end the threads.
@@ -138,7 +140,9 @@ class FailureWatch:
     # ---- the thread that talks to the store --------------------------------------------------------------------------
     def _look(self) -> None:
         with suppress(Exception):  # The store has ended.
-            store = own_store()  # Connects here, because that takes long if the host of the store is gone.
+            store = self._store = (
+                own_store()
+            )  # Connects here, because that takes long if the host of the store is gone.
             self._connect(store)
             while not self._end.is_set():
                 self._news.wait(WATCH_SECONDS)

@@ -266,7 +266,7 @@ def fit_failing(rank: int, folder: Path) -> None:
     fit(
         2,
         model=Failing(),
-        strategy=SynchronousStrategy(timeout=5),
+        strategy=SynchronousStrategy(timeout=20),
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=4,
     )

@@ -238,7 +238,7 @@ def on_exception(rank: int, folder: str, kind: str) -> str:
     checkpoint_meeting.all_ranks_came.__defaults__ = (1.0,)
     model = {"setup": FailsInSetup(6), "step": FailsInStep((0, 1)), "one": FailsInStep((1,))}[kind]
     trainer = toy.trainer(
-        FreeScaleStrategy(timeout=5), 2, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True
+        FreeScaleStrategy(timeout=8), 2, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True
     )
     try:
         trainer.fit(model, toy.loader())
@@ -267,7 +267,7 @@ class Diverges(Model):
 
 def diverge(rank: int, folder: str) -> str:
     trainer = toy.trainer(
-        FreeScaleStrategy(timeout=5), 2, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True
+        FreeScaleStrategy(timeout=8), 2, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True
     )
     with pytest.raises(fs.FreeScaleError) as raised:
         trainer.fit(Diverges(6), toy.loader())

@@ -73,9 +73,11 @@ def installed(release: str) -> Path:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         pip += ["--retries", "1", "--timeout", "10"]  # fail soon if the package index cannot be reached
         target = Path(fresh) / "torchrec"
-        done = subprocess.run(
-            [*pip, "--target", str(target), f"torchrec=={release}"], capture_output=True, text=True, timeout=90
-        )
+        environment = {
+            key: value for key, value in os.environ.items() if key != "RES_OPTIONS"
+        }  # pip needs a name server.
+        command = [*pip, "--target", str(target), f"torchrec=={release}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
         if done.returncode:
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             pytest.skip(f"torchrec {release} cannot be installed here: {reason}")

@@ -19,6 +19,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale import FreeScaleError, FreeScaleStrategy
 from lightning_freescale.embedding import mode_trial, prioritized
 from lightning_freescale.embedding.support import CHANGED_IDS, NOT_IN_BATCH
+from lightning_freescale.strategy import questions
 from lightning_freescale.strategy.control import Control
 from tests import toy
 from tests.ranks import run_ranks
@@ -156,6 +157,7 @@ def fit(
 ) -> dict[str, Any]:
     logging.getLogger("lightning_freescale").setLevel(logging.ERROR)
     pl.seed_everything(1, verbose=False)
+    questions.MAX_ANSWER_SECONDS = timeout / 4
     module = model(**options)
     module.reasons, module.prioritized = set(), 0
     optimizer = {"optimizer": "adagrad", "lr": 0.1}
@@ -234,13 +236,13 @@ def test_one_rank_differs_in_a_synchronous_step() -> None:
 
 @pytest.mark.parametrize("model", [Replaces, ReplacesBeforeStep, LeavesRowsOut])
 def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
-    first, second = run_ranks(fit, args=(model, True, {"ranks": ONE, "first": 3}, None, 4.0))
+    first, second = run_ranks(fit, args=(model, True, {"ranks": ONE, "first": 3}, None, 8.0))
     assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
     assert "on this rank but not on rank 0" in second["error"]
     assert "rank 1 ended with FreeScaleError: rank 1: embeddings is " in first["error"]
 
 
-def questions(rank: int) -> list[str]:
+def asked_questions(rank: int) -> list[str]:
     """What a rank asks the others in two trials of ``"auto"``, the second one with gradient accumulation."""
     asked: list[str] = []
     ask = Control.ask
@@ -263,7 +265,7 @@ def questions(rank: int) -> list[str]:
 
 def test_no_question_is_asked_twice() -> None:
     """Answers stay in the store. A rank that is alone would take those of the first trial for answers."""
-    first, second = run_ranks(questions)
+    first, second = run_ranks(asked_questions)
     assert first == second
     assert len(first) > 6
     assert len(set(first)) == len(first)

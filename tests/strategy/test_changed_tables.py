@@ -225,7 +225,7 @@ class FlushesAlone(pl.Callback):
 
 
 def _flush_alone(rank: int, step: int) -> None:
-    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=3)
+    strategy = FreeScaleStrategy(prioritize=True, balance="off", timeout=6)
     toy.trainer(strategy, 2, callbacks=[FlushesAlone(step)]).fit(toy.Model(), toy.loader(40))
 
 

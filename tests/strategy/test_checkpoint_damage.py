@@ -30,7 +30,7 @@ CRASHES = {
 def crash_while_saving(rank: int, path: str, kind: str, stage: str) -> None:
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
-    trainer = toy.trainer(FreeScaleStrategy(timeout=5, balance="off", checkpoint=kind), 2, max_steps=3)
+    trainer = toy.trainer(FreeScaleStrategy(timeout=20, balance="off", checkpoint=kind), 2, max_steps=3)
     trainer.fit(model, toy.loader(44))  # as in fit()
     trainer.save_checkpoint(path)
     if rank == 0:

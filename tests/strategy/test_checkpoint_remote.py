@@ -99,7 +99,7 @@ def crash(rank: int, path: str, stage: str) -> None:
     """Save, change the weights, and die at ``stage`` of the second save to the same address."""
     pl.seed_everything(1, verbose=False)
     model = toy.Model()
-    trainer = toy.trainer(FreeScaleStrategy(timeout=5, balance="off", checkpoint="sharded"), 2, max_steps=3)
+    trainer = toy.trainer(FreeScaleStrategy(timeout=20, balance="off", checkpoint="sharded"), 2, max_steps=3)
     trainer.fit(model, toy.loader(48))
     trainer.save_checkpoint(path)
     with torch.no_grad():

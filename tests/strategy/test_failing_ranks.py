@@ -13,6 +13,8 @@ from lightning_freescale.embedding.table_watch import CHECKED_STEPS
 from tests import toy
 from tests.ranks import RankFailed, run_ranks
 
+TIMEOUT = 5  # seconds; the ranks must also connect within it
+
 
 class Stuck(toy.Model):
     at = 2
@@ -37,7 +39,7 @@ class Failing(toy.Model):
 
 
 def fit_broken(rank: int, model: type) -> None:
-    toy.trainer(FreeScaleStrategy(timeout=3), 2).fit(model(), toy.loader(40))
+    toy.trainer(FreeScaleStrategy(timeout=TIMEOUT), 2).fit(model(), toy.loader(40))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +47,9 @@ def fit_broken(rank: int, model: type) -> None:
     [
         (
             Stuck,
-            "rank 0: waited for the comparison of tables before a look-up; rank 1 is missing: stuck or dead for 3 s",
+            f"rank 0: waited for the comparison of tables before a look-up; rank 1 is missing: stuck or dead for {TIMEOUT} s",
         ),
-        (StuckLater, f"rank 0 of 2, step {StuckLater.at}: rank 1 is missing: stuck or dead for 3 s"),
+        (StuckLater, f"rank 0 of 2, step {StuckLater.at}: rank 1 is missing: stuck or dead for {TIMEOUT} s"),
     ],
 )
 def test_a_stuck_rank_is_an_error_within_the_timeout(model: type, message: str) -> None:
@@ -101,13 +103,13 @@ class StuckInSecondFit(pl.Callback):
         if index == 2 and trainer.global_rank == 1:
             if self.fails:
                 raise ValueError("the mistake of the first training")
-            time.sleep(8)
+            time.sleep(2 * TIMEOUT)
 
 
 def fail_twice(rank: int) -> list[str]:
     errors = []
     for fails in (True, False):
-        strategy = FreeScaleStrategy(balance="off", timeout=3)
+        strategy = FreeScaleStrategy(balance="off", timeout=TIMEOUT)
         with pytest.raises((ValueError, RuntimeError)) as failure:
             toy.trainer(strategy, 2, callbacks=[StuckInSecondFit(fails)]).fit(toy.Model(), toy.loader())
         errors.append(str(failure.value))
@@ -117,5 +119,5 @@ def fail_twice(rank: int) -> list[str]:
 def test_a_second_failure_is_not_explained_by_the_first() -> None:
     first, second = run_ranks(fail_twice)[0]
     assert "rank 1 ended with ValueError: the mistake of the first training" in first
-    assert "rank 1 is missing: stuck or dead for 3 s" in second
+    assert f"rank 1 is missing: stuck or dead for {TIMEOUT} s" in second
     assert "the mistake of the first training" not in second
