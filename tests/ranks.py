@@ -26,7 +26,8 @@ class RankFailed(AssertionError):
         super().__init__("\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())))
 
 
-LINGER = 15.0  # seconds that a rank stays after its end at most, for others that are late on a busy machine
+BUSY_FACTOR = 3.0  # how much slower a machine may be that is busy with other work
+LINGER = 30.0  # seconds that a rank stays after its end at most, for others that are late on a busy machine
 GRACE = 1.0  # seconds that the others have to report their errors after the first one
 
 
@@ -77,7 +78,7 @@ def run_ranks(
 
     A failure ends the run with :class:`RankFailed`. The other ranks get ``GRACE`` seconds to report their own errors, because
     the first error is often "connection closed by peer" and the cause is on another rank. With ``every_error`` all ranks are
-    awaited.
+    awaited. It takes ``BUSY_FACTOR * timeout`` seconds at most.
     """
     _refuse_an_open_process_group()
     port = free_port()
@@ -91,7 +92,7 @@ def run_ranks(
         pipes.append(ours)
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + BUSY_FACTOR * timeout
     try:
         while len(results) + len(errors) < world:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in errors]
@@ -99,7 +100,9 @@ def run_ranks(
             if not ready and errors and not every_error:
                 break
             if not ready:
-                raise AssertionError(f"timeout after {timeout} s; done: {sorted(results)}, failed: {errors}")
+                raise AssertionError(
+                    f"timeout after {BUSY_FACTOR * timeout} s; done: {sorted(results)}, failed: {errors}"
+                )
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:

@@ -114,7 +114,7 @@ def fork_script(name: str, arguments: Sequence[str], files: Sequence[Path]) -> F
     return ForkedProcess(run, env, files)
 
 
-def run_benchmark(name: str, folder: Path, *arguments: str, timeout: float = 100) -> Printed:
+def run_benchmark(name: str, folder: Path, *arguments: str, timeout: float = 300) -> Printed:
     """What ``benchmarks/name.py`` prints as JSON, and its stderr; it must succeed.
 
     Args:

@@ -22,7 +22,7 @@ def test_a_process_without_its_part_ends_with_a_message(part: str | None) -> Non
     with reserved_sms.build_library() as built:
         env |= {"LD_PRELOAD": str(built)} | ({} if part is None else {reserved_sms.PART: part})
         done = subprocess.run(
-            [sys.executable, "-c", CREATE_STREAM], env=env, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", CREATE_STREAM], env=env, capture_output=True, text=True, timeout=300
         )
     assert done.returncode == -6  # aborted
     expected = (

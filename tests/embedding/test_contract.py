@@ -54,7 +54,7 @@ def test_other_release(release: str) -> None:
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     if done.returncode == UNUSABLE:
         with_what = f"torch {torch.__version__} and fbgemm {fbgemm_gpu.__version__}"
@@ -77,7 +77,7 @@ def installed(release: str) -> Path:
             key: value for key, value in os.environ.items() if key != "RES_OPTIONS"
         }  # pip needs a name server.
         command = [*pip, "--target", str(target), f"torchrec=={release}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         if done.returncode:
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             pytest.skip(f"torchrec {release} cannot be installed here: {reason}")

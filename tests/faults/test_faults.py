@@ -24,7 +24,7 @@ from tests.gpu.clusters import Call, started_early
 
 @pytest.mark.timeout(400)
 def test_ten_kills() -> None:
-    result = campaign(kills=10, seed=22, worlds=(2, 3), timeout=6.0, parallel=3, kills_each=4)
+    result = campaign(kills=10, seed=22, worlds=(2, 3), timeout=10.0, parallel=3, kills_each=4)
     assert result["problems"] == {}
     assert result["left_behind"] == []
     assert result["kills"] == 10

@@ -39,7 +39,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
     source = Path(__file__).parent / "cpp" / "fake_driver.cpp"
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(library)]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=300)
     return library
 
 

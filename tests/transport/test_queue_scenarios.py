@@ -81,7 +81,7 @@ def _build(folder: Path, flags: list[str]) -> Path:
     assert built.returncode == 0, built.stderr
     fake = ROOT / "tests/transport/cpp/fake_nixl.cpp"
     command = ["g++", "-std=c++17", "-g1", *flags, "-shared", "-fPIC", str(fake), "-o", str(folder / "libnixl.so")]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=300)
     return folder / "queue_test"
 
 
@@ -106,7 +106,7 @@ def _run(program: Path, *scenarios: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"TSAN_OPTIONS": thread_options, "ASAN_OPTIONS": "detect_leaks=0"}
     environment |= {"FAKE_NIXL": str(program.with_name("libnixl.so"))}
     return subprocess.run(
-        [str(program), *scenarios], capture_output=True, text=True, timeout=100, env=environment, check=False
+        [str(program), *scenarios], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
 
 

@@ -23,7 +23,7 @@ def compile_emulation(folder: Path, emulation: Path, header: str, definitions: S
         shutil.copy(source, folder)
     flags = ["-O1", "-std=c++20", "-Wno-unknown-pragmas", *definitions]
     command = [COMPILER, *flags, str(folder / "main.cpp"), "-o", str(folder / "main")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if "unrecognized" in done.stderr or "invalid value" in done.stderr:
         pytest.skip("the C++ compiler has no C++20")
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(program: Path, trials: int, shift: int) -> dict[str, Any]:
-    done = subprocess.run([program, str(trials), str(shift)], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([program, str(trials), str(shift)], capture_output=True, text=True, timeout=300, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -22,7 +22,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def run(program: Path, shift: float) -> tuple[float, float]:
-    done = subprocess.run([program, str(shift)], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([program, str(shift)], capture_output=True, text=True, timeout=300, check=True)
     gradient, total = json.loads(done.stdout)
     return gradient, total
 
