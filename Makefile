@@ -1,4 +1,5 @@
-# make demo | test | test-all | test-versions | lint | docs | venv: each does all set-up on a fresh machine, a second run reinstalls nothing.
+# make demo | test | test-all | test-versions | lint | docs | venv: each does all set-up on a fresh machine.
+# A second run reinstalls nothing.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv

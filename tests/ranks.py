@@ -26,7 +26,7 @@ class RankFailed(AssertionError):
         super().__init__("\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(errors.items())))
 
 
-BUSY_FACTOR = 3.0  # how much slower a machine may be that is busy with other work
+BUSY_FACTOR = 3.0  # A machine that is busy with other work may be slower by this factor.
 LINGER = 30.0  # seconds that a rank stays after its end at most, for others that are late on a busy machine
 GRACE = 1.0  # seconds that the others have to report their errors after the first one
 

@@ -1,4 +1,4 @@
-"""Cases of a parametrized test that are further combinations, or take long: only ``make test-all`` runs them."""
+"""Marks cases of a parametrized test that only ``make test-all`` runs: they take long, or are further combinations of options."""
 
 from __future__ import annotations
 

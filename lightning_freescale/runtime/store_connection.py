@@ -21,16 +21,17 @@ class StoreConnection:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Begin to connect, unless this was done before. Returns at once."""
-        if self._thread is None:
+        """Begin to connect, unless this is done or under way. An attempt that has failed is repeated. Returns at once."""
+        if self._store is None and (self._thread is None or not self._thread.is_alive()):
+            self._error = None
             self._thread = threading.Thread(target=self._connect, daemon=True, name="freescale-store")
             self._thread.start()
 
     def get(self, seconds: float) -> Any:
         """The connection. Raises ConnectionError if it is not open after ``seconds``."""
         self.open()
-        assert self._thread is not None
-        self._thread.join(seconds)
+        if self._thread is not None:
+            self._thread.join(seconds)
         if self._store is None:
             why = self._error or f"no connection within {seconds:g} s"
             raise ConnectionError(f"the rendezvous store does not answer: {why}") from self._error

@@ -85,7 +85,7 @@ class FailureWatch:
         self._nccl_since: float | None = None
         self._waits_for_abort, self._has_told, self._store_is_lost = False, False, False
         self._end, self._news = threading.Event(), threading.Event()
-        self._store: Any = None
+        self._store: Any = None  # A connection whose calls return at once.
         self._peers = PeerConnections(rank, timeout)
         self._threads = [
             threading.Thread(target=target, daemon=True, name=name)
@@ -140,10 +140,9 @@ class FailureWatch:
     # ---- the thread that talks to the store --------------------------------------------------------------------------
     def _look(self) -> None:
         with suppress(Exception):  # The store has ended.
-            store = self._store = (
-                own_store()
-            )  # Connects here, because that takes long if the host of the store is gone.
-            self._connect(store)
+            store = own_store()  # Connects here, because that takes long if the host of the store is gone.
+            self._connect(store)  # It may wait for rank 0, and the connection is blocked meanwhile.
+            self._store = store
             while not self._end.is_set():
                 self._news.wait(WATCH_SECONDS)
                 self._news.clear()

@@ -45,10 +45,10 @@ class Questions:
         try:
             within(self._seconds + MORE_SECONDS, wait)
         except (dist.DistError, TimeoutError):
-            return _missing(store, keys)
-        if (
-            self._last is not None
-        ):  # All ranks have seen the answers to the last question, because they ask another one.
+            if missing := _missing(store, keys):
+                return missing
+        # All ranks have seen the answers to the last question, because they ask another one.
+        if self._last is not None:
             store.delete_key(f"{self._last}/{self._rank}")
         self._last = key
         return []

@@ -27,7 +27,7 @@ def fail_without_new_connections(rank: int, opened: bool) -> str:
     connection = control._reports._connection
     connection.get(PATIENCE)
     assert control._watch is not None
-    while control._watch._store is None:
+    while control._watch._store is None:  # It is set when the peers are connected.
         time.sleep(0.01)
     control.gather(rank)  # Both ranks are connected.
     for module in (store_connection, failure_watch):
@@ -79,8 +79,16 @@ def test_a_question_names_the_ranks_that_do_not_ask_it_and_never_the_own_rank() 
     assert found[:2] == [[[], [2], [1, 2]], [[], [2], [0, 2]]]
 
 
-def test_a_connection_that_cannot_be_opened_says_why() -> None:
-    with pytest.raises(
-        ConnectionError, match=r"the rendezvous store does not answer: Default process group has not been"
-    ):
-        StoreConnection().get(PATIENCE)
+def connect_after_a_failure(rank: int) -> str:
+    """The error of a connection before there is a store. The same connection is opened when there is one."""
+    connection = StoreConnection()
+    with pytest.raises(ConnectionError) as failure:
+        connection.get(PATIENCE)
+    dist.init_process_group("gloo")
+    connection.get(PATIENCE).set(str(rank), "")
+    return str(failure.value)
+
+
+def test_a_connection_that_cannot_be_opened_says_why_and_is_tried_again() -> None:
+    for error in run_ranks(connect_after_a_failure):
+        assert error.startswith("the rendezvous store does not answer: Default process group has not been initialized")

@@ -23,7 +23,7 @@ from tests.transport.networks import use_network
 QUEUE = {"cpu": "queue", "chunk_bytes": 4096, "buffer_bytes": 1 << 20}
 ADDRESSES = ["10.213.0.1", "10.213.0.2"]
 LINK = "freescale-1"  # the end of the link on the second host
-BUSY_SECONDS = 20  # that a busy machine may add; a host that waits for the network alone takes minutes
+BUSY_SECONDS = 20  # A busy machine may add this time. A host that waits for the network alone takes minutes.
 
 
 def _ip(*words: str) -> None:
