@@ -10,9 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.runtime import store_connection
+from lightning_freescale.runtime.process_groups import own_store
 from lightning_freescale.runtime.store_connection import StoreConnection
 from lightning_freescale.strategy import end_reports, failure_watch, questions
 from lightning_freescale.strategy.control import Control
+from lightning_freescale.strategy.failure_watch import FailureWatch, publish_within_limit
 from lightning_freescale.strategy.questions import Questions
 from tests.ranks import run_ranks
 
@@ -53,6 +55,23 @@ def test_without_an_open_connection_it_cannot() -> None:
     """The negative control."""
     text, _ = run_ranks(fail_without_new_connections, args=(False,))
     assert failure_watch.STORE_IS_LOST in text
+
+
+def publish_before_rank_0_has_come(rank: int) -> str:
+    """Rank 1 fails while its watch waits for the addresses of rank 0. Returns what rank 0 finds in the store."""
+    dist.init_process_group("gloo")
+    store = own_store()
+    if rank == 1:
+        watch = FailureWatch("early", rank, PATIENCE)
+        time.sleep(0.5)  # The thread of the watch waits in the store now.
+        publish_within_limit(watch, "rank 1 has failed")
+        store.set("published", "")
+    store.wait(["published"], timedelta(seconds=PATIENCE))
+    return store.compare_set("early", "", "nothing").decode()
+
+
+def test_a_rank_that_fails_before_rank_0_has_come_publishes_why() -> None:
+    assert run_ranks(publish_before_rank_0_has_come) == ["rank 1 has failed"] * 2
 
 
 def ask(rank: int, silent: int) -> list[list[int]]:
