@@ -18,7 +18,7 @@ from hypothesis import settings
 from lightning.fabric.utilities import registry
 
 import lightning_freescale  # noqa: F401 - registers the strategies
-from tests.gpu.clusters import Clusters, interrupt_on_sigterm, one_daemon, runs_of, turn
+from tests.gpu.clusters import Clusters, interrupt_on_sigterm, may_be_interrupted, one_daemon, runs_of, turn
 from tests.gpu.sleeping_waits import sleep_in_waits
 from tests.gpu.workers import FEWEST, Workers, register_reporter
 
@@ -108,6 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def results(request: pytest.FixtureRequest) -> Any:
     """The result of the run or call of a test with ``started_early``."""
+    may_be_interrupted(request.node)
     return request.config.stash[_CLUSTERS].result(request.param)
 
 

@@ -52,7 +52,8 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({one["folder"] for one in (last, first, second)}) == 3
     with pytest.raises(AssertionError, match="rank 3 failed"):
         clusters.result(failing)
-    assert [line.split(": ")[1] for line in clusters.describe()[2:]] == ["script"]
+    assert [line.split(": ")[1] for line in clusters.describe()[2:]] == ["script", "script-fail"]
+    assert clusters.describe()[3] == "failed: script-fail"
     assert sorted(line.split(": ")[1] for line in clusters.describe()[:2]) == ["script-1", "script-2"]
     clusters.close()
 
@@ -102,6 +103,43 @@ def test_sigterm_ends_a_session_like_ctrl_c() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert "KeyboardInterrupt" in done.stderr
+
+
+INTERRUPTED = """
+import os
+import signal
+
+import pytest
+
+from tests.gpu.clusters import interrupt_on_sigterm, may_be_interrupted
+
+
+@pytest.fixture
+def stuck(request):
+    interrupt_on_sigterm()
+    if PREPARED:
+        may_be_interrupted(request.node)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_before():
+    pass
+
+
+def test_stuck(tmp_path, stuck):
+    pass
+"""
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_session_that_is_ended_in_a_set_up_has_a_summary(prepared: bool, tmp_path: Path) -> None:
+    """Without the call before the wait, pytest ends with a KeyError and says nothing of the tests."""
+    (tmp_path / "test_it.py").write_text(INTERRUPTED.replace("PREPARED", str(prepared)))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ("1 passed in " in done.stdout) == prepared, done.stdout + done.stderr
+    assert ("KeyError" in done.stderr) != prepared
 
 
 def test_a_call_runs_in_another_process(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest.tmpdir import tmppath_result_key
 
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.mps import MPS_CONTROL, mps
@@ -158,18 +159,20 @@ class Clusters:
         return self._started[run].result().result
 
     def describe(self) -> list[str]:
-        """When each run and call began and ended, in seconds since the first one began; and those that have not ended.
-
-        Those that have failed are not among them.
-        """
+        """When each run and call began and ended, in seconds since the first one began; those that failed or have not ended."""
         ended = {run: future.result() for run, future in self._started.items() if _has_succeeded(future)}
         ended |= {run: one for run, one in self._alone.items() if one is not None}
+        failed = [run for run, future in self._started.items() if future.done() and run not in ended]
         begun = [run for run, future in self._started.items() if not future.done()]
         begun += [run for run, one in self._alone.items() if one is None]
         return [
-            f"{one.begin - self._begin:.0f} to {one.end - self._begin:.0f} s: {name_of(run)}"
-            for run, one in sorted(ended.items(), key=lambda entry: entry[1].end)
-        ] + [f"not ended after {time.monotonic() - self._begin:.0f} s: {name_of(run)}" for run in begun]
+            *(
+                f"{one.begin - self._begin:.0f} to {one.end - self._begin:.0f} s: {name_of(run)}"
+                for run, one in sorted(ended.items(), key=lambda entry: entry[1].end)
+            ),
+            *(f"failed: {name_of(run)}" for run in failed),
+            *(f"not ended after {time.monotonic() - self._begin:.0f} s: {name_of(run)}" for run in begun),
+        ]
 
     def close(self) -> None:
         """Start nothing more, and end what still runs."""
@@ -190,6 +193,15 @@ def interrupt_on_sigterm() -> None:
     would stay on the GPU.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def may_be_interrupted(item: pytest.Item) -> None:
+    """Call it before a long wait in the set-up of a test: Ctrl-C then ends the session with its summary.
+
+    Without it, pytest ends with a KeyError instead: it asks for the result of the set-up, which has none, to decide whether it
+    removes the folder ``tmp_path``.
+    """
+    item.stash.setdefault(tmppath_result_key, {})
 
 
 def _has_succeeded(future: Future) -> bool:

@@ -1,7 +1,8 @@
 """Trains HSTU with the Trainer, with synchronous and with prioritized exchange. ``test_cluster.py`` starts each rank.
 
 Rank 0 prints one JSON line: for each run the losses, the ms of a step, the validation metrics, whether a checkpoint was written,
-how many batches were planned in the step before, the limit of NCCL's CTAs for exclusive rows, and the peak memory.
+how many batches were planned in the step before, the limit of NCCL's CTAs for exclusive rows, and the peak memory. A rank that
+makes no progress prints what it waits for, and ends.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from lightning_freescale.models import HSTU
 from lightning_freescale.models.layer_graphs.registry import plans_of
 from lightning_freescale.transport.groups import NCCL_CTAS
 from tests.gpu.sleeping_waits import sleep_in_waits
+from tests.gpu.stall_watch import LaunchNotes, StallWatch, keep_transfers
 
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
+STALL_SECONDS = 120.0  # The first steps may compile kernels.
 
 
 class Recorder(pl.Callback):
@@ -48,7 +51,7 @@ class Recorder(pl.Callback):
         self.times.append(time.perf_counter())
 
 
-def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: Any) -> dict[str, Any]:
+def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: Any, watch: StallWatch) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     data = fs.SeqRecDataModule(
         "synthetic",
@@ -75,7 +78,7 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
         limit_val_batches=2,
         val_check_interval=steps // 2,
         check_val_every_n_epoch=None,
-        callbacks=[recorder],
+        callbacks=[recorder, watch],
     )
     trainer.fit(model, datamodule=data)
     path = os.path.join(folder, f"{optimizer}-{prioritize}.ckpt")
@@ -94,14 +97,23 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
     }
 
 
-def main() -> None:
+def start_watch() -> StallWatch:
+    """Watch this rank from its start on."""
     sleep_in_waits()
+    keep_transfers()
+    notes = LaunchNotes()
+    notes.watch_hstu()
+    return StallWatch(STALL_SECONDS, notes)
+
+
+def main() -> None:
+    watch = start_watch()
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
-    results = {"synchronous": fit(False, steps, "adam", folder, "nccl")}
-    results |= {transport: fit(True, steps, "adam", folder, transport) for transport in ("nccl", "host")}
+    results = {"synchronous": fit(False, steps, "adam", folder, "nccl", watch)}
+    results |= {transport: fit(True, steps, "adam", folder, transport, watch) for transport in ("nccl", "host")}
     os.environ[NCCL_CTAS] = "1"
-    results["nccl, 1 CTA"] = fit(True, steps, "adam", folder, "nccl")
+    results["nccl, 1 CTA"] = fit(True, steps, "adam", folder, "nccl", watch)
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
 

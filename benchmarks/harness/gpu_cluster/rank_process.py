@@ -103,9 +103,23 @@ def wait_for_all(ranks: list[RankProcess], timeout: float) -> None:
 def _raise_failure(ranks: list[RankProcess]) -> None:
     for rank in ranks:
         status = rank.process.returncode
-        if status:
+        if not status:
+            continue
+        if status != EXIT_OF_TIMEOUT:
             end_all(ranks)
             raise ClusterFailed(f"rank {rank.rank} ended with status {status}:\n{rank.output()}", status)
+        await_all(ranks)  # The others wait for the same transfer, or for this rank. They are about to say so.
+        end_all(ranks)
+        tails = "\n".join(f"rank {one.rank}: ...{one.output()[-MOST_OUTPUT:]}" for one in ranks)
+        raise ClusterFailed(f"rank {rank.rank} made no progress\n{tails}", status)
+
+
+def await_all(ranks: list[RankProcess]) -> None:
+    """Wait until all have ended, or until the grace period is over."""
+    deadline = time.monotonic() + GRACE
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def print_stacks(ranks: list[RankProcess]) -> None:
@@ -113,10 +127,7 @@ def print_stacks(ranks: list[RankProcess]) -> None:
     for rank in ranks:
         with suppress(ProcessLookupError):
             rank.process.send_signal(signal.SIGABRT)
-    deadline = time.monotonic() + GRACE
-    for rank in ranks:
-        with suppress(subprocess.TimeoutExpired):
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
+    await_all(ranks)
 
 
 def end_all(ranks: list[RankProcess]) -> None:
