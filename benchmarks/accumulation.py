@@ -80,6 +80,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "collisions_percent": 100 * COLLISIONS,
         },
         "exposed": summarize(times, arguments.windows),
+        "ms_by_round": [{"variant": name, "micro-batches": window, "ms": ms} for (name, window), ms in times.items()],
         "losses_apart": dict(zip(map(str, arguments.windows), apart, strict=True)),
     }
 

@@ -128,7 +128,7 @@ def accumulation(results: Mapping[str, StoredResult]) -> Iterator[Row]:
                 "micro-batches": row["micro-batches"],
                 "compute ms": f"{row['compute ms']:.1f}",
                 **{f"{name} ms": f"{row[f'{name} exposed ms']:.1f}" for name in (SYNC, PRIORITIZED)},
-                "removed": f"{row['removed %']:.1f}%",
+                "removed": "all" if row["removed %"] >= 100 else f"{row['removed %']:.1f}%",
             }
 
 
