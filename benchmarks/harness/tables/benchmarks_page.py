@@ -62,6 +62,8 @@ def views(found: StoredResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield "At the end of training", rows
     elif found["benchmark"] == "end_to_end":
         yield "Variants, ms per step", [_variant_row(name, variant) for name, variant in found["sides"].items()]
+    elif found["benchmark"] == "accumulation":
+        yield "Exposed time of a micro-batch", found["exposed"]
     elif found["benchmark"] == "figures":
         yield "Collisions", found["collisions"]
     elif found["benchmark"] == "exposed":
