@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.gpu_cluster.mps import server_log
 from benchmarks.harness.gpu_cluster.rank_process import EXIT_OF_TIMEOUT, ClusterFailed
 from tests.gpu.stall_watch import LaunchNotes
 
@@ -66,3 +67,10 @@ def test_calls_are_noted_and_return_what_they_did(monkeypatch: pytest.MonkeyPatc
     assert Owner().start("ab", count=2) == "abab"
     assert noted == ["Owner: 2 of ab"]
     assert notes.incomplete() == []
+
+
+def test_the_end_of_the_log_of_the_servers(tmp_path: Path) -> None:
+    variables = {"CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    assert server_log(variables) == ""  # no client has come
+    (tmp_path / "server.log").write_text("".join(f"line {number}\n" for number in range(30)))
+    assert server_log(variables, lines=2) == "line 28\nline 29"

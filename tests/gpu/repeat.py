@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.gpu_cluster import launcher, reserved_sms
+from benchmarks.harness.gpu_cluster.mps import server_log
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 from lightning_freescale.transport.groups import NCCL_CTAS
 from tests.gpu import hstu
@@ -30,6 +31,7 @@ STEPS = 40  # of a training
 EXCHANGES = ("synchronous", "nccl", "host", "nccl, 1 CTA")
 LATER_STALL_SECONDS = 15.0  # after the first training, when all kernels are compiled
 EXTRA_SECONDS = 120.0  # for imports and the first training
+MOST_PRINTED = 3000  # characters about a cluster
 
 
 def trainings(exchanges: Sequence[str], seconds: float, folder: str) -> Iterator[int]:
@@ -87,11 +89,15 @@ def main(given: Sequence[str]) -> int:
     daemon = nullcontext({}) if arguments.own_cores else one_daemon()
     with daemon as env, ThreadPoolExecutor(arguments.clusters) as pool:
         texts = list(pool.map(lambda number: run_cluster(number, arguments, env), range(arguments.clusters)))
+        log = server_log(env) if env else ""
     for number, text in enumerate(texts):
         if arguments.output is not None:
             (arguments.output / f"cluster-{number}.txt").write_text(text)
-        print(text[:3000])
-    return int(any("FAILED" in text for text in texts))
+        print(text[:MOST_PRINTED])
+    failed = any("FAILED" in text for text in texts)
+    if failed:
+        print(f"the log of the MPS servers:\n{log}")
+    return int(failed)
 
 
 if __name__ == "__main__":

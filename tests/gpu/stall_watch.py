@@ -81,7 +81,7 @@ def incomplete_transfers() -> list[str]:
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # not in CPU builds
     if dump is None:
         return []
-    entries = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=True)).get("entries", [])
+    entries = pickle.loads(dump(True, False, True)).get("entries", [])  # collectives, no stack traces, active ones only
     return [
         f"group {one['process_group'][0]}: {one['profiling_name']} {one['collective_seq_id']}, {one['state']}, "
         f"{one['input_sizes']}"

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 
@@ -36,6 +37,17 @@ def mps(sm_percent: int) -> Iterator[dict[str, str]]:
             yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_percent)}
         finally:
             subprocess.run([tool], env=env, input="quit\n", text=True, check=False, timeout=60, capture_output=True)
+
+
+def server_log(variables: Mapping[str, str], lines: int = 20) -> str:
+    """The end of the log of an MPS daemon's servers. It says which client has caused a fault of the GPU.
+
+    Args:
+        variables: what :func:`mps` has yielded. The daemon still runs.
+        lines: number of lines at most.
+    """
+    log = Path(variables["CUDA_MPS_LOG_DIRECTORY"]) / "server.log"
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
 
 
 def server_processes(variables: Mapping[str, str]) -> list[int]:
