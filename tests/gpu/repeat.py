@@ -30,7 +30,7 @@ from tests.gpu.clusters import one_daemon
 STEPS = 40  # of a training
 EXCHANGES = ("synchronous", "nccl", "host", "nccl, 1 CTA")
 LATER_STALL_SECONDS = 15.0  # after the first training, when all kernels are compiled
-EXTRA_SECONDS = 120.0  # for imports and the first training
+EXTRA_SECONDS = 240.0  # for imports and the first training
 MOST_PRINTED = 3000  # characters about a cluster
 
 
