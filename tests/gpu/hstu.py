@@ -51,7 +51,9 @@ class Recorder(pl.Callback):
         self.times.append(time.perf_counter())
 
 
-def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: Any, watch: StallWatch) -> dict[str, Any]:
+def fit(
+    prioritize: bool, steps: int, optimizer: str, folder: str, transport: Any, watch: StallWatch, graphs: bool = True
+) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     data = fs.SeqRecDataModule(
         "synthetic",
@@ -62,7 +64,8 @@ def fit(prioritize: bool, steps: int, optimizer: str, folder: str, transport: An
         cache_dir=folder,
         synthetic={"users": 6000, "items": 50_000, "mean_length": 300, "max_length": 1000},
     )
-    model = HSTU(num_items=data.num_items, max_history=1000, embedding_dim=128, num_layers=3, num_heads=4)
+    sizes = {"embedding_dim": 128, "num_layers": 3, "num_heads": 4}
+    model = HSTU(num_items=data.num_items, max_history=1000, **sizes, cuda_graphs=graphs)
     strategy = fs.FreeScaleStrategy(
         balance="off",
         prioritize=prioritize,

@@ -34,7 +34,7 @@ EXTRA_SECONDS = 240.0  # for imports and the first training
 MOST_PRINTED = 3000  # characters about a cluster
 
 
-def trainings(exchanges: Sequence[str], seconds: float, folder: str) -> Iterator[int]:
+def trainings(exchanges: Sequence[str], graphs: bool, seconds: float, folder: str) -> Iterator[int]:
     """Train until the time is over on rank 0. Yields the number of completed trainings."""
     watch = hstu.start_watch()
     reserved_sms.use(torch.device("cuda"))
@@ -45,7 +45,7 @@ def trainings(exchanges: Sequence[str], seconds: float, folder: str) -> Iterator
         if limited:
             os.environ[NCCL_CTAS] = "1"
         prioritize = exchange != "synchronous"
-        hstu.fit(prioritize, STEPS, "adam", folder, transport if prioritize else "nccl", watch)
+        hstu.fit(prioritize, STEPS, "adam", folder, transport if prioritize else "nccl", watch, graphs)
         watch.limit(LATER_STALL_SECONDS)
         yield number
         over = torch.tensor([float(time.monotonic() > end)], device="cuda")
@@ -76,6 +76,7 @@ def main(given: Sequence[str]) -> int:
     parser.add_argument("--clusters", type=int, default=3, help="clusters at the same time (default 3)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks of a cluster (default 4)")
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=EXCHANGES, help="in turn; default: all")
+    parser.add_argument("--no-graphs", action="store_true", help="run the layers without CUDA graphs")
     parser.add_argument("--own-cores", action="store_true", help="reserve SMs for each rank; with one cluster")
     parser.add_argument("--output", type=Path, help="a folder for the whole output of each cluster")
     arguments = parser.parse_args(given)
@@ -83,7 +84,7 @@ def main(given: Sequence[str]) -> int:
         parser.error("--own-cores: all clusters would use the same SMs; use --clusters 1")
     arguments.given = list(given)
     if "RANK" in os.environ:
-        for number in trainings(arguments.exchanges, arguments.seconds, os.environ["FOLDER"]):
+        for number in trainings(arguments.exchanges, not arguments.no_graphs, arguments.seconds, os.environ["FOLDER"]):
             print(f"DONE {number} trainings", flush=True)
         return 0
     daemon = nullcontext({}) if arguments.own_cores else one_daemon()
