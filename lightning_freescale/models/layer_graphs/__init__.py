@@ -12,6 +12,8 @@ memory as one batch. Therefore one batch at a time can use them. If a forward co
 without graphs. The gradients that leave the layers are new arrays, because others may keep them: the backward of the first norm
 of a layer is not part of a graph, and the gradients of the parameters are copied.
 
+The graphs of a model end together, because torch frees memory that all of them use when the first one ends (:mod:`.capture`).
+
 * :mod:`.model`: the graphs of all layers; :mod:`.layer`: those of one layer; :mod:`.registry`: which models have graphs.
 * :mod:`.turn`: the batch that uses the graphs; :mod:`.arena`: the memory that they share; :mod:`.capture`: captures of kernels.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -11,12 +12,56 @@ import torch
 
 from lightning_freescale.runtime.log import log_once
 
+POOL_STREAMS = 32  # torch hands out this many streams of a device in turn
+_owned: set[int] = set()  # handles of the streams on which this module captures, now or again later
+_idle: defaultdict[torch.device, list[Any]] = defaultdict(list)  # those that no generation uses
+
 
 class Captured(NamedTuple):
-    """A CUDA graph and the arrays that it writes."""
+    """A CUDA graph, the arrays that it writes, and the graphs that are destroyed together with it."""
 
     graph: Any
     results: Any
+    generation: Any = None
+
+
+class Generation:
+    """Graphs that are captured on one stream, in one pool of memory. They are destroyed together, when none is needed any more.
+
+    Matrix products of a graph use memory that cuBLAS has for the stream of the capture. Since torch 2.12, the end of a graph
+    frees that memory, though other graphs that were captured on the stream may still run (pytorch issue 193402). So no graph may
+    end before the others, and no other generation captures on the same stream.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.stream = device, _take_stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[Any] = []
+
+    def keep(self, graph: Any, results: Any) -> Captured:
+        """``graph`` lives as long as anything refers to one of the graphs of this generation."""
+        self._graphs.append(graph)
+        return Captured(graph, results, self)
+
+    def __del__(self, idle: defaultdict[torch.device, list[Any]] = _idle) -> None:
+        if hasattr(self, "_graphs"):
+            self._graphs.clear()  # before another generation can get the stream
+            idle[self._device].append(self.stream)
+
+
+def _take_stream(device: torch.device) -> Any:
+    """A stream on which no other generation captures."""
+    if _idle[device]:
+        return _idle[device].pop()
+    for _ in range(POOL_STREAMS):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in _owned:
+            _owned.add(stream.cuda_stream)
+            return stream
+    raise RuntimeError(f"the graphs of other models use all {POOL_STREAMS} streams of {device}")
 
 
 class Recorder:
@@ -28,39 +73,40 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.failed = device, False
-        self._pool: Any = None  # memory of the arrays that live within a graph
-        self._stream: Any = None
-        self._first: Captured | None = None  # see _open()
+        self._generation: Generation | None = None
+
+    def renew(self) -> None:
+        """Call it when no later batch uses the graphs so far. New graphs do not keep them alive."""
+        self._generation = None
 
     def capture(self, run: Callable[[], Any]) -> Captured | None:
         """The graph of the kernels that ``run`` starts. If it cannot be captured, no graphs are used from now on."""
         if self.failed:
             return None
         try:
-            if self._pool is None:
-                self._open()
-            return self._capture(run)
+            if self._generation is None:
+                self._generation = Generation(self._device)
+                # PyTorch refuses to capture in a pool that has no graph left. This one stays.
+                self._capture(torch.empty(1, device=self._device).zero_, self._generation)
+            return self._capture(run, self._generation)
         except RuntimeError as error:
             self.failed = True
             log_once(f"HSTU: the layers run without CUDA graphs, because a capture failed: {error}")
             # PyTorch's random numbers stay in the state of a capture that failed, until another one has succeeded.
             some = torch.empty(1, device=self._device)
-            with suppress(RuntimeError):
-                self._capture(some.zero_)
+            if self._generation is not None:
+                with suppress(RuntimeError):
+                    self._capture(some.zero_, self._generation)
             return None
 
-    def _open(self) -> None:
-        """Make the pool, and a graph that stays: PyTorch refuses to capture in a pool whose last graph is gone."""
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        self._first = self._capture(torch.empty(1, device=self._device).zero_)
-
-    def _capture(self, run: Callable[[], Any]) -> Captured:
+    @staticmethod
+    def _capture(run: Callable[[], Any], generation: Generation) -> Captured:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # what is freed meanwhile could call the driver
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(generation.stream):
                 # Calls of this and other threads that are not part of the capture do not disturb it.
-                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+                graph.capture_begin(pool=generation.pool, capture_error_mode="relaxed")
                 try:
                     results = run()
                 finally:
@@ -68,4 +114,4 @@ class Recorder:
         finally:
             if collects:
                 gc.enable()
-        return Captured(graph, results)
+        return generation.keep(graph, results)

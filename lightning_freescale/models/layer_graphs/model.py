@@ -199,6 +199,7 @@ class LayerGraphs:
         log_once(f"HSTU: the CUDA graphs of the layers are captured again, because {why}")
         self._shapes, self._tries, self._weights = {}, {}, {}
         self._arena = Arena(self._arena.rows, self._device)
+        self._recorder.renew()
 
     def _has_room(self, key: ShapeKey) -> bool:
         """Whether there is memory for this shape. If the arena is too small, it is replaced and all graphs are dropped."""
@@ -220,6 +221,7 @@ class LayerGraphs:
             return False
         log_once("HSTU: the layers run as CUDA graphs; HSTU(cuda_graphs=False) runs them without")
         self._shapes, self._tries, self._arena = {}, {}, Arena(rows, self._device)
+        self._recorder.renew()
         return True
 
     # Memory and capture.
