@@ -29,6 +29,7 @@ from tests.gpu.stall_watch import LaunchNotes, StallWatch, keep_transfers
 NODES = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes the variable after a run
 RANK = int(os.environ.get("RANK", "0"))
 STALL_SECONDS = 200.0  # The first step may compile kernels, while other tests do so, too.
+LATER_STALL_SECONDS = 60.0  # after the first training
 
 
 class Recorder(pl.Callback):
@@ -114,6 +115,7 @@ def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     folder = os.environ.get("FOLDER") or tempfile.gettempdir()
     results = {"synchronous": fit(False, steps, "adam", folder, "nccl", watch)}
+    watch.limit(LATER_STALL_SECONDS)
     results |= {transport: fit(True, steps, "adam", folder, transport, watch) for transport in ("nccl", "host")}
     os.environ[NCCL_CTAS] = "1"
     results["nccl, 1 CTA"] = fit(True, steps, "adam", folder, "nccl", watch)
