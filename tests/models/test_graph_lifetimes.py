@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_freescale.models.layer_graphs import capture
-from lightning_freescale.models.layer_graphs.capture import Captured, Generation, Recorder
+from lightning_freescale.models.layer_graphs.capture import Captured, GraphSet, Recorder
 
 DEVICE = torch.device("meta")
 STREAMS = 3  # that torch hands out in turn
@@ -85,7 +85,7 @@ def test_graphs_end_with_their_model() -> None:
     assert not Graph.living
 
 
-def test_no_two_generations_share_a_stream() -> None:
+def test_no_two_sets_share_a_stream() -> None:
     recorders = [Recorder(DEVICE) for _ in range(STREAMS)]
     streams = [captured(recorder, "a").graph.stream for recorder in recorders]
     assert sorted(streams) == list(range(STREAMS))
@@ -109,9 +109,9 @@ def test_a_capture_that_fails_ends_no_graph() -> None:
     assert recorder.capture(lambda: "no graphs any more") is None
 
 
-def test_without_the_generation_a_graph_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_set_a_graph_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(Generation, "keep", lambda self, graph, results: Captured(graph, results))
+    monkeypatch.setattr(GraphSet, "keep", lambda self, graph, results: Captured(graph, results))
     recorder = Recorder(DEVICE)
     kept, other = captured(recorder, "a"), captured(recorder, "b")
     end = weakref.ref(other.graph)
