@@ -299,6 +299,7 @@ def _exact_timers(rank: int, priority: str) -> int:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     group = dist.new_group(backend="freescale", pg_options=QUEUE | {"priority": priority})
     _exchange(rank, 2, group)
+    dist.barrier()  # The peer has received what the thread of this rank has sent, so that thread has started.
     slacks = [Path(f"/proc/{thread.name}/timerslack_ns") for thread in Path("/proc/self/task").iterdir()]
     exact = sum(path.read_text().strip() == "1" for path in slacks)
     dist.barrier()
