@@ -23,7 +23,7 @@ from benchmarks.harness.gpu_cluster.rank_process import EXIT_OF_TIMEOUT
 
 KEPT = 200  # events of each stream
 SHOWN = 12  # lines about each stream, and about each process group
-LOOKS = 10  # looks at the training within the time limit
+LOOK_SECONDS = 0.2  # between two looks at the training
 
 
 class LaunchNotes:
@@ -122,7 +122,7 @@ class StallWatch(pl.Callback):
 
     def _watch(self) -> None:
         while time.monotonic() - self._since <= self._seconds:
-            time.sleep(self._seconds / LOOKS)
+            time.sleep(LOOK_SECONDS)
         self._print(f"no progress for {self._seconds:g} s since {self._last}")
         faulthandler.dump_traceback(self._out, all_threads=True)
         for describe in (incomplete_transfers, self._notes.incomplete if self._notes is not None else list):
