@@ -120,7 +120,7 @@ def run_pair(arguments: argparse.Namespace, first: int) -> tuple[Figures, Figure
     with tempfile.TemporaryDirectory(prefix="cannot-help-") as folder:
         env = {alternation.PORT: str(free_port()), FIGURES_FOLDER: folder, TRAINS_FIRST: str(first)}
         argv = ["-m", "benchmarks.cannot_help", *sys.argv[1:]]
-        launcher.run(arguments.ranks, argv, gpu=gpu, reserve_sms=gpu, clusters=2, env=env, echo=True)
+        launcher.run(arguments.ranks, argv, gpu=gpu, clusters=2, env=env, echo=True)
         before, after = (json.loads((Path(folder) / str(variant)).read_text()) for variant in range(2))
         return before, after
 

@@ -330,9 +330,7 @@ def main() -> int:
             tempfile.TemporaryDirectory(dir=arguments.memory) as memory,
         ):
             os.environ |= {"FREESCALE_BENCHMARK_FOLDER": folder, MEMORY: memory}
-            return launcher.launch(
-                "benchmarks.checkpoints", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=500, reserve_sms=gpu
-            )
+            return launcher.launch("benchmarks.checkpoints", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=500)
     rank_setup.silence_libraries()
     device = rank_setup.use_device(arguments.device)
     rows, parts, step_ms = measure(arguments, Path(os.environ["FREESCALE_BENCHMARK_FOLDER"]))

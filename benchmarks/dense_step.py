@@ -197,7 +197,7 @@ def describe(
 def measure_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the ranks and return their rows. This process must not have used the GPU before."""
     argv = ["-m", "benchmarks.dense_step", *sys.argv[1:]]
-    outputs = launcher.run(arguments.ranks, argv, arguments.limit, gpu=True, reserve_sms=True)
+    outputs = launcher.run(arguments.ranks, argv, arguments.limit, gpu=True)
     lines = [line for line in outputs[0].splitlines() if line.startswith(FOUND)]
     return json.loads(lines[-1].removeprefix(FOUND))
 

@@ -195,7 +195,6 @@ def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, An
         words: the options of the script, from which ``arguments`` were parsed.
     """
     gpu, share = arguments.device == "cuda", arguments.share
-    reserve = gpu and share is None
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder, fixed_clock(arguments.clock if gpu else None):
         # Next to the output file, if there is one: if this process is killed, the figures so far remain.
         part = arguments.output.with_suffix(".part") if arguments.output else Path(folder) / "part"
@@ -203,7 +202,7 @@ def measure(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, An
         argv = ["-m", "benchmarks.end_to_end", *words, "--part", str(part)]
         while True:
             try:
-                launcher.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, reserve_sms=reserve, echo=True)
+                launcher.run(arguments.ranks, argv, TIMEOUT, gpu=gpu, share=share, echo=True)
                 break
             except ClusterFailed as failure:
                 if not _note_failure(part, failure):

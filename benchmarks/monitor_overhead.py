@@ -140,9 +140,7 @@ def main() -> int:
     arguments.steps = arguments.steps or (60 if arguments.quick else 240)
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"
-        return launcher.launch(
-            "benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu
-        )
+        return launcher.launch("benchmarks.monitor_overhead", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
     rank_setup.silence_libraries()
     results = measure(arguments)
     if results is not None:

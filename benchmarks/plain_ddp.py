@@ -123,9 +123,7 @@ def main() -> int:
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 5)
     if "RANK" not in os.environ:
         gpu = arguments.device == "cuda"
-        return launcher.launch(
-            "benchmarks.plain_ddp", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu
-        )
+        return launcher.launch("benchmarks.plain_ddp", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
     rank_setup.silence_libraries()
     device = rank_setup.use_device(arguments.device)
     rows = measure(arguments)

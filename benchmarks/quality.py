@@ -118,12 +118,14 @@ def train(arguments: argparse.Namespace, shape: Figures, source: str | Path, var
     import torch.distributed as dist
 
     import lightning_freescale as fs
+    from benchmarks.harness.gpu_cluster import reserved_sms
     from benchmarks.harness.lightning_trainer import plain_trainer
     from benchmarks.harness.training.bubble import global_losses
     from benchmarks.harness.training.sasrec import SASRec
     from benchmarks.harness.training.step_timestamps import StepTimestamps, TimestampedHSTU
 
     cuda, everything = arguments.device == "cuda", variant == FREESCALE
+    reserved_sms.use(torch.device(arguments.device))
     os.environ["WORLD_SIZE"] = str(arguments.ranks)  # Lightning deletes it at the end of every fit
     pl.seed_everything(arguments.seed + (variant == RESEEDED), verbose=False)
     data = fs.SeqRecDataModule(

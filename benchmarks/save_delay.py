@@ -227,9 +227,7 @@ def main() -> int:
     gpu = arguments.device == "cuda"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         os.environ[FOLDER] = folder
-        return launcher.launch(
-            "benchmarks.save_delay", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=500, reserve_sms=gpu
-        )
+        return launcher.launch("benchmarks.save_delay", sys.argv[1:], arguments.ranks, gpu=gpu, timeout=500)
 
 
 if __name__ == "__main__":

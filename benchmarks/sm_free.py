@@ -250,9 +250,7 @@ def main() -> int:
     args = parser.parse_args()
     args.seconds = args.seconds or (0.1 if args.quick else 0.3)
     if "RANK" not in os.environ:
-        return launcher.launch(
-            "benchmarks.sm_free", sys.argv[1:], args.ranks, gpu=True, timeout=args.limit + 60, reserve_sms=True
-        )
+        return launcher.launch("benchmarks.sm_free", sys.argv[1:], args.ranks, gpu=True, timeout=args.limit + 60)
     run_rank(args)
     return 0
 

@@ -60,7 +60,7 @@ def main() -> None:
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         gpu = options.accelerator == "gpu"
-        sys.exit(launcher.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu, reserve_sms=gpu))
+        sys.exit(launcher.launch("benchmarks.straggler", sys.argv[1:], options.ranks, gpu=gpu))
 
 
 # ---- on a rank --------------------------------------------------------------------------------------------------------

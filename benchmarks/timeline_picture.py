@@ -40,7 +40,7 @@ import lightning_freescale as fs
 from benchmarks.harness import rank_setup, report
 from benchmarks.harness.emulation.network import new_emulated_group
 from benchmarks.harness.emulation.realtime_network import RealtimeGroup, RealtimeWire
-from benchmarks.harness.gpu_cluster import launcher
+from benchmarks.harness.gpu_cluster import launcher, reserved_sms
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 from benchmarks.harness.variant_names import FREESCALE, SYNC
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES
@@ -120,6 +120,7 @@ def train(name: str, arguments: argparse.Namespace) -> None:
     """Train with one strategy; the monitor records every step."""
     pl.seed_everything(1, verbose=False)
     cuda, ranks = arguments.device == "cuda", arguments.ranks
+    reserved_sms.use(torch.device(arguments.device))
     mean, longest, size = (2000.0, 8192, 16) if cuda else (MEAN_EVENTS, 512, SAMPLES_PER_RANK)
     chosen: dict[str, Any] = {"balance": "off", "prioritize": False} if name == SYNC else {"prioritize": True}
     data = fs.SeqRecDataModule(

@@ -34,6 +34,7 @@ def measure(options: argparse.Namespace) -> None:
     # More hardware queues than streams: a waiting stream that shares a queue with the kernels would block them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
     dist.init_process_group("gloo")
+    reserved_sms.use(torch.device("cuda"))
     driver = ctypes.CDLL("libcuda.so.1")
     numbers = torch.zeros(1 << 17, device="cuda")
     value = torch.zeros(64, dtype=torch.int32).pin_memory()

@@ -17,23 +17,23 @@ import pytest
 
 from benchmarks.harness.gpu_cluster import launcher
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
-from tests.gpu.clusters import Call, Clusters, Run, interrupt_on_sigterm, runs_of, turn
+from tests.gpu.clusters import ALL_SMS, Call, Clusters, Run, interrupt_on_sigterm, runs_of, turn
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(ranks: int, argv: list[str], timeout: float, reserve_sms: bool, env: dict[str, str]) -> list[str]:
+    def run(ranks: int, argv: list[str], timeout: float, sms: tuple[int, int], env: dict[str, str]) -> list[str]:
         begin = time.monotonic()
         if "fail" in argv:
             raise ClusterFailed("rank 3 failed", 1)
         (tmp_path / f"started {argv[1:]}").touch()
-        while not reserve_sms and len(list(tmp_path.glob("started*"))) < 2:  # until the other one has started, too
+        while sms != ALL_SMS and len(list(tmp_path.glob("started*"))) < 2:  # until the other one has started, too
             time.sleep(0.01)
         result = {
             "begin": begin,
             "end": time.monotonic(),
-            "reserve_sms": reserve_sms,
+            "sms": sms,
             "folder": env["FOLDER"],
             "shared": env.get("SHARED"),
         }
@@ -47,7 +47,8 @@ def test_runs_at_the_same_time_and_alone(tmp_path: Path, monkeypatch: pytest.Mon
     clusters = Clusters([alone, *beside, failing, beside[0]], folder, {"SHARED": "yes"})
     last, first, second = (clusters.result(one) for one in (alone, *beside))
     assert last["begin"] > max(first["end"], second["end"])
-    assert [one["reserve_sms"] for one in (last, first, second)] == [True, False, False]
+    assert last["sms"] == [0, 1]
+    assert sorted(one["sms"] for one in (first, second)) == [[0, 2], [1, 2]]  # They share no SM.
     assert [one["shared"] for one in (last, first, second)] == [None, "yes", "yes"]
     assert len({one["folder"] for one in (last, first, second)}) == 3
     with pytest.raises(AssertionError, match="rank 3 failed"):

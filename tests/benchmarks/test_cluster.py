@@ -44,7 +44,7 @@ def test_same_host_sets_no_nccl_hostid() -> None:
 
 def test_two_clusters_at_once(mps_notes: Path) -> None:
     show = "import os; print(*(os.environ[name] for name in ('CLUSTER', 'RANK', 'WORLD_SIZE', 'RESERVED_SMS', 'MASTER_PORT')))"
-    outputs = [output.split() for output in run(2, code(show), timeout=200, gpu=True, reserve_sms=True, clusters=2)]
+    outputs = [output.split() for output in run(2, code(show), timeout=200, gpu=True, clusters=2)]
     assert [words[:4] for words in outputs] == [
         [str(number), str(rank), "2", f"{rank}/2"] for number in range(2) for rank in range(2)
     ]
@@ -150,7 +150,7 @@ def test_mps_runs_in_a_temporary_folder_and_is_stopped(mps_notes: Path, fails: b
             run(4, code(show), timeout=200, gpu=True)
     else:
         for output in run(4, code(show), timeout=200, gpu=True, share=share):
-            assert output.split() == [mps_notes.read_text().split()[0], str(share or 25)]
+            assert output.split() == [mps_notes.read_text().split()[0], str(share or 100)]
     folder = mps_notes.read_text().split()[0]
     assert mps_notes.read_text().splitlines() == [f"{folder} -d ", f"{folder} quit"]
     assert not Path(folder).exists()
@@ -158,8 +158,8 @@ def test_mps_runs_in_a_temporary_folder_and_is_stopped(mps_notes: Path, fails: b
 
 def test_every_rank_gets_reserved_sms(mps_notes: Path) -> None:
     show = "import os; print(os.environ['RESERVED_SMS'], os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
-    for rank, output in enumerate(run(3, code(show), timeout=200, gpu=True, reserve_sms=True)):
-        assert output.split() == [f"{rank}/3", "100"]
+    for rank, output in enumerate(run(3, code(show), timeout=200, gpu=True, sms=(1, 2))):
+        assert output.split() == [f"{3 + rank}/6", "100"]
     assert mps_notes.read_text().splitlines()[-1].endswith("quit")
 
 

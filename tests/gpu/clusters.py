@@ -23,7 +23,11 @@ from benchmarks.harness.gpu_cluster.mps import MPS_CONTROL, mps
 from benchmarks.harness.gpu_cluster.rank_process import ClusterFailed
 
 HERE = Path(__file__).resolve().parent
-AT_ONCE = max(2, (os.cpu_count() or 1) // 3)  # Most have four ranks, which do not need a core all the time.
+# Each rank has SMs of its own: with two scripts of four ranks 16 of an H200. They suffice for all kernels of NCCL that a rank
+# runs at a time, and for a kernel beside them. Ranks that share SMs can wait for one another without end, see CONTRIBUTING.md.
+SCRIPTS_AT_ONCE = 2
+CALLS_AT_ONCE = max(2, (os.cpu_count() or 1) // 5)
+ALL_SMS = (0, 1)
 
 TIMEOUT, TIMEOUT_ALONE = 300.0, 150.0  # seconds of a run. Then its ranks print what they wait for, and end.
 
@@ -35,7 +39,7 @@ class Run(NamedTuple):
         script: a file of this folder. Rank 0 prints ``RESULT`` and JSON. The variable ``FOLDER`` names a folder for its files.
         arguments: command line arguments.
         ranks: number of ranks.
-        alone: the ranks have SMs of their own, and no other script runs at the same time.
+        alone: the ranks have all SMs of the GPU, and no other script runs at the same time.
     """
 
     script: str
@@ -69,12 +73,15 @@ def started_early(*each: Run | Call) -> Callable[[Callable], Callable]:
     return pytest.mark.parametrize("results", values, indirect=True)
 
 
-def result_of(run: Run | Call, folder: Path, variables: Mapping[str, str] | None = None) -> Any:
+def result_of(
+    run: Run | Call, folder: Path, variables: Mapping[str, str] | None = None, sms: tuple[int, int] = ALL_SMS
+) -> Any:
     """Run the script, and return what rank 0 prints; or call the function.
 
     Args:
         folder: for the files of a run.
         variables: further variables of the environment of its ranks.
+        sms: which part of the GPU's SMs the ranks get, and how many parts there are.
     """
     if isinstance(run, Call):
         return run.function(*run.arguments)
@@ -82,7 +89,7 @@ def result_of(run: Run | Call, folder: Path, variables: Mapping[str, str] | None
     env = {"FOLDER": str(folder)} | dict(variables or {})
     try:
         timeout = TIMEOUT_ALONE if run.alone else TIMEOUT
-        outputs = launcher.run(run.ranks, argv, timeout=timeout, reserve_sms=run.alone, env=env)
+        outputs = launcher.run(run.ranks, argv, timeout=timeout, sms=sms, env=env)
     except ClusterFailed as failure:  # It cannot be sent to another process.
         raise AssertionError(str(failure)) from None
     return json.loads(next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
@@ -96,9 +103,18 @@ class Timed(NamedTuple):
     end: float
 
 
+_sms = ALL_SMS  # of the scripts that this process runs
+
+
+def take_sms(parts: Any) -> None:
+    """Let this process run its scripts on one of ``parts``, a queue."""
+    global _sms
+    _sms = parts.get()
+
+
 def timed(run: Run | Call, folder: Path, variables: Mapping[str, str]) -> Timed:
     begin = time.monotonic()
-    result = result_of(run, folder, variables)
+    result = result_of(run, folder, variables, _sms)
     return Timed(result, begin, time.monotonic())
 
 
@@ -107,7 +123,7 @@ def one_daemon() -> Iterator[dict[str, str]]:
     """An MPS daemon for all runs. Processes of several daemons would use the GPU in turns.
 
     Yields:
-        The variables that name it. Each run chooses the share of its ranks itself. They are empty if MPS is not installed.
+        The variables that name it. They are empty if MPS is not installed.
     """
     if shutil.which(MPS_CONTROL) is None:
         yield {}
@@ -128,7 +144,7 @@ def turn(item: Any) -> int:
 
 
 class Clusters:
-    """Starts all ``runs`` except those that run alone, ``AT_ONCE`` at a time.
+    """Starts all ``runs`` except those that run alone: ``SCRIPTS_AT_ONCE`` scripts and ``CALLS_AT_ONCE`` calls at a time.
 
     Args:
         runs: the runs and calls of the tests that were selected, in the order of the tests.
@@ -140,11 +156,17 @@ class Clusters:
         self._folder, self._begin = folder, time.monotonic()
         self._alone: dict[Run | Call, Timed | None] = {}  # None for one that has not ended
         # Processes, because every test changes the environment and the current folder of this one.
-        self._pool = ProcessPoolExecutor(AT_ONCE, get_context("fork"))
+        context = get_context("fork")
+        parts = context.SimpleQueue()
+        for number in range(SCRIPTS_AT_ONCE):
+            parts.put((number, SCRIPTS_AT_ONCE))
+        self._scripts = ProcessPoolExecutor(SCRIPTS_AT_ONCE, context, take_sms, (parts,))
+        self._calls = ProcessPoolExecutor(CALLS_AT_ONCE, context)
         self._started: dict[Run | Call, Future] = {}
         for run in runs:
             if not run.alone and run not in self._started:
-                self._started[run] = self._pool.submit(timed, run, self._new_folder(), variables or {})
+                pool = self._scripts if isinstance(run, Run) else self._calls
+                self._started[run] = pool.submit(timed, run, self._new_folder(), variables or {})
 
     def _new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._folder))
@@ -177,7 +199,8 @@ class Clusters:
     def close(self) -> None:
         """Start nothing more, and end what still runs."""
         is_idle = all(future.done() for future in self._started.values())
-        self._pool.shutdown(wait=is_idle, cancel_futures=True)
+        for pool in (self._scripts, self._calls):
+            pool.shutdown(wait=is_idle, cancel_futures=True)
         if is_idle:  # The processes have ended. SIGTERM would make each of them print a traceback.
             return
         for process in active_children():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale.transport  # noqa: F401 - registers the backend
+from benchmarks.harness.rank_setup import use_device
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding import training
 from tests.embedding.training import Batches, Sharded, make_schedule, random_batches, tables, train
@@ -37,7 +37,7 @@ def run(
     training.DIM = 32
     training.BAG_DIMS.update(one=32, two=96)
     sleep_in_waits()
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    use_device("cuda")
     dist.init_process_group("nccl")
     backend = sys.argv[1] if len(sys.argv) > 1 else None  # backend of the process groups for rows and gradients
     batches = random_batches(dist.get_rank(), STEPS, 7, lambda rank, step: 24 + 8 * rank, longest)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
+from benchmarks.harness.rank_setup import use_device
 from lightning_freescale.models import HSTU
 from lightning_freescale.models.layer_graphs.registry import plans_of
 from lightning_freescale.transport.groups import NCCL_CTAS
@@ -104,6 +105,7 @@ def fit(
 def start_watch() -> StallWatch:
     """Watch this rank from its start on."""
     sleep_in_waits()
+    use_device("cuda")
     keep_transfers()
     notes = LaunchNotes()
     notes.watch_hstu()

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
+from benchmarks.harness.rank_setup import use_device
 from benchmarks.harness.training.variants import JobBatches, TrainingJob
 from benchmarks.harness.workload import LongTailWorkload
 from lightning_freescale.strategy.checkpoints import folder
@@ -88,6 +89,7 @@ def run(in_time: bool) -> bool:
 
 
 if __name__ == "__main__":
+    use_device("cuda")
     dist.init_process_group("nccl")
     results = {}
     for in_time in (True, False):

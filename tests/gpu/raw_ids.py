@@ -19,6 +19,7 @@ from torch import Tensor
 
 import lightning_freescale as fs
 from benchmarks.harness.lightning_trainer import plain_trainer
+from benchmarks.harness.rank_setup import use_device
 from lightning_freescale.models import HSTU
 from tests.gpu.sleeping_waits import sleep_in_waits
 
@@ -88,6 +89,7 @@ def main() -> None:
     cuda = sys.argv[2:] != ["cpu"]
     if cuda:
         sleep_in_waits()
+        use_device("cuda")
     folder = Path(os.environ.get("FOLDER") or tempfile.gettempdir())
     results: dict[str, Any] = {str(mode): fit(mode, steps, folder, cuda) for mode in (True, False)}
     if RANK == 0:

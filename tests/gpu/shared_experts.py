@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import lightning_freescale.transport  # noqa: F401 - registers the backend
+from benchmarks.harness.rank_setup import use_device
 from lightning_freescale.batch.seq_batch import HISTORY, NEGATIVES, SeqBatch
 from lightning_freescale.models import HSTU, FeedForward
 from lightning_freescale.models.moe.exchange import ExpertExchange
@@ -143,7 +144,7 @@ def late_outputs(ordered: bool) -> Any:
 def main() -> None:
     if CUDA:
         sleep_in_waits()
-        torch.cuda.set_device(DEVICE)
+        use_device("cuda")
     backend = sys.argv[1]
     dist.init_process_group("nccl" if CUDA else "gloo")
     group = dist.new_group(backend=backend)

@@ -62,10 +62,14 @@ class LaunchNotes:
         setattr(owner, method, noted)
 
     def watch_hstu(self) -> None:
-        """Note the passes of the layers that run as CUDA graphs, and the Hopper kernels that run without."""
-        from lightning_freescale.models.attention.hopper.driver import Kernels  # Triton is on CUDA machines only
+        """Note the passes of the layers that run as CUDA graphs; of others the products, the Hopper kernels and the norm."""
+        from lightning_freescale.models import fused_layer  # Triton is on CUDA machines only
+        from lightning_freescale.models.attention.hopper.driver import Kernels
         from lightning_freescale.models.layer_graphs.layer import LayerGraph
 
+        for product in ("mm", "addmm"):
+            self.wrap(torch, product, lambda *args, name=product, **__: f"{name} of {[list(x.shape) for x in args]}")
+        self.wrap(fused_layer, "norm_backward", lambda *_, **__: "norm_backward")
         self.wrap(Kernels, "launch", lambda kernels, name, *_, **__: name)
         for method in ("run_forward", "run_backward", "run_parameters"):
             self.wrap(LayerGraph, method, lambda layer, *_, name=method: f"{name} of layer {layer._number}")

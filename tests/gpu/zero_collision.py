@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import lightning_freescale as fs
 import lightning_freescale.transport
+from benchmarks.harness.rank_setup import use_device
 from lightning_freescale.embedding.schedule import ExchangeSchedule
 from tests.embedding.zero_collision import training
 from tests.embedding.zero_collision.sabotage import never_undo, write_all_fresh_rows_early
@@ -99,7 +99,7 @@ def main() -> None:
     device = sys.argv[2] if len(sys.argv) > 2 else "cuda"  # "cpu" runs the script without a GPU
     if device == "cuda":
         sleep_in_waits()
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        use_device("cuda")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     training.host_group = dist.new_group(backend="gloo")
     backend = sys.argv[1] if device == "cuda" else None  # backend of the process groups for rows and gradients

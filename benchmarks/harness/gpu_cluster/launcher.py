@@ -33,7 +33,7 @@ def run(
     same_host: bool = False,
     gpu: bool | None = None,
     share: int | None = None,
-    reserve_sms: bool = False,
+    sms: tuple[int, int] = (0, 1),
     clusters: int = 1,
     env: Mapping[str, str] | None = None,
     echo: bool = False,
@@ -43,11 +43,13 @@ def run(
     Args:
         timeout: seconds after which all ranks are ended.
         same_host: do not set ``NCCL_HOSTID``; NCCL then sees that the ranks share a machine.
-        gpu: share the GPU through MPS. Default: yes if there is a GPU.
-        share: percent of the GPU's SMs that each rank may use. Default: 100 divided by the number of ranks.
-        reserve_sms: instead of limiting the number of SMs, reserve SMs for each rank. The default stream still uses all SMs.
-        clusters: start this many clusters of ``ranks`` ranks at the same time, on the same SMs. The variable ``CLUSTER`` of a
-            rank holds the number of its cluster.
+        gpu: share the GPU through MPS, with SMs that are reserved for each rank. Default: yes if there is a GPU.
+        share: limit the number of SMs of each rank to this percentage, and reserve none. For measurements only: kernels of
+            NCCL then wait on SMs that other ranks need, and the ranks may wait for one another without end.
+        sms: which part of the SMs the cluster gets, and how many parts there are. Clusters with different parts of as many can
+            run at the same time. The default is all SMs.
+        clusters: start this many clusters of ``ranks`` ranks at the same time, on the same SMs. Only one of them may use the
+            GPU at a time. The variable ``CLUSTER`` of a rank holds the number of its cluster.
         env: additional environment variables.
         echo: print rank 0's stdout and every rank's stderr while the ranks run.
 
@@ -58,8 +60,8 @@ def run(
     gpu = has_gpu() if gpu is None else gpu
     with ExitStack() as stack:
         if gpu:
-            shared |= stack.enter_context(mps(100 if reserve_sms else share or 100 // ranks))
-            if reserve_sms:
+            shared |= stack.enter_context(mps(share or 100))
+            if share is None:
                 shared |= {"LD_PRELOAD": str(stack.enter_context(build_library()))}
         shared |= env or {}
         started: list[RankProcess] = []
@@ -68,8 +70,8 @@ def run(
             cluster = {"MASTER_PORT": str(free_port()), "CLUSTER": str(number)}
             for rank in range(ranks):
                 own = {"RANK": str(rank), "NODE_RANK": str(rank)}
-                if gpu and reserve_sms:
-                    own[PART] = f"{rank}/{ranks}"
+                if gpu and share is None:
+                    own[PART] = f"{sms[0] * ranks + rank}/{sms[1] * ranks}"
                 if not same_host:
                     own["NCCL_HOSTID"] = f"node{rank}"
                 started.append(RankProcess(rank, argv, shared | cluster | own, echo))
@@ -95,12 +97,10 @@ def _shared_environment(ranks: int) -> dict[str, str]:
     )
 
 
-def launch(
-    module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0, reserve_sms: bool = False
-) -> int:
+def launch(module: str, argv: Sequence[str], ranks: int, *, gpu: bool, timeout: float = 600.0) -> int:
     """Run ``python -m module *argv`` on every rank, print what rank 0 prints, and return the exit status."""
     try:
-        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, reserve_sms=reserve_sms, echo=True)
+        run(ranks, ["-m", module, *argv], timeout, gpu=gpu, echo=True)
     except ClusterFailed as failure:
         print(str(failure).splitlines()[0], file=sys.stderr)
         return failure.status
@@ -112,7 +112,7 @@ def on_every_rank(module: str, arguments: argparse.Namespace, run_rank: Callable
     if "RANK" in os.environ:
         return run_rank(arguments)
     gpu = arguments.device == "cuda"
-    return launch(module, sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300, reserve_sms=gpu)
+    return launch(module, sys.argv[1:], arguments.ranks, gpu=gpu, timeout=300)
 
 
 # ---- options that benchmarks share -------------------------------------------------------------------------------------------
@@ -147,9 +147,8 @@ def main(description: str | None) -> int:
         "--timeout", type=float, default=600.0, help="seconds after which all ranks are ended (default 600)"
     )
     parser.add_argument("--same-host", action="store_true", help="let NCCL see that the ranks share a machine")
-    parser.add_argument("--share", type=int, help="percent of the GPU's SMs per rank; default: 100 / ranks")
     parser.add_argument(
-        "--own-cores", action="store_true", help="reserve SMs for each rank instead of limiting their number"
+        "--share", type=int, help="limit each rank to this percentage of the GPU's SMs instead of reserving SMs for it"
     )
     parser.add_argument("command", nargs="+", metavar="-- script.py [argument ...]", help="what every rank runs")
     arguments = parser.parse_args()
@@ -161,7 +160,6 @@ def main(description: str | None) -> int:
             arguments.timeout,
             same_host=arguments.same_host,
             share=arguments.share,
-            reserve_sms=arguments.own_cores,
             echo=True,
         )
     except ClusterFailed as failure:
