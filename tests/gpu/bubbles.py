@@ -144,9 +144,7 @@ def main() -> None:
         print("RESULT " + json.dumps(everybody), flush=True)
         if options.output:
             machine = f"{torch.cuda.get_device_name()} as {NODES} ranks: {reserved_sms.describe()}"
-            head = report.head(
-                "profiler", machine, f"-m benchmarks.cluster {NODES} --own-cores -- tests/gpu/bubbles.py"
-            )
+            head = report.head("profiler", machine, f"-m benchmarks.cluster {NODES} -- tests/gpu/bubbles.py")
             options.output.write_text(json.dumps(head | {"rows": everybody}, indent=1) + "\n")
 
 

@@ -121,6 +121,7 @@ def main() -> None:
     results |= {transport: fit(True, steps, "adam", folder, transport, watch) for transport in ("nccl", "host")}
     os.environ[NCCL_CTAS] = "1"
     results["nccl, 1 CTA"] = fit(True, steps, "adam", folder, "nccl", watch)
+    results["sms"] = torch.cuda.get_device_properties("cuda").multi_processor_count
     if RANK == 0:
         print("RESULT " + json.dumps(results), flush=True)
 

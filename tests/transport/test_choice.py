@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_freescale import ConfigurationError
 from lightning_freescale.transport import Capabilities, capabilities, choose
 from lightning_freescale.transport.addresses import host_id
-from lightning_freescale.transport.groups import NCCL_CTAS, most_ctas, nccl_options
+from lightning_freescale.transport.groups import NCCL_CTAS, chosen_ctas, fitting_ctas, nccl_options
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -102,12 +102,11 @@ def test_the_limit_of_nccl_ctas(text: str | None, expected: int | None, monkeypa
     monkeypatch.delenv(NCCL_CTAS, raising=False)
     if text is not None:
         monkeypatch.setenv(NCCL_CTAS, text)
-    assert most_ctas() == expected
+    assert chosen_ctas() == expected
     if dist.is_nccl_available():
-        undefined = dist.ProcessGroupNCCL.Options().config.max_ctas
-        hidden, urgent = nccl_options("low", beside_compute=True), nccl_options("high", beside_compute=False)
-        assert hidden.config.max_ctas == (undefined if expected is None else expected)
-        assert urgent.config.max_ctas == undefined
+        hidden, urgent = nccl_options("low", beside_compute=True, sms=132), nccl_options("high", False, sms=132)
+        assert hidden.config.max_ctas == (expected or 16)
+        assert urgent.config.max_ctas == 16
         assert urgent.is_high_priority_stream
         assert not hidden.is_high_priority_stream
 
@@ -116,4 +115,13 @@ def test_the_limit_of_nccl_ctas(text: str | None, expected: int | None, monkeypa
 def test_a_limit_of_nccl_ctas_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NCCL_CTAS, text)
     with pytest.raises(ConfigurationError, match=f"environment variable {NCCL_CTAS}='?{text}'?"):
-        most_ctas()
+        chosen_ctas()
+
+
+@pytest.mark.parametrize("sms", range(1, 200))
+def test_kernels_of_all_groups_fit_on_the_gpu(sms: int) -> None:
+    """Four groups take half of the SMs at most, and more than a quarter, unless the GPU is tiny."""
+    most = fitting_ctas(sms)
+    assert most.bit_count() == 1
+    assert 4 * most <= sms / 2 or most == 1
+    assert 4 * most > sms / 4
