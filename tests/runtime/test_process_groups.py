@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -111,6 +112,7 @@ def test_ranks_on_gpus_do_not_wait_without_end_to_connect(backend: str, monkeypa
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda at: devices.update({threading.current_thread().name: at}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(nccl_groups.atexit, "register", at_exit.append)
     monkeypatch.setattr(dist, "new_group", connect)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(), raising=False)
