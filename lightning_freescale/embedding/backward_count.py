@@ -34,18 +34,25 @@ def watch_backwards(output: Any, on_second: Callable[[], None]) -> None:
     on_backward(output, count)
 
 
-def on_backward(output: Any, call: Callable[[], None]) -> None:
+def on_backward(output: Any, call: Callable[[], Any], before: Callable[[], Any] | None = None) -> None:
     """Call ``call`` in each backward that runs through ``output``, before it updates the tables. It may be called several times.
 
     Args:
         output: what a sharded collection returned. It may still be on its way.
         call: is called in the thread of the backward. An error that it raises ends the backward.
+        before: is called when ``output`` arrives, if a backward can run through it.
     """
 
+    def ignore_gradients(_: Any) -> None:
+        call()
+
     def watch(arrived: Any) -> Any:
-        for node in {tensor.grad_fn for tensor in _tensors(arrived)}:
-            if node is not None:  # a hook of the tensor would also see backwards that stop there
-                node.register_prehook(lambda _: call())
+        nodes = {tensor.grad_fn for tensor in _tensors(arrived)} - {None}
+        if nodes and before is not None:
+            before()
+        for node in nodes:
+            assert node is not None
+            node.register_prehook(ignore_gradients)  # a hook of the tensor would also see backwards that stop there
         return arrived
 
     output.callbacks.append(watch)

@@ -20,7 +20,18 @@ from lightning_freescale.runtime.errors import FreeScaleError
 
 COMPARED_CALLS = "the comparison of the calls of embedding modules"
 AGREED_STEPS = 16  # first steps, after which the ranks tell each other what they have found
+CALL_ALIKE = "Change the model so that they do, or set prioritize=False"
+LEAVE_OUT = "To leave a batch out, multiply its loss by 0"
 Ask = Callable[[str], list[int]]  # the ranks that do not ask the same in time
+
+
+def but_not_on(others: list[int]) -> str:
+    """The part of an error that says which ranks have not found the same.
+
+    >>> but_not_on([0]), but_not_on([0, 2])
+    ('on this rank but not on rank 0', 'on this rank but not on ranks 0, 2')
+    """
+    return f"on this rank but not on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
 
 
 class CallAgreement:
@@ -51,18 +62,17 @@ class CallAgreement:
             self.settle(module, reason, "calls")
         return dict(found)
 
-    def settle(self, module: str, reason: str, place: str) -> None:
+    def settle(self, module: str, reason: str, place: str, advice: str = CALL_ALIKE) -> None:
         """Return if all ranks settle the same place in this step. Otherwise raise, because this rank differs.
 
         Args:
             module: name of the module.
             reason: why this rank cannot use the rows that were sent, as the end of "it is ...".
             place: what all ranks would have to find, for example a call of the module.
+            advice: what the user can do.
         """
         if others := self._ask(f"{module}/{self._steps}/{place}"):
-            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
             raise FreeScaleError(
-                f"rank {dist.get_rank()}: {module} is {reason}, on this rank but not on {ranks}. Rows are sent before a module "
-                "is called, so all ranks must call it alike in every step. Change the model so that they do, or set "
-                "prioritize=False"
+                f"rank {dist.get_rank()}: {module} is {reason}, {but_not_on(others)}. Rows are sent before a module "
+                f"is called, so all ranks must call it alike in every step. {advice}"
             )

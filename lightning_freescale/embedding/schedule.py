@@ -79,6 +79,10 @@ class ExchangeSchedule:
         """Names of the modules whose exchange is prioritized at present."""
         return [module.name for module in self.modules if module.active and module.kjt_index is not None]
 
+    def is_prioritized(self, name: str) -> bool:
+        """Whether the module of this name has been called in this step and was given prioritized rows."""
+        return any(module.name == name and module.has_prioritized_rows for module in self.modules)
+
     @property
     def names(self) -> list[str]:
         """Names of all modules."""

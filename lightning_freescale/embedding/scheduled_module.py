@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_freescale.embedding.all_to_all import COLLISION, EXCLUSIVE
 from lightning_freescale.embedding.backward_count import watch_backwards
-from lightning_freescale.embedding.call_agreement import CallAgreement
+from lightning_freescale.embedding.call_agreement import CALL_ALIKE, LEAVE_OUT, CallAgreement
 from lightning_freescale.embedding.held_gradients import HeldLookup, MicroBatch
 from lightning_freescale.embedding.prioritized import PrioritizedEmbedding
 from lightning_freescale.embedding.stages import (
@@ -92,6 +92,11 @@ class ScheduledModule:
         self._synchronous_forward: Callable[..., Any] = type(exchange.module).forward
         exchange.gradients.on_unannounced_backward = self._take_unannounced_backward
 
+    @property
+    def has_prioritized_rows(self) -> bool:
+        """Whether the module has been called with the batch of this step, and was given the rows that were sent for it."""
+        return isinstance(self.current, ComputingBatch | ReturningBatch)
+
     # ---- the module's forward ---------------------------------------------------------------------------------------
     @torch.compiler.disable  # of a model that torch.compile wraps as a whole
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,10 +169,10 @@ class ScheduledModule:
             return MORE_THAN_ONCE
         return CHANGED_IDS if self.current.routed.contents.changed(features) else self._reason_in_call
 
-    def _settle(self, reason: str, place: str) -> None:
+    def _settle(self, reason: str, place: str, advice: str = CALL_ALIKE) -> None:
         """Raise unless all ranks settle the same place in this step: otherwise they would wait for different transfers."""
         if self._agreement is not None:
-            self._agreement.settle(self.name, reason, place)
+            self._agreement.settle(self.name, reason, place, advice)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
     def begin_micro_batch(self, micro_batch: MicroBatch | None) -> None:
@@ -292,7 +297,7 @@ class ScheduledModule:
     def agree_on_gradients(self) -> None:
         """After a step. Ranks whose loss depends on the rows wait for the gradients of all ranks, and would wait in vain."""
         if isinstance(self.current, ReturningBatch) and self._had_gradients:
-            self._settle(WITHOUT_GRADIENTS, "gradients")
+            self._settle(WITHOUT_GRADIENTS, "gradients", LEAVE_OUT)
             self._had_gradients = False
 
     def look_ahead(self) -> None:

@@ -28,6 +28,7 @@ from lightning_freescale.strategy.refusals import called_once
 from lightning_freescale.strategy.sharded_model import ShardedModel
 from lightning_freescale.strategy.table_learning_rate import TableLearningRates, log_table_rates
 from lightning_freescale.strategy.table_steps import TableSteps, name_gradient_hooks
+from lightning_freescale.strategy.unused_rows import UnusedRows
 
 FLUSH = "trainer.strategy.flush(), which all ranks must call"
 
@@ -49,6 +50,7 @@ class StepHooks(CheckpointHooks):
     _rates: TableLearningRates | None
     _validation_steps: dict[str, int]  # Step counts of the tables before a validation.
     _lookups: LookupWatch | None = None
+    _unused_rows: UnusedRows | None = None
     _table_steps: TableSteps
     _in_training_step: bool
     _failed: bool
@@ -109,6 +111,8 @@ class StepHooks(CheckpointHooks):
             output = super().training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
+        if self._unused_rows is not None and not module.automatic_optimization:  # the step has run its backwards itself
+            self._unused_rows.check()
         self._balancer.compute_timer.end_forward()
         return output
 
@@ -173,6 +177,8 @@ class StepHooks(CheckpointHooks):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self._balancer.compute_timer.end_step()
+        if self._unused_rows is not None and self._module.automatic_optimization:
+            self._unused_rows.check()
         if self.schedule is not None:
             self.schedule.after_backward()
         if self._has_tables:
@@ -223,11 +229,20 @@ class StepHooks(CheckpointHooks):
         self._table_steps = TableSteps()
         if fitting:
             name_gradient_hooks(trainer)
+        if fitting and trainer.world_size > 1:
+            assert self.control is not None
+            self._unused_rows = UnusedRows(self._module, self.global_rank, self.control.ask, self._is_prioritized)
+
+    def _is_prioritized(self, name: str) -> bool:
+        """Whether the collection of this name has been called with priorities in this step."""
+        return self.schedule is not None and self.schedule.is_prioritized(name)
 
     def unwatch_updates(self) -> None:
         if self._lookups is not None:
             self._lookups.close()
-        self._lookups = None
+        if self._unused_rows is not None:
+            self._unused_rows.close()
+        self._lookups = self._unused_rows = None
 
     def on_train_end(self) -> None:
         super().on_train_end()

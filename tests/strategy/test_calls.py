@@ -109,6 +109,20 @@ class LeavesRowsOut(Changing):
         return self.head(torch.ones(1, toy.DIM * len(toy.FEATURES))).mean() if self.changes else loss
 
 
+class LeavesRowsOutByHand(LeavesRowsOut):
+    """The same with manual optimization."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: toy.Batch, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
 class InEvaluation(toy.Model):
     """Has its collection in evaluation mode. TorchRec updates the tables all the same."""
 
@@ -240,6 +254,40 @@ def test_a_rank_that_differs_in_a_prioritized_step_says_so(model: Any) -> None:
     assert second["error"].startswith("FreeScaleError: rank 1: embeddings is ")
     assert "on this rank but not on rank 0" in second["error"]
     assert "rank 1 ended with FreeScaleError: rank 1: embeddings is " in first["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "prioritize", "first"),
+    [(LeavesRowsOut, False, 3), (LeavesRowsOutByHand, False, 0), (LeavesRowsOut, True, 0)],
+)
+def test_a_rank_that_leaves_rows_out_of_a_synchronous_step_says_so(model: Any, prioritize: bool, first: int) -> None:
+    """With gloo, its next transfer would otherwise abort the process of the other rank."""
+    one, other = run_ranks(fit, args=(model, prioritize, {"ranks": ONE, "first": first}, None, 8.0))
+    said = (
+        "FreeScaleError: rank 1: the loss does not depend on the rows of embeddings, on this rank but not on rank 0. "
+    )
+    assert other["error"].startswith(said)
+    assert f"rank 1 ended with {said}" in one["error"]
+
+
+def test_rows_that_all_ranks_leave_out() -> None:
+    """They ask once. The next steps that leave the rows out ask nothing."""
+    first, second = run_ranks(questions_about_rows)
+    assert first == second == ["embeddings/no gradients/4"]
+
+
+def questions_about_rows(rank: int) -> list[str]:
+    asked: list[str] = []
+    ask = Control.ask
+
+    def noted(self: Control, question: str) -> list[int]:
+        asked.append(question)
+        return ask(self, question)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Control, "ask", noted)
+        assert "error" not in fit(rank, LeavesRowsOut, False, {"ranks": BOTH, "first": 3})
+    return asked
 
 
 def asked_questions(rank: int) -> list[str]:
