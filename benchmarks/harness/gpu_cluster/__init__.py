@@ -4,7 +4,8 @@
 - ``rank_process``: one rank as an operating system process.
 - ``mps``: NVIDIA's Multi-Process Service (MPS), which lets several processes use one GPU at the same time.
 - ``reserved_sms``: reserves SMs (streaming multiprocessors) for each rank, so that kernels of two ranks never share
-  one.
+  one. Ranks that share SMs can wait for one another without end: a kernel of NCCL keeps its SMs until all ranks take
+  part.
 - ``transports``: names of the transports that are compared, and a way to make ranks of one host use TCP.
 - ``link_bandwidth``: the bandwidth of each transport without compute beside it.
 - ``matrix_product_check``: fails if matrix products are wrong, which some MPS settings cause.
