@@ -308,7 +308,7 @@ class Control:
         if watch is not None:
             watch.progress += 1
             if watch.aborted and first.failure is None:
-                reports = first.exchange_reports(FreeScaleError(f"it waited in vain: {watch.explanation}"))
+                reports = first.exchange_reports(FreeScaleError(f"it waited in vain: {watch.explanation}"), waited=True)
                 first.failure = f"{watch.explanation}; {reports}"
         if first.failure is not None:
             raise FreeScaleError(f"rank {self.rank}: waited for {what}; {first.failure}")
@@ -328,27 +328,45 @@ class Control:
                 with suppress(Exception):  # The store has ended. Nobody can read the report then.
                     self._reports.post(exception)
             return None
-        return self.exchange_reports(exception, publish=not is_stop)
+        return self.exchange_reports(exception, not is_stop, waited=is_connection_error(exception))
 
     def missing_ranks(self, what: str, error: Exception) -> FreeScaleError:
         """The error to raise if ``what`` did not arrive from all ranks. It says what happened to the other ranks."""
-        return FreeScaleError(f"rank {self.rank}: waited for {what}; {self.exchange_reports(error)} ({error})")
+        return FreeScaleError(
+            f"rank {self.rank}: waited for {what}; {self.exchange_reports(error, waited=True)} ({error})"
+        )
 
-    def exchange_reports(self, error: BaseException, publish: bool = True) -> str:
-        """Report why this rank ends, and return the reports of the other ranks. The first failure explains the others."""
+    def exchange_reports(self, error: BaseException, publish: bool = True, waited: bool = False) -> str:
+        """Report why this rank ends, and return the reports of the other ranks. The first failure explains the others.
+
+        Args:
+            error: why this rank ends.
+            publish: whether ranks that still wait are told.
+            waited: whether this rank ends because it has waited for another one. Then the reports also say where the ranks were.
+        """
         watch = self._watch
         reports = (self._shares_watch or self)._reports
         try:
-            store = reports.post(error)
+            store = reports.post(error, waited)
         except Exception:
             known = watch.explanation if watch is not None else None
             before = "" if known is None else f", after the report that {known}"
             return f"{STORE_IS_LOST}{before}"
-        explanation, lacks_one = reports.of_others(store, lambda rank: watch is not None and watch.has_died(rank))
+        explanation, lacks_one = reports.of_others(
+            store, lambda rank: watch is not None and watch.has_died(rank), waited
+        )
         self._lacks_a_report |= lacks_one
         if watch is not None and publish:
             publish_within_limit(watch, explanation)
         return explanation
+
+    def enter(self, place: str) -> None:
+        """Note where this rank is in the training, for the case that the ranks wait for each other in vain.
+
+        Args:
+            place: for example "in epoch 3".
+        """
+        (self._shares_watch or self)._reports.place = place
 
     def leave_last(self) -> None:
         """Let the other ranks read what is in the rendezvous store. All ranks call it when they end with an exception."""

@@ -6,7 +6,7 @@ The reports go through the rendezvous store, which answers when collectives do n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -41,24 +41,33 @@ class EndReports:
 
     Attributes:
         posted: whether the other ranks can read why this one ends.
+        place: where this rank is in the training, for example "in epoch 3", or nothing.
     """
 
     def __init__(self, run: int, rank: int, world_size: int, timeout: float, connection: StoreConnection):
         self._prefix, self._rank, self._world_size = f"freescale/{run}", rank, world_size
         self._timeout, self._connection, self.posted = timeout, connection, False
+        self.place = ""
 
-    def post(self, error: BaseException) -> Any:
-        """Report why this rank ends. Returns the connection to the store; raises if the store cannot be reached."""
+    def post(self, error: BaseException, waited: bool = False) -> Any:
+        """Report why this rank ends. Returns the connection to the store; raises if the store cannot be reached.
+
+        Args:
+            error: the reason.
+            waited: whether this rank ends because it has waited for another one.
+        """
         store, self.posted = self._connection.get(REPORT_SECONDS), True
-        within(REPORT_SECONDS, lambda: store.set(f"{self._prefix}/ended/{self._rank}", first_line(error)))
+        report = f"{first_line(error)}\n{self.place if waited else ''}"
+        within(REPORT_SECONDS, lambda: store.set(f"{self._prefix}/ended/{self._rank}", report))
         return store
 
-    def of_others(self, store: Any, has_died: Callable[[int], bool]) -> Reports:
+    def of_others(self, store: Any, has_died: Callable[[int], bool], waited: bool = False) -> Reports:
         """The reports of the other ranks. A rank without a report after a few seconds is stuck or dead.
 
         Args:
             store: what :meth:`post` has returned.
             has_died: whether a rank is known to be dead. Nobody waits for its report.
+            waited: whether this rank ends because it has waited for another one.
         """
         deadline = time.monotonic() + REPORT_SECONDS
 
@@ -67,17 +76,18 @@ class EndReports:
             store.wait([key], timedelta(seconds=max(left, LEAST_REPORT_SECONDS)))
             return store.get(key).decode()
 
-        reports, lacks_one = [], False
+        reports, lacks_one, places = [], False, {self._rank: self.place if waited else ""}
         for rank in range(self._world_size):
             if rank == self._rank:
                 continue
             try:
-                reports.append(f"rank {rank} ended with {within(2 * REPORT_SECONDS, partial(report_of, rank))}")
+                report, _, places[rank] = within(2 * REPORT_SECONDS, partial(report_of, rank)).partition("\n")
+                reports.append(f"rank {rank} ended with {report}")
             except Exception:  # There is no report: this rank is the missing one.
                 lacks_one = True
                 missing = f"is missing: stuck or dead for {self._timeout:.0f} s"
                 reports.append(f"rank {rank} {'has died' if has_died(rank) else missing}")
-        return Reports("; ".join(reports), lacks_one)
+        return Reports("; ".join(reports) + _differing(places), lacks_one)
 
     def leave_last(self) -> None:
         """Rank 0, which may host the rendezvous store, waits a moment for the other ranks. They can still read reports.
@@ -92,6 +102,29 @@ class EndReports:
                 within(REPORT_SECONDS, lambda: store.set(others[self._rank - 1], ""))
             else:
                 within(2 * LAST_SECONDS, lambda: store.wait(others, timedelta(seconds=LAST_SECONDS)))
+
+
+def _differing(places: Mapping[int, str]) -> str:
+    """Where the ranks were that have waited for each other, if they were at different places.
+
+    >>> _differing({0: "in epoch 2", 2: "in a validation", 1: "in epoch 2", 3: ""})
+    '. Ranks 0, 1 were in epoch 2, and rank 2 in a validation: all ranks must take the same steps'
+    >>> _differing({0: "in epoch 2", 1: "in epoch 2"})
+    ''
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        if place:
+            ranks.setdefault(place, []).append(rank)
+    if len(ranks) < 2:
+        return ""
+    (first, some), *others = ranks.items()
+    were = f"{_ranks(some).capitalize()} {'were' if len(some) > 1 else 'was'} {first}"
+    return f". {were}, and {', '.join(f'{_ranks(some)} {place}' for place, some in others)}: all ranks must take the same steps"
+
+
+def _ranks(some: list[int]) -> str:
+    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}"
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class StepHooks(CheckpointHooks):
         super().on_train_batch_start(batch, batch_idx)
         trainer = self._module.trainer
         compat.count_running_epoch(trainer)
+        self._enter(f"in epoch {trainer.current_epoch}")
         if self._has_tables and self._rates is not None:
             self._table_steps.end_batch()
             log_table_rates(trainer, self._rates)
@@ -216,11 +218,23 @@ class StepHooks(CheckpointHooks):
         Their hooks are called before those of the strategy, and an epoch may end early.
         """
 
-        def complete(*_: Any) -> None:
+        places = {
+            "on_validation_start": "in a validation",
+            "on_train_epoch_end": "at the end of epoch {}",
+            "on_train_end": "at the end of the training",
+        }
+
+        def complete(place: str, *_: Any) -> None:
+            self._enter(place.format(trainer.current_epoch))
             self.complete_tables()
 
-        hooks = dict.fromkeys(("on_validation_start", "on_train_epoch_end", "on_train_end"), complete)
+        hooks = {hook: partial(complete, place) for hook, place in places.items()}
         self._completing = compat.add_callback(trainer, first=True, **hooks)
+
+    def _enter(self, place: str) -> None:
+        """Note where this rank is in the training. If the ranks wait for each other in vain, the error says where they were."""
+        if self.control is not None:
+            self.control.enter(place)
 
     def watch_updates(self, trainer: Any, fitting: bool) -> None:
         """Hand the learning rates to the tables before each look-up, and find backwards that no optimizer step follows."""
@@ -269,6 +283,7 @@ class StepHooks(CheckpointHooks):
         super().on_validation_end()
         table_optimizer.set_steps(self._module, self._validation_steps)  # FBGEMM has counted the look-ups as steps.
         self._set_evaluation(False)
+        self._enter(f"in epoch {self._module.trainer.current_epoch}")
         self._exchange_mode.start_clock()
 
     def _set_evaluation(self, evaluates: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale import FreeScaleStrategy
+from lightning_freescale import FreeScaleError, FreeScaleStrategy
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -122,6 +123,24 @@ class StopsTogether(toy.Model):
         stop = self.global_rank == 1 and batch_idx == 2
         assert isinstance(self.trainer.strategy, FreeScaleStrategy)
         self.trainer.should_stop |= self.trainer.strategy.reduce_boolean_decision(stop, all=False)
+
+
+class StopsAlone(toy.Model):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop |= self.global_rank == 1 and self.trainer.global_step == 3
+
+
+def error_of_stopping_alone(rank: int, prioritize: bool) -> str:
+    trainer = toy.trainer(FreeScaleStrategy(prioritize=prioritize, timeout=5.0), 2, max_epochs=2)
+    with pytest.raises((FreeScaleError, RuntimeError)) as caught:
+        trainer.fit(StopsAlone(), toy.loader(48))
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize("prioritize", [True, False])
+def test_a_rank_that_stops_alone_is_named(prioritize: bool) -> None:
+    for error in run_ranks(error_of_stopping_alone, args=(prioritize,)):
+        assert re.search(r"Rank 0 was in epoch 0, and rank 1 at the end of (epoch 0|the training)", error), error
 
 
 def steps(rank: int) -> int:
