@@ -6,9 +6,9 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing import connection
-from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
@@ -31,9 +31,7 @@ LINGER = 30.0  # seconds that a rank stays after its end at most, for others tha
 GRACE = 1.0  # seconds that the others have to report their errors after the first one
 
 
-def run_rank(
-    rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection, all_done: Event
-) -> None:
+def run_rank(rank: int, world: int, port: int, fn: Callable, args: tuple, pipe: connection.Connection) -> None:
     """The life of the process of one rank: call ``fn(rank, *args)``, send ``("ok", result)`` or ``("error", traceback)``, end."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # oneDNN's state does not survive a fork: matrix products hang on ARM
@@ -53,10 +51,15 @@ def run_rank(
         result = ("error", traceback.format_exc())
     pipe.send_bytes(pickle.dumps(result))  # plain pickle: torch's own would share memory that dies with this process
     if result[0] == "ok":
-        all_done.wait(
-            LINGER
-        )  # the others may be about to use the store that rank 0 serves, or a connection to this rank
+        pipe.poll(LINGER)  # the others may be about to use the store that rank 0 serves, or a connection to this rank
     os._exit(0)  # skip the parent's atexit and pytest hooks
+
+
+def let_end(pipes: Iterable[connection.Connection]) -> None:
+    """Tell the ranks at the other ends that all ranks are done. An Event would block if one of them was killed in its wait."""
+    for pipe in pipes:
+        with suppress(OSError):  # the rank has ended
+            pipe.send_bytes(b"")
 
 
 def _refuse_an_open_process_group() -> None:
@@ -83,10 +86,10 @@ def run_ranks(
     _refuse_an_open_process_group()
     port = free_port()
     context = mp.get_context("fork")
-    pipes, processes, all_done = [], [], context.Event()
+    pipes, processes = [], []
     for rank in range(world):
-        ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=run_rank, args=(rank, world, port, fn, args, theirs, all_done)))
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=run_rank, args=(rank, world, port, fn, args, theirs)))
         processes[-1].start()
         theirs.close()  # so that a dead child reads as EOF here
         pipes.append(ours)
@@ -114,7 +117,7 @@ def run_ranks(
             if errors and not every_error:
                 deadline = min(deadline, time.monotonic() + GRACE)
     finally:
-        all_done.set()
+        let_end(pipes)
         for process in processes:  # one rank's failure must not leave the others in a collective
             if len(results) < world:
                 process.kill()

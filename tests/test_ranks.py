@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -59,3 +61,16 @@ def test_the_errors_of_all_ranks_are_reported() -> None:
         run_ranks(fail_one_after_another)
     assert list(failure.value.errors) == [0, 1]
     assert "the error of rank 1" in str(failure.value)
+
+
+def killed_after_its_end(rank: int) -> int:
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {os.getpid()}"])
+    else:
+        time.sleep(1.0)
+    return rank
+
+
+def test_a_rank_may_be_killed_while_it_waits_for_the_others() -> None:
+    """A condition variable of multiprocessing would wait for it without end."""
+    assert run_ranks(killed_after_its_end) == [0, 1]

@@ -18,6 +18,7 @@ from benchmarks.harness.free_ports import free_port
 from tests.faults.failures import FAILURES, HITS_ALL_RANKS, Failure
 from tests.faults.output import ask_for_positions, death, output_of, run_rank_with_output
 from tests.faults.training import Settings, train
+from tests.ranks import let_end
 
 POLL_SECONDS = 0.002
 END_SECONDS = 5.0  # How long a process may take to end after it has closed its pipe.
@@ -73,14 +74,14 @@ def run_attempt(
 ) -> Outcome:
     """Start ``world`` ranks, let ``victim`` fail at ``moment``, and wait up to ``limit`` seconds after that for the others."""
     context = mp.get_context(START["method"])
-    port, all_done, started = free_port(), context.Event(), time.time()
+    port, started = free_port(), time.time()
     processes, pipes = [], []
     arguments: tuple[Any, ...] = (world, str(folder), attempt, settings)
     if victim is not None and moment is not None and moment.kind in FAILURES:
         arguments += (1, [Failure(moment.kind, victim, moment.count, folder, attempt)])
     for rank in range(world):
-        ours, theirs = context.Pipe(duplex=False)
-        life = (output_of(folder, attempt, rank), rank, world, port, train, arguments, theirs, all_done)
+        ours, theirs = context.Pipe()
+        life = (output_of(folder, attempt, rank), rank, world, port, train, arguments, theirs)
         processes.append(context.Process(target=run_rank_with_output, args=life))
         processes[-1].start()
         theirs.close()  # The death of the child then reads as the end of the pipe.
@@ -91,7 +92,7 @@ def run_attempt(
     hangs = {victim} if moment is not None and moment.kind == "hang" else set()
     outputs = [output_of(folder, attempt, rank) for rank in range(world)]
     _await_ends(outcome, processes, pipes, outputs, hangs, limit)
-    all_done.set()
+    let_end(pipes)
     for process in processes:
         process.kill()
         process.join()
