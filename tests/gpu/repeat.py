@@ -3,7 +3,7 @@
 Each cluster has SMs of its own, and trains over the given exchanges in turn, in the same processes. A rank that makes no progress
 prints what it waits for. The command prints how many trainings each cluster has completed, and fails if one has hung.
 
-``--share 25`` limits the number of SMs instead, so that ranks share SMs. Then trainings hang, and so does ``--plain``, which
+``--share 25`` limits the number of SMs instead, so that ranks share SMs. Then trainings can hang, and so can ``--plain``, which
 trains nothing and uses PyTorch alone.
 """
 
