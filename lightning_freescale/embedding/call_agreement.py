@@ -16,22 +16,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_freescale.runtime.errors import FreeScaleError
+from lightning_freescale.runtime.errors import FreeScaleError, name_ranks
 
 COMPARED_CALLS = "the comparison of the calls of embedding modules"
 AGREED_STEPS = 16  # first steps, after which the ranks tell each other what they have found
 CALL_ALIKE = "Change the model so that they do, or set prioritize=False"
-LEAVE_OUT = "To leave a batch out, multiply its loss by 0"
+LEAVE_OUT = "To leave a batch out, multiply its loss, which must be finite, by 0"
 Ask = Callable[[str], list[int]]  # the ranks that do not ask the same in time
 
 
 def but_not_on(others: list[int]) -> str:
-    """The part of an error that says which ranks have not found the same.
-
-    >>> but_not_on([0]), but_not_on([0, 2])
-    ('on this rank but not on rank 0', 'on this rank but not on ranks 0, 2')
-    """
-    return f"on this rank but not on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    """The part of an error that says which ranks have not found the same."""
+    return f"on this rank but not on {name_ranks(others)}"
 
 
 class CallAgreement:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FreeScaleError(RuntimeError):
     """Base class of the errors about data, settings, checkpoints and ranks."""
@@ -21,3 +23,12 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class ConfigurationError(FreeScaleError, ValueError):
     """A setting (optimizer, precision, sharding, ...) is unknown, or the training would not be exact with it."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """How a message names some ranks.
+
+    >>> name_ranks([0]), name_ranks([0, 2])
+    ('rank 0', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

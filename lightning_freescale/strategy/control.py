@@ -352,9 +352,7 @@ class Control:
             known = watch.explanation if watch is not None else None
             before = "" if known is None else f", after the report that {known}"
             return f"{STORE_IS_LOST}{before}"
-        explanation, lacks_one = reports.of_others(
-            store, lambda rank: watch is not None and watch.has_died(rank), waited
-        )
+        explanation, lacks_one = reports.of_others(store, lambda rank: watch is not None and watch.has_died(rank))
         self._lacks_a_report |= lacks_one
         if watch is not None and publish:
             publish_within_limit(watch, explanation)

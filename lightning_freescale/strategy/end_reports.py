@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_freescale.runtime.bounded import within
+from lightning_freescale.runtime.errors import name_ranks
 from lightning_freescale.runtime.store_connection import StoreConnection
 
 REPORT_SECONDS = 2.0  # How long to wait until failing ranks have reported their errors, all together.
@@ -41,7 +42,7 @@ class EndReports:
 
     Attributes:
         posted: whether the other ranks can read why this one ends.
-        place: where this rank is in the training, for example "in epoch 3", or nothing.
+        place: where this rank is in the training, for example "in epoch 3"; empty if that explains nothing.
     """
 
     def __init__(self, run: int, rank: int, world_size: int, timeout: float, connection: StoreConnection):
@@ -54,20 +55,20 @@ class EndReports:
 
         Args:
             error: the reason.
-            waited: whether this rank ends because it has waited for another one.
+            waited: whether this rank ends because it has waited for another one. Otherwise nobody need know where it was.
         """
         store, self.posted = self._connection.get(REPORT_SECONDS), True
-        report = f"{first_line(error)}\n{self.place if waited else ''}"
+        self.place = self.place if waited else ""
+        report = f"{first_line(error)}\n{self.place}"
         within(REPORT_SECONDS, lambda: store.set(f"{self._prefix}/ended/{self._rank}", report))
         return store
 
-    def of_others(self, store: Any, has_died: Callable[[int], bool], waited: bool = False) -> Reports:
+    def of_others(self, store: Any, has_died: Callable[[int], bool]) -> Reports:
         """The reports of the other ranks. A rank without a report after a few seconds is stuck or dead.
 
         Args:
             store: what :meth:`post` has returned.
             has_died: whether a rank is known to be dead. Nobody waits for its report.
-            waited: whether this rank ends because it has waited for another one.
         """
         deadline = time.monotonic() + REPORT_SECONDS
 
@@ -76,7 +77,7 @@ class EndReports:
             store.wait([key], timedelta(seconds=max(left, LEAST_REPORT_SECONDS)))
             return store.get(key).decode()
 
-        reports, lacks_one, places = [], False, {self._rank: self.place if waited else ""}
+        reports, lacks_one, places = [], False, {self._rank: self.place}
         for rank in range(self._world_size):
             if rank == self._rank:
                 continue
@@ -119,12 +120,9 @@ def _differing(places: Mapping[int, str]) -> str:
     if len(ranks) < 2:
         return ""
     (first, some), *others = ranks.items()
-    were = f"{_ranks(some).capitalize()} {'were' if len(some) > 1 else 'was'} {first}"
-    return f". {were}, and {', '.join(f'{_ranks(some)} {place}' for place, some in others)}: all ranks must take the same steps"
-
-
-def _ranks(some: list[int]) -> str:
-    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}"
+    were = f"{name_ranks(some).capitalize()} {'were' if len(some) > 1 else 'was'} {first}"
+    elsewhere = ", ".join(f"{name_ranks(some)} {place}" for place, some in others)
+    return f". {were}, and {elsewhere}: all ranks must take the same steps"
 
 
 def first_line(error: BaseException) -> str:

@@ -237,7 +237,11 @@ class StepHooks(CheckpointHooks):
             self.control.enter(place)
 
     def watch_updates(self, trainer: Any, fitting: bool) -> None:
-        """Hand the learning rates to the tables before each look-up, and find backwards that no optimizer step follows."""
+        """Watch the look-ups and updates of a run.
+
+        The tables get their learning rates before each look-up. Backwards that no optimizer step follows are found, and so are
+        losses that leave rows out on some ranks.
+        """
         self.unwatch_updates()
         self._lookups = LookupWatch(self._module, trainer, self._rates if fitting else None)
         self._table_steps = TableSteps()

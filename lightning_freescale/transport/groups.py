@@ -60,7 +60,8 @@ def nccl_options(priority: Literal["high", "low"], beside_compute: bool, sms: in
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority == "high")
     most, chosen = fitting_ctas(sms), chosen_ctas()
     log_once(
-        f"NCCL uses at most {most} CTAs of the GPU for each kind of exchange, so that all of them fit on its {sms} SMs"
+        f"NCCL has at most {most} CTAs for each process group of this strategy, so that the kernels of all groups fit on the "
+        f"{sms} SMs of the GPU"
     )
     if beside_compute and chosen is not None:
         most = chosen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -121,6 +123,13 @@ class LeavesRowsOutByHand(LeavesRowsOut):
         self.optimizers().zero_grad()
         self.manual_backward(loss)
         self.optimizers().step()
+
+
+class MultipliesBy0(Changing):
+    """Leaves batches out, as the error of the models above says."""
+
+    def loss(self, batch: toy.Batch) -> Tensor:
+        return super().loss(batch) * (not self.changes)
 
 
 class InEvaluation(toy.Model):
@@ -277,21 +286,18 @@ def test_rows_that_all_ranks_leave_out() -> None:
 
 
 def questions_about_rows(rank: int) -> list[str]:
-    asked: list[str] = []
-    ask = Control.ask
-
-    def noted(self: Control, question: str) -> list[int]:
-        asked.append(question)
-        return ask(self, question)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Control, "ask", noted)
+    with noted_questions() as (_, asked):
         assert "error" not in fit(rank, LeavesRowsOut, False, {"ranks": BOTH, "first": 3})
     return asked
 
 
-def asked_questions(rank: int) -> list[str]:
-    """What a rank asks the others in two trials of ``"auto"``, the second one with gradient accumulation."""
+def test_a_loss_that_is_multiplied_by_0_leaves_a_batch_out() -> None:
+    assert check(MultipliesBy0, ranks=ONE, first=3)["prioritized"] == STEPS - 1
+
+
+@contextmanager
+def noted_questions() -> Iterator[tuple[pytest.MonkeyPatch, list[str]]]:
+    """A patch that may have further parts, and what this rank asks the others."""
     asked: list[str] = []
     ask = Control.ask
 
@@ -299,10 +305,16 @@ def asked_questions(rank: int) -> list[str]:
         asked.append(question)
         return ask(self, question)
 
-    model = ReplacesBeforeStep()
-    callbacks = [GradientAccumulationScheduler({1: 3})]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Control, "ask", noted)
+        yield patch, asked
+
+
+def asked_questions(rank: int) -> list[str]:
+    """What a rank asks the others in two trials of ``"auto"``, the second one with gradient accumulation."""
+    model = ReplacesBeforeStep()
+    callbacks = [GradientAccumulationScheduler({1: 3})]
+    with noted_questions() as (patch, asked):
         patch.setattr(mode_trial, "BLOCK_STEPS", 2)
         patch.setattr(mode_trial, "MAX_TIME_RATIO", 0)  # the synchronous exchange wins, and its schedule ends
         toy.trainer(FreeScaleStrategy(prioritize="auto", balance="off"), 2, callbacks=callbacks).fit(
